@@ -1,0 +1,447 @@
+"""What a run is, as frozen dataclasses: the only source of configuration.
+
+Each field is one command-line flag under Megatron's name; the string below a field is its help text
+(`megatron.training.arguments` generates the parser from both). Nothing here imports torch, so that a
+login node can read, validate and plan a run. Values that follow from others are properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """How a field appears on the command line, where its name and type do not say it already."""
+
+    name: str | None = None
+    """Flag in place of `--field-name`; of a true-by-default bool the flag that turns it off."""
+
+    aliases: tuple[str, ...] = ()
+    """Further spellings, with their dashes."""
+
+    choices: tuple[str, ...] | None = None
+    """Legal values."""
+
+    many: bool = False
+    """Takes one or more values; the field holds a tuple."""
+
+
+def flag(
+    default: Any,
+    *aliases: str,
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    many: bool = False,
+) -> Any:
+    """A dataclass field that carries a `FlagSpec`."""
+    spec = FlagSpec(name, aliases, tuple(choices) if choices else None, many)
+    return field(default=default, metadata={"flag": spec})
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ModelParallelConfig:
+    """How the model and the batch are cut over the ranks."""
+
+    tensor_model_parallel_size: int = flag(1, "--tp")
+    """Ranks that share each matrix multiplication (TP)."""
+
+    pipeline_model_parallel_size: int = flag(1, "--pp")
+    """Ranks that share the layers (PP)."""
+
+    context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size")
+    """Ranks that share each sequence (CP)."""
+
+    expert_model_parallel_size: int = flag(1, "--ep")
+    """Ranks that share the experts of a mixture-of-experts layer (EP)."""
+
+    expert_tensor_parallel_size: int | None = flag(None, "--etp")
+    """Ranks that share each expert's matrix multiplications; default: as many as TP."""
+
+    data_parallel_size: int | None = flag(None, "--dp")
+    """Model replicas. Derived from the world size; an error if given and unequal."""
+
+    sequence_parallel: bool = False
+    """Shard norms, residuals and dropout along the sequence over the TP ranks."""
+
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+
+    pipeline_schedule: str = flag("1f1b", choices=("gpipe", "1f1b"))
+    """Order of forwards and backwards over the pipeline stages."""
+
+    fp16: bool = False
+    """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
+
+    bf16: bool = False
+    """Parameters and activations in bfloat16."""
+
+    fp32: bool = False
+    """Parameters and activations in single precision; the default."""
+
+    fp64: bool = False
+    """Parameters and activations in double precision, for tests."""
+
+    cpu: bool = False
+    """Train on the CPU even where a GPU is present."""
+
+    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
+    """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
+
+    distributed_timeout_minutes: float = 10.0
+    """A collective that takes longer than this ends the run."""
+
+    @property
+    def params_dtype(self) -> str:
+        """Name of the torch dtype of parameters and activations."""
+        for name, chosen in (("float16", self.fp16), ("bfloat16", self.bf16), ("float64", self.fp64)):
+            if chosen:
+                return name
+        return "float32"
+
+    @property
+    def main_dtype(self) -> str:
+        """Name of the torch dtype of gradients, main parameters and optimizer moments."""
+        return "float64" if self.fp64 else "float32"
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one model replica, context ranks included."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The model: everything that fixes its parameters and what it computes."""
+
+    num_layers: int = 0
+    """Transformer layers."""
+
+    hidden_size: int = 0
+    """Width h of the residual stream."""
+
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; default 4h, with --swiglu 8h/3 rounded up to a multiple of 64."""
+
+    num_attention_heads: int = 0
+    """Query heads."""
+
+    kv_channels: int | None = None
+    """Width of one head; default hidden-size / num-attention-heads."""
+
+    group_query_attention: bool = False
+    """Share keys and values among groups of query heads (GQA)."""
+
+    num_query_groups: int | None = None
+    """Key/value heads under --group-query-attention."""
+
+    seq_length: int = 0
+    """Tokens s in a training sample."""
+
+    max_position_embeddings: int | None = None
+    """Longest sequence the model can be run on; default seq-length."""
+
+    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
+    """How positions enter: a learned table, rotary embedding, or not at all."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+
+    use_rope_scaling: bool = False
+    """Stretch low rotary frequencies as Llama 3.1 does."""
+
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1 scaling: factor by which low frequencies are slowed."""
+
+    rope_scaling_low_freq_factor: float = 1.0
+    """Llama 3.1 scaling: wavelengths above original length / this are fully scaled."""
+
+    rope_scaling_high_freq_factor: float = 4.0
+    """Llama 3.1 scaling: wavelengths below original length / this are left alone."""
+
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Llama 3.1 scaling: context length the model was first trained at."""
+
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """Norm before attention, before the MLP, and at the end."""
+
+    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
+    """Added to the variance in norms."""
+
+    swiglu: bool = False
+    """Gated MLP with SiLU instead of GeLU."""
+
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GeLU."""
+
+    qk_layernorm: bool = False
+    """Normalise each query and key head before the positions are applied."""
+
+    add_bias_linear: bool = flag(True, name="--disable-bias-linear")
+    """No bias in the linear layers."""
+
+    add_qkv_bias: bool = False
+    """Bias in the query-key-value projection even under --disable-bias-linear."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own instead of the word embedding's."""
+
+    attention_dropout: float = 0.1
+    """Dropout probability of attention weights."""
+
+    hidden_dropout: float = 0.1
+    """Dropout probability of embeddings and of what each sublayer adds to the residual stream."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; of output projections it is divided by sqrt(2 * num-layers)."""
+
+    vocab_size: int | None = None
+    """Tokens in the vocabulary before padding; default: the tokenizer's."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this, whatever the layout."""
+
+    window_size: int | None = None
+    """Sliding-window attention: each token sees this many tokens, itself included."""
+
+    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
+    """Recompute the attention core (selective) or whole layers (full) in the backward pass."""
+
+    recompute_method: str | None = flag(None, choices=("uniform", "block"))
+    """Full recomputation: groups of layers from end to end, or only the first layers of a stage."""
+
+    recompute_num_layers: int | None = None
+    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: the query heads themselves without GQA."""
+        if self.group_query_attention and self.num_query_groups:
+            return self.num_query_groups
+        return self.num_attention_heads
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def query_projection_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_projection_size(self) -> int:
+        return self.query_groups * self.head_dim
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        return round_up(8 * self.hidden_size // 3, 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding; independent of the layout."""
+        assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
+        return round_up(self.vocab_size, self.make_vocab_size_divisible_by)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def activation(self) -> str:
+        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, its learning rate and its loss scale."""
+
+    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    """Adam with decoupled weight decay (AdamW), or SGD with momentum."""
+
+    lr: float | None = flag(None, "--learning-rate")
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate that decay ends at."""
+
+    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the decay after warm-up."""
+
+    lr_decay_iters: int | None = None
+    """Iterations at which decay ends; default: train-iters."""
+
+    lr_decay_samples: int | None = None
+    """Samples at which decay ends; default: train-samples."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay length."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate that warm-up starts from."""
+
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """WSD: shape of the final anneal."""
+
+    lr_wsd_decay_iters: int | None = None
+    """WSD: iterations of the final anneal."""
+
+    lr_wsd_decay_samples: int | None = None
+    """WSD: samples of the final anneal."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and norms have none."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at the first step; default: weight-decay."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the last step; default: weight-decay."""
+
+    weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    """Shape of the ramp from start to end weight decay."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    loss_scale: float | None = None
+    """fp16: fixed loss scale in place of the dynamic one."""
+
+    initial_loss_scale: float = 2.0**32
+    """fp16: first value of the dynamic loss scale."""
+
+    min_loss_scale: float = 1.0
+    """fp16: the dynamic loss scale never falls below this."""
+
+    loss_scale_window: int = 1000
+    """fp16: good steps in a row after which the loss scale doubles."""
+
+    hysteresis: int = 2
+    """fp16: overflowing steps after which the loss scale halves."""
+
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """How gradients are reduced over the data-parallel ranks."""
+
+    ddp_bucket_size: int | None = None
+    """Parameters in one gradient bucket; default max(40,000,000, 1,000,000 * data-parallel size)."""
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Which tokens are trained on, and in which order."""
+
+    data_path: tuple[str, ...] | None = flag(None, many=True)
+    """Prefix of an indexed dataset, or pairs of weight and prefix; split by --split."""
+
+    train_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for training alone."""
+
+    valid_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for validation alone."""
+
+    test_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for the test alone."""
+
+    split: str = "969,30,1"
+    """Shares of documents for training, validation and test."""
+
+    data_cache_path: str | None = None
+    """Folder for index files; default: cache/GPTDataset_indices beside the data."""
+
+    mock_data: bool = False
+    """Train on made-up tokens that need no files."""
+
+    num_workers: int = 2
+    """Processes that prepare samples for each rank; 0 prepares them in the training process."""
+
+    eod_mask_loss: bool = False
+    """No loss on end-of-document tokens."""
+
+    reset_position_ids: bool = False
+    """Count positions anew after each end of document."""
+
+    reset_attention_mask: bool = False
+    """No attention across an end of document."""
+
+    @property
+    def per_split(self) -> bool:
+        """Whether the splits have data paths of their own."""
+        return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        choices=(
+            "SentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+            "ByteTokenizer",
+        ),
+    )
+    """Kind of tokenizer."""
+
+    tokenizer_model: str | None = None
+    """SentencePiece model file, or a local tokenizer.json or its folder."""
+
+    vocab_file: str | None = None
+    """GPT-2 BPE vocab.json."""
+
+    merge_file: str | None = None
+    """GPT-2 BPE merges.txt."""

@@ -1,0 +1,111 @@
+"""Ranks and coordinates of a layout, as integers: no torch, no process group.
+
+The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp), the expert view
+(pp, expt_dp, ep, expt_tp), outermost first, so that rank order and group membership are Megatron-LM's order
+tp-cp-ep-dp-pp; with `use_tp_pp_dp_mapping` dp and pp change places in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from megatron.core.config import ModelParallelConfig
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of a layout's axes. `world_size` must be tp * pp * cp * dp."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    expt_tp: int = 1
+    tp_pp_dp: bool = False
+
+    @classmethod
+    def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
+        """The layout of a validated configuration. Raises ValueError if the sizes do not fit the world."""
+        model = config.model_parallel_size
+        if world_size % model:
+            raise ValueError(
+                f"world size {world_size} must be a multiple of tp * pp * cp = {model}; "
+                f"nearest: {max(1, round(world_size / model)) * model}"
+            )
+        dims = cls(
+            tp=config.tensor_model_parallel_size,
+            pp=config.pipeline_model_parallel_size,
+            cp=config.context_parallel_size,
+            dp=world_size // model,
+            ep=config.expert_model_parallel_size,
+            expt_tp=config.expert_tp if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size,
+            tp_pp_dp=config.use_tp_pp_dp_mapping,
+        )
+        inner = dims.ep * dims.expt_tp
+        if (world_size // dims.pp) % inner:
+            raise ValueError(
+                f"world size / pp = {world_size // dims.pp} must be a multiple of "
+                f"expert-model-parallel-size * expert-tensor-parallel-size = {inner}"
+            )
+        return dims
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def expt_dp(self) -> int:
+        return self.world_size // (self.pp * self.ep * self.expt_tp)
+
+    @property
+    def dense_order(self) -> tuple[str, ...]:
+        """Axes of the dense view, outermost first."""
+        return ("dp", "pp", "cp", "tp") if self.tp_pp_dp else ("pp", "dp", "cp", "tp")
+
+    @property
+    def expert_order(self) -> tuple[str, ...]:
+        """Axes of the expert view, outermost first."""
+        return ("expt_dp", "pp", "ep", "expt_tp") if self.tp_pp_dp else ("pp", "expt_dp", "ep", "expt_tp")
+
+    def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The view (its axes, outermost first) that has all of `axes`."""
+        for order in (self.dense_order, self.expert_order):
+            if set(axes) <= set(order):
+                return order
+        raise ValueError(f"no view of the mesh has all of {axes}")
+
+    def size(self, *axes: str) -> int:
+        """Ranks in a group along `axes`."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank on every axis of both views."""
+        found: dict[str, int] = {}
+        for order in (self.dense_order, self.expert_order):
+            rest = rank
+            for axis in reversed(order):
+                rest, found[axis] = divmod(rest, self.size(axis))
+        return found
+
+    def rank(self, **coords: int) -> int:
+        """The rank at coordinates of one view; axes left out are at 0."""
+        rank = 0
+        for axis in self.order_of(tuple(coords)):
+            rank = rank * self.size(axis) + coords.get(axis, 0)
+        return rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups along one or several axes of a view, ranks in ascending order, groups by first rank."""
+        order = self.order_of(axes)
+        inside = [range(self.size(axis)) if axis in axes else range(1) for axis in order]
+        outside = [range(1) if axis in axes else range(self.size(axis)) for axis in order]
+        groups = []
+        for outer in product(*outside):
+            ranks = [
+                self.rank(**{a: o + i for a, o, i in zip(order, outer, inner, strict=True)}) for inner in product(*inside)
+            ]
+            groups.append(tuple(sorted(ranks)))
+        return sorted(groups)

@@ -1,0 +1,80 @@
+"""The one tag a parameter carries.
+
+Initial values, gradient reduction, gradient norm, weight decay, checkpoints, conversion and replica checks
+read a parameter's `ParamMeta` and nothing else about it, so a new layer is described once, where it is built.
+No torch here: plans and tools read the same tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: `kind` is "normal" (mean 0, `std`), "zeros" or "ones"."""
+
+    kind: str = "normal"
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """Where a local tensor lies in the whole model.
+
+    A parameter is a rectangle ("box") of one global tensor: `sharded` names, for each mesh axis that cuts it, the
+    dimension that is cut into equal parts. On every other axis of its view of the mesh the ranks hold replicas.
+    """
+
+    name: str
+    """Name in the whole model, with global layer numbers: `decoder.layers.3.mlp.fc1.weight`."""
+
+    global_shape: tuple[int, ...]
+
+    sharded: Mapping[str, int] = field(default_factory=dict)
+    """Mesh axis ("tp", or "ep" and "expt_tp") -> dimension that it cuts."""
+
+    init: Init = Init()
+
+    partial_over: tuple[str, ...] = ()
+    """Model-parallel axes over which the local gradient is a partial sum and must be added up:
+    ("tp",) for what acts on sequence-parallel activations. Data axes are always summed over and not named."""
+
+    shared_stages: tuple[int, ...] = ()
+    """Pipeline stages that each hold a replica (tied embeddings: first and last); their gradients are summed.
+    The first one counts for norms and checkpoints."""
+
+    expert: bool = False
+    """Lives on the expert view of the mesh: reduced over "expt_dp" instead of "dp" and "cp"."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sharded", MappingProxyType(dict(self.sharded)))
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: matrices yes, norms and biases no."""
+        return self.matrix
+
+    @property
+    def matrix(self) -> bool:
+        """Whether this multiplies activations, as opposed to a norm weight or a bias."""
+        return not self.name.endswith("bias") and "norm" not in self.name.rsplit(".", 2)[-2]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return prod(self.global_shape)
+
+    def box(self, coords: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) in the global tensor of the part held at `coords`, a map axis -> (rank, size)."""
+        offset = [0] * len(self.global_shape)
+        shape = list(self.global_shape)
+        for axis, dim in self.sharded.items():
+            rank, size = coords[axis]
+            assert shape[dim] % size == 0, f"{self.name}: dim {dim} of {self.global_shape} over {axis}={size}"
+            shape[dim] //= size
+            offset[dim] += rank * shape[dim]
+        return tuple(offset), tuple(shape)

@@ -1,0 +1,132 @@
+"""Configuration of a training run beyond the library's: batches, length, logging, checkpoints.
+
+`RunConfig` gathers every section; `megatron.training.arguments` turns it into flags and back. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core.config import (
+    DatasetConfig,
+    DDPConfig,
+    ModelParallelConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TransformerConfig,
+    flag,
+)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch size and length of the run."""
+
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one model replica."""
+
+    global_batch_size: int | None = None
+    """Samples in one optimizer step; default: micro-batch-size * data-parallel size."""
+
+    num_microbatches: int | None = None
+    """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
+
+    rampup_batch_size: tuple[int, ...] | None = flag(None, many=True)
+    """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
+
+    train_iters: int | None = None
+    """Iterations to train."""
+
+    train_samples: int | None = None
+    """Samples to train, in place of train-iters."""
+
+    train_tokens: int | None = None
+    """Tokens to train, in place of train-iters. With none of the three: one epoch."""
+
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+
+    exit_interval: int | None = None
+    """Save and exit when the iteration is a multiple of this."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and exit after this many minutes."""
+
+    eval_interval: int = 1000
+    """Iterations between evaluations on the validation set."""
+
+    eval_iters: int = 100
+    """Global batches in one evaluation; 0 turns evaluation off."""
+
+    deterministic: bool = flag(False, "--deterministic-mode")
+    """Deterministic kernels only; an error where there is none."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is reported, how often, and where."""
+
+    log_interval: int = 100
+    """Iterations between progress lines."""
+
+    log_throughput: bool = False
+    """Accepted for Megatron's sake: throughput is always logged."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard event files."""
+
+    metrics_file: str | None = None
+    """Where metrics go, one JSON object a line; default: metrics.jsonl in --save."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project, where the wandb package is installed."""
+
+    wandb_exp_name: str | None = None
+    """Weights & Biases run name."""
+
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of a device for MFU; default: known from its name, unknown on CPU."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and loaded."""
+
+    save: str | None = None
+    """Folder for checkpoints, metrics and the resolved configuration."""
+
+    load: str | None = None
+    """Folder to load the latest checkpoint from; training starts anew if it holds none."""
+
+    save_interval: int | None = flag(None, "--persistent-save-interval")
+    """Iterations between checkpoints; one is always written at the end when --save is given."""
+
+    load_optim: bool = flag(True, name="--no-load-optim")
+    """Do not load optimizer state."""
+
+    load_rng: bool = flag(True, name="--no-load-rng")
+    """Do not load random-number state."""
+
+    finetune: bool = False
+    """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
+
+    save_optim: bool = flag(True, name="--no-save-optim")
+    """Do not save optimizer state."""
+
+    exit_on_missing_checkpoint: bool = False
+    """An error if --load holds no checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one command line says."""
+
+    parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
+    model: TransformerConfig = field(default_factory=TransformerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
