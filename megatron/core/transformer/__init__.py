@@ -1,0 +1,1 @@
+"""Transformer layers over tensor- and sequence-parallel linears."""
