@@ -114,11 +114,7 @@ class ModelParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one model replica, context ranks included."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def expert_tp(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import add
 
 from megatron.core.config import ModelParallelConfig
 
@@ -67,8 +68,8 @@ class ParallelDims:
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert view, outermost first."""
-        return ("expt_dp", "pp", "ep", "expt_tp") if self.tp_pp_dp else ("pp", "expt_dp", "ep", "expt_tp")
+        """Axes of the expert view, outermost first: the ranks of one stage, in dense order, cut another way."""
+        return ("pp", "expt_dp", "ep", "expt_tp")
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The view (its axes, outermost first) that has all of `axes`."""
@@ -83,19 +84,28 @@ class ParallelDims:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank on every axis of both views."""
-        found: dict[str, int] = {}
-        for order in (self.dense_order, self.expert_order):
-            rest = rank
-            for axis in reversed(order):
-                rest, found[axis] = divmod(rest, self.size(axis))
-        return found
+        found = self._unfold(rank, self.dense_order)
+        in_stage = self._fold(found, ("dp", "cp", "tp"))
+        return found | self._unfold(in_stage, ("expt_dp", "ep", "expt_tp"))
 
     def rank(self, **coords: int) -> int:
         """The rank at coordinates of one view; axes left out are at 0."""
-        rank = 0
-        for axis in self.order_of(tuple(coords)):
-            rank = rank * self.size(axis) + coords.get(axis, 0)
-        return rank
+        if self.order_of(tuple(coords)) == self.expert_order:
+            in_stage = self._fold(coords, ("expt_dp", "ep", "expt_tp"))
+            coords = self._unfold(in_stage, ("dp", "cp", "tp")) | {"pp": coords.get("pp", 0)}
+        return self._fold(coords, self.dense_order)
+
+    def _fold(self, coords: dict[str, int], order: tuple[str, ...]) -> int:
+        index = 0
+        for axis in order:
+            index = index * self.size(axis) + coords.get(axis, 0)
+        return index
+
+    def _unfold(self, index: int, order: tuple[str, ...]) -> dict[str, int]:
+        coords = {}
+        for axis in reversed(order):
+            index, coords[axis] = divmod(index, self.size(axis))
+        return coords
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups along one or several axes of a view, ranks in ascending order, groups by first rank."""
@@ -104,8 +114,6 @@ class ParallelDims:
         outside = [range(1) if axis in axes else range(self.size(axis)) for axis in order]
         groups = []
         for outer in product(*outside):
-            ranks = [
-                self.rank(**{a: o + i for a, o, i in zip(order, outer, inner, strict=True)}) for inner in product(*inside)
-            ]
-            groups.append(tuple(sorted(ranks)))
+            corners = [map(add, outer, inner) for inner in product(*inside)]
+            groups.append(tuple(sorted(self.rank(**dict(zip(order, corner, strict=True))) for corner in corners)))
         return sorted(groups)

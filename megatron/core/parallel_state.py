@@ -47,7 +47,7 @@ class ParallelState:
     Two models with different layouts in one process have a ParallelState each.
     """
 
-    dims: ParallelDims = ParallelDims()
+    dims: ParallelDims = field(default_factory=ParallelDims)
     rank: int = 0
     axes: Mapping[str, Axis] = field(default_factory=dict)
     world: Axis = Axis()
@@ -141,7 +141,8 @@ def build_parallel_state(dims: ParallelDims, rank: int, timeout: timedelta | Non
     pipeline = mine("pp")
     ends = (pipeline[0], pipeline[-1]) if dims.pp > 1 else (rank,)
     axes["embd"] = axis_of(ends if rank in ends else (rank,))
-    world = Axis(dist.group.WORLD if dims.world_size > 1 else None, rank, dims.world_size, tuple(range(dims.world_size)))
+    size = dims.world_size
+    world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
     return ParallelState(dims, rank, axes, world)
 
 

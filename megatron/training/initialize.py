@@ -1,0 +1,136 @@
+"""Start of a rank: who am I in the world, which device, which process groups.
+
+The environment is read here and nowhere else: torchrun's variables first, SLURM's (one task a rank) second,
+and a single process where there are neither.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.config import ModelParallelConfig
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.training.config import RunConfig
+from megatron.training.launch import Launch
+
+
+class StartupPhases:
+    """Wall time of each phase of start-up, to be printed once training begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def __str__(self) -> str:
+        parts = " | ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        return f"start-up (s): {parts} | total {sum(self.seconds.values()):.2f}"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank runs on."""
+
+    launch: Launch
+    device: torch.device
+    state: ParallelState
+    phases: StartupPhases = field(default_factory=StartupPhases)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self.launch.rank == 0
+
+    def say(self, message: str) -> None:
+        """Prints a line, on the rank that speaks for the run."""
+        if self.is_main:
+            print(message, flush=True)
+
+
+def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
+    """The GPU of this local rank, or the CPU."""
+    if config.cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if launch.local_rank >= torch.cuda.device_count() and config.distributed_backend != "gloo":
+        raise ValueError(
+            f"local rank {launch.local_rank} has no GPU of its own: {torch.cuda.device_count()} present; "
+            "start fewer processes per node, or pass --cpu (or --distributed-backend gloo to share GPUs)"
+        )
+    return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+
+
+def set_determinism(config: RunConfig) -> None:
+    """Deterministic kernels only. Before anything is built, as kernels are chosen while building."""
+    if not config.training.deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def initialize(config: RunConfig, launch: Launch, phases: StartupPhases) -> Runtime:
+    """Joins the world and builds its groups. `config` is validated for `launch.world_size`.
+
+    Raises ValueError if the device or backend asked for is not here.
+    """
+    parallel = config.parallel
+    set_determinism(config)
+    device = choose_device(parallel, launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.
+    random.seed(config.training.seed)
+    np.random.seed(config.training.seed % 2**32)
+    torch.manual_seed(config.training.seed)
+    if launch.world_size == 1:
+        return Runtime(launch, device, ParallelState(), phases)
+    backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    with phases("join the world"):
+        dist.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    with phases("process groups"):
+        state = initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.context_parallel_size,
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size,
+            parallel.use_tp_pp_dp_mapping,
+            timeout=timeout,
+        )
+    return Runtime(launch, device, state, phases)
+
+
+def shut_down() -> None:
+    """Leaves the world."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def name_of_rank(launch: Launch) -> str:
+    """How errors name this process."""
+    return f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}"

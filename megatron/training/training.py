@@ -1,0 +1,271 @@
+"""The training loop: pretrain -> train -> train_step -> PipelineExecutor.run.
+
+Metrics stay on the device between log intervals; one reduction then makes them global, so every rank knows the
+loss and every rank takes the same decisions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.model_math import flops_per_token
+from megatron.training.arguments import save_config, to_flat_dict
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.config import RunConfig
+from megatron.training.data import TrainingData, put_on_device
+from megatron.training.initialize import StartupPhases, initialize, name_of_rank, shut_down
+from megatron.training.launch import Launch
+from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
+from megatron.training.setup import TrainingRun, build_run
+
+CONFIG_FILE = "run_config.yaml"
+
+
+def pretrain(config: RunConfig, launch: Launch, phases: StartupPhases) -> None:
+    """Trains as `config` says, resolved and validated for `launch.world_size`."""
+    with ExitStack() as resources:
+        runtime = initialize(config, launch, phases)
+        resources.callback(shut_down)
+        try:
+            run = build_run(config, runtime)
+            resources.callback(run.data.close)
+            train(run, resources)
+        except BaseException as error:
+            error.add_note(f"on {name_of_rank(launch)}")
+            raise
+
+
+@dataclass
+class Interval:
+    """What happened since the last log line. Device tensors; nothing here waits for the device."""
+
+    start: float = field(default_factory=time.perf_counter)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Per iteration [loss sum, tokens] of this rank; zeros where another rank counts them."""
+    skipped: list[bool] = field(default_factory=list)
+    grad_norm: torch.Tensor | float = 0.0
+    learning_rate: float = 0.0
+    samples: int = 0
+    iterations: int = 0
+
+
+def train(run: TrainingRun, resources: ExitStack) -> None:
+    """Iterates until the run's length, an exit condition, or an error."""
+    config, progress = run.config, run.progress
+    sinks = _open_sinks(run, resources)
+    runtime = run.runtime
+    runtime.say(str(runtime.phases))
+    bar = _progress_bar(run, resources)
+    interval = Interval()
+    began = time.monotonic()
+    saved_at = progress.iteration if progress.iteration else None
+    while progress.iteration < run.train_iters:
+        train_step(run, interval)
+        if progress.iteration % config.logging.log_interval == 0 or progress.iteration == run.train_iters:
+            record = summarize(run, interval)
+            report(run, sinks, record, bar)
+            interval = Interval()
+        if bar is not None:
+            bar.update(1)
+        if _due(progress.iteration, config.training.eval_interval) and run.data.valid is not None:
+            evaluate_and_report(run, "valid", sinks)
+            interval.start = time.perf_counter() if not interval.iterations else interval.start
+        if config.checkpoint.save and _due(progress.iteration, config.checkpoint.save_interval):
+            save(run)
+            saved_at = progress.iteration
+        if reason := _exit_reason(run, began):
+            runtime.say(f"exiting at iteration {progress.iteration}: {reason}")
+            break
+    if config.checkpoint.save and saved_at != progress.iteration:
+        save(run)
+    if progress.iteration >= run.train_iters:
+        for split in ("valid", "test"):
+            already = split == "valid" and _due(progress.iteration, config.training.eval_interval)
+            if getattr(run.data, split) is not None and not already:
+                evaluate_and_report(run, split, sinks)
+
+
+def train_step(run: TrainingRun, interval: Interval) -> None:
+    """One optimizer step on one global batch."""
+    config, progress = run.config, run.progress
+    batch_size = run.batch_sizes.at(progress.consumed_samples)
+    assert run.data.train is not None
+    batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime.device)
+    run.ddp.zero_grad_buffer()
+    seed = run.optimizer.backward_seed
+    losses = run.executor.run(batches, loss_scale_seed=seed)
+    num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
+    finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed)
+    rate = run.scheduler.at(progress.consumed_samples)
+    result = run.optimizer.step(rate.lr, rate.weight_decay)
+    interval.losses.append(_loss_and_tokens(run, losses, num_tokens))
+    interval.skipped.append(result.skipped)
+    interval.grad_norm, interval.learning_rate = result.grad_norm, rate.lr
+    interval.samples += batch_size
+    interval.iterations += 1
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    progress.skipped_iterations += int(result.skipped)
+    del config
+
+
+def _loss_and_tokens(run: TrainingRun, losses: list[torch.Tensor], num_tokens: torch.Tensor) -> torch.Tensor:
+    """[loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, zeros elsewhere, so that
+    a plain sum over the world counts each token once."""
+    state = run.runtime.state
+    if losses and state.tp.first:
+        return torch.stack([torch.stack(losses).sum().double(), num_tokens.double()])
+    return torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+
+
+def summarize(run: TrainingRun, interval: Interval) -> Record:
+    """The record of an interval, equal on every rank. The one place in the loop that waits for the device."""
+    config, runtime = run.config, run.runtime
+    table = torch.stack(interval.losses)
+    memory = torch.tensor([float(peak_memory_bytes(runtime.device))], dtype=torch.float64, device=runtime.device)
+    if runtime.launch.world_size > 1:
+        dist.all_reduce(table)
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    counted = table[[not skipped for skipped in interval.skipped]]
+    total, tokens = counted.sum(dim=0).tolist() if len(counted) else (0.0, 0.0)
+    grad_norm = float(interval.grad_norm)
+    seconds = time.perf_counter() - interval.start
+    tokens_per_second = interval.samples * config.model.seq_length / seconds
+    world = runtime.launch.world_size
+    tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
+    peak = peak_tflops(config.logging, runtime.device, run.dtype)
+    return {
+        "iteration": run.progress.iteration,
+        "consumed_samples": run.progress.consumed_samples,
+        "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
+        "lm_loss": total / tokens if tokens else (0.0 if len(counted) else None),
+        "grad_norm": grad_norm,
+        "learning_rate": interval.learning_rate,
+        "global_batch_size": run.batch_sizes.at(max(run.progress.consumed_samples - 1, 0)),
+        "loss_scale": run.optimizer.loss_scale,
+        "skipped_iterations": sum(interval.skipped),
+        "nan_iterations": int((~torch.isfinite(table[:, 0])).sum()),
+        "tokens_per_second": tokens_per_second,
+        "tflops_per_device": tflops,
+        "mfu": tflops / peak if peak else None,
+        "step_time": seconds / interval.iterations,
+        "peak_memory_bytes": int(memory.item()),
+    }
+
+
+def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None) -> None:
+    """Prints and writes a record, on the rank that speaks for the run."""
+    for sink in sinks:
+        sink.write(record)
+    line = progress_line(record, run.train_iters)
+    if bar is not None:
+        bar.write(line)
+        if record["lm_loss"] is not None:
+            bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+    else:
+        run.runtime.say(line)
+
+
+@torch.no_grad()
+def evaluate(run: TrainingRun, split: str) -> float:
+    """Mean loss per token over `eval_iters` global batches of a split, equal on every rank. No dropout."""
+    training = run.config.training
+    iterator = getattr(run.data, split)
+    assert training.global_batch_size is not None
+    for stage in run.stages.values():
+        stage.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    for step in range(training.eval_iters):
+        first = run.data.evaluated[split] + step * training.global_batch_size
+        batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime.device)
+        losses = run.evaluator.run(batches, forward_only=True)
+        total += _loss_and_tokens(run, losses, torch.stack([batch.num_tokens for batch in batches]).sum())
+    for stage in run.stages.values():
+        stage.train()
+    if run.runtime.launch.world_size > 1:
+        dist.all_reduce(total)
+    loss, tokens = total.tolist()
+    return loss / tokens if tokens else 0.0
+
+
+def evaluate_and_report(run: TrainingRun, split: str, sinks: list[Sink]) -> None:
+    """Evaluates, prints, and writes a record with `valid_loss` or `test_loss` and its perplexity."""
+    training, progress = run.config.training, run.progress
+    assert training.global_batch_size is not None
+    if split == "valid":
+        evaluations = (progress.iteration - 1) // training.eval_interval
+        run.data.evaluated[split] = evaluations * training.eval_iters * training.global_batch_size
+    loss = evaluate(run, split)
+    perplexity = math.exp(min(20.0, loss))
+    for sink in sinks:
+        sink.write({"iteration": progress.iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+    run.runtime.say(
+        f" {split} loss at iteration {progress.iteration} | lm loss: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
+    )
+
+
+def save(run: TrainingRun) -> None:
+    """Writes a checkpoint of the present iteration."""
+    folder = run.config.checkpoint.save
+    assert folder is not None
+    start = time.perf_counter()
+    save_checkpoint(run.config, run.runtime.state, run.stages, run.optimizer, run.progress)
+    run.runtime.say(
+        f" saved checkpoint at iteration {run.progress.iteration} to {folder} in {time.perf_counter() - start:.2f} s"
+    )
+
+
+def _open_sinks(run: TrainingRun, resources: ExitStack) -> list[Sink]:
+    """The sinks and the resolved configuration's file, on the rank that speaks for the run; elsewhere none."""
+    if not run.runtime.is_main:
+        return []
+    save_folder = run.config.checkpoint.save
+    if save_folder:
+        Path(save_folder).mkdir(parents=True, exist_ok=True)
+        save_config(run.config, Path(save_folder) / CONFIG_FILE)
+    sinks = open_sinks(run.config.logging, save_folder, run.progress.iteration, to_flat_dict(run.config))
+    for sink in sinks:
+        resources.callback(sink.close)
+    return sinks
+
+
+def _progress_bar(run: TrainingRun, resources: ExitStack) -> tqdm | None:
+    """A bar with the time left, where a person is watching."""
+    import sys
+
+    if not (run.runtime.is_main and sys.stderr.isatty()):
+        return None
+    bar = tqdm(total=run.train_iters, initial=run.progress.iteration, unit="it", dynamic_ncols=True)
+    resources.callback(bar.close)
+    return bar
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return bool(interval) and iteration % interval == 0
+
+
+def _exit_reason(run: TrainingRun, began: float) -> str | None:
+    """Why to stop now, decided alike on every rank."""
+    training = run.config.training
+    if _due(run.progress.iteration, training.exit_interval):
+        return f"--exit-interval {training.exit_interval}"
+    if training.exit_duration_in_mins is not None:
+        over = torch.tensor([(time.monotonic() - began) / 60 > training.exit_duration_in_mins], dtype=torch.int32)
+        over = over.to(run.runtime.device)
+        if run.runtime.launch.world_size > 1:
+            dist.all_reduce(over, op=dist.ReduceOp.MAX)
+        if over.item():
+            return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
+    return None
+
+
+__all__ = ["TrainingData", "evaluate", "pretrain", "train", "train_step"]

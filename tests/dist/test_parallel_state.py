@@ -1,0 +1,72 @@
+"""Process groups: membership on real worlds, and published grids rehearsed with a fake process group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state as ps
+from megatron.core.parallel_dims import ParallelDims
+from tests.harness import run_world
+
+
+def _sums_along_axes(rank: int, world_size: int) -> dict[str, float]:
+    state = ps.initialize_model_parallel(2, 2)
+    assert ps.get_tensor_model_parallel_rank() == state.tp.rank == rank % 2
+    assert ps.get_pipeline_model_parallel_rank() == state.pp.rank == rank // 4
+    assert ps.get_data_parallel_world_size() == state.dp.size == 2
+    assert ps.is_pipeline_first_stage() == (rank < 4)
+    sums = {}
+    for name in ("tp", "dp", "pp", "dp_cp", "mp", "embd"):
+        value = torch.tensor([2.0**rank])
+        dist.all_reduce(value, group=state.axis(name).group)
+        assert value.item() == sum(2.0**r for r in state.axis(name).ranks)
+        sums[name] = value.item()
+    return sums
+
+
+def test_groups_carry_collectives() -> None:
+    results = run_world(8, _sums_along_axes)
+    assert results[0] == {"tp": 3.0, "dp": 5.0, "pp": 17.0, "dp_cp": 5.0, "mp": 51.0, "embd": 17.0}
+
+
+def _state_in_fake_world(dims: ParallelDims, rank: int) -> ps.ParallelState:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    try:
+        state = ps.initialize_model_parallel(dims.tp, dims.pp, use_tp_pp_dp_mapping=dims.tp_pp_dp, make_global=False)
+        for name in ("tp", "pp", "dp"):
+            axis = state.axis(name)
+            assert axis.group is not None and axis.group.size() == axis.size == dims.size(name)
+            assert axis.group.rank() == axis.rank == dims.coords(rank)[name]
+        return state
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 77, 1023])
+def test_grid_of_gpt3_175b(rank: int) -> None:
+    """TP8 PP16 DP8 on 1,024 ranks: neighbours share tensors, stages lie 64 ranks apart."""
+    state = _state_in_fake_world(ParallelDims(tp=8, pp=16, dp=8, expt_tp=8), rank)
+    assert state.tp.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
+    assert state.pp.ranks == tuple(range(rank % 64, 1024, 64))
+    assert state.dp.ranks == tuple(rank // 64 * 64 + rank % 8 + 8 * i for i in range(8))
+    assert state.embd.ranks == ((rank % 64, rank % 64 + 960) if rank // 64 in (0, 15) else (rank,))
+
+
+@pytest.mark.parametrize("rank", [0, 1000, 1959])
+def test_grid_of_mt_nlg_530b(rank: int) -> None:
+    """TP8 PP35 DP7 on 1,960 ranks."""
+    state = _state_in_fake_world(ParallelDims(tp=8, pp=35, dp=7, expt_tp=8), rank)
+    assert state.tp.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
+    assert state.pp.ranks == tuple(range(rank % 56, 1960, 56))
+    assert state.dp.ranks == tuple(rank // 56 * 56 + rank % 8 + 8 * i for i in range(7))
+
+
+def test_sizes_that_do_not_divide_the_world_are_refused() -> None:
+    def refused(rank: int, world_size: int) -> str:
+        with pytest.raises(ValueError, match="world size 2 is not a multiple") as error:
+            ps.initialize_model_parallel(4)
+        return str(error.value)
+
+    assert len(set(run_world(2, refused))) == 1

@@ -1,0 +1,56 @@
+"""Rank order and group membership, as integers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.config import ModelParallelConfig
+from megatron.core.parallel_dims import ParallelDims
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+def test_groups_of_two_by_two_by_two_are_megatrons() -> None:
+    dims = ParallelDims(tp=2, pp=2, dp=2, expt_tp=2)
+    assert dims.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert dims.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert dims.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert dims.groups("pp", "tp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+def test_tp_pp_dp_mapping_swaps_pipeline_and_data() -> None:
+    dims = ParallelDims(tp=2, pp=2, dp=2, expt_tp=2, tp_pp_dp=True)
+    assert dims.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert dims.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert dims.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_expert_view_covers_the_same_ranks() -> None:
+    dims = ParallelDims(tp=2, pp=2, cp=1, dp=4, ep=4, expt_tp=1)
+    assert dims.expt_dp == 2
+    assert dims.groups("ep")[0] == (0, 1, 2, 3)
+    assert dims.groups("expt_dp")[0] == (0, 4)
+    assert dims.groups("pp") == [(rank, rank + 8) for rank in range(8)]
+
+
+@given(tp=SIZES, pp=SIZES, cp=SIZES, dp=SIZES, swapped=st.booleans())
+def test_groups_partition_the_world_and_coordinates_invert(tp: int, pp: int, cp: int, dp: int, swapped: bool) -> None:
+    dims = ParallelDims(tp=tp, pp=pp, cp=cp, dp=dp, expt_tp=tp, tp_pp_dp=swapped)
+    for axes in [("tp",), ("pp",), ("cp",), ("dp",), ("dp", "cp"), ("pp", "tp"), ("expt_dp",), ("expt_tp",)]:
+        groups = dims.groups(*axes)
+        assert sorted(rank for group in groups for rank in group) == list(range(dims.world_size))
+        assert {len(group) for group in groups} == {dims.size(*axes)}
+        for group in groups:
+            # Ranks of a group differ in the group's axes only.
+            others = [axis for axis in dims.order_of(axes) if axis not in axes]
+            assert len({tuple(dims.coords(rank)[axis] for axis in others) for rank in group}) == 1
+    for rank in range(dims.world_size):
+        coords = dims.coords(rank)
+        assert dims.rank(**{axis: coords[axis] for axis in dims.dense_order}) == rank
+        assert dims.rank(**{axis: coords[axis] for axis in dims.expert_order}) == rank
+
+
+def test_world_that_does_not_fit_is_refused_with_the_nearest() -> None:
+    config = ModelParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"world size 12 .*= 8; nearest: 16"):
+        ParallelDims.from_config(config, 12)
