@@ -1,0 +1,277 @@
+"""Linear layers and embeddings cut over the tensor-parallel ranks (arXiv 1909.08053, 2205.05198).
+
+A column-parallel layer holds some output features of each input feature, a row-parallel one the reverse; one after
+the other need a single collective at each end. With sequence parallelism the activations between such pairs are cut
+along the sequence: the all-reduce at the end becomes a reduce-scatter, and an all-gather stands at the beginning.
+
+`LinearFunction` is the one place where activations meet weights. Activations are [s, b, h], or [s/tp, b, h].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.mappings import (
+    Start,
+    start_all_gather,
+    start_all_reduce_,
+    start_nothing,
+    start_reduce_scatter,
+)
+from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_rows_, main_grad_added, main_grad_of
+
+
+@dataclass(frozen=True)
+class TPContext:
+    """What every tensor-parallel layer of a model has in common."""
+
+    tp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    queue: WeightGradQueue
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The collectives at the two ends of a layer, and their adjoints for its backward.
+
+    The forward is y = leave(f(enter(x))). Each adjoint works on a tensor that the layer owns and may write over.
+    """
+
+    enter: Start = start_nothing
+    enter_adjoint: Start = start_nothing
+    leave: Start = start_nothing
+    leave_adjoint: Start = start_nothing
+
+
+LOCAL = Boundary()
+COLUMN = Boundary(enter_adjoint=start_all_reduce_)
+COLUMN_SEQUENCE = Boundary(enter=start_all_gather, enter_adjoint=start_reduce_scatter)
+ROW = Boundary(leave=start_all_reduce_)
+ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gather)
+
+
+def column_boundary(ctx: TPContext) -> Boundary:
+    """For layers whose output is sharded: replicated or sequence-parallel x -> local features."""
+    if ctx.tp.size == 1:
+        return LOCAL
+    return COLUMN_SEQUENCE if ctx.sequence_parallel else COLUMN
+
+
+def row_boundary(ctx: TPContext) -> Boundary:
+    """For layers whose output is a partial sum: local features -> replicated or sequence-parallel y."""
+    if ctx.tp.size == 1:
+        return LOCAL
+    return ROW_SEQUENCE if ctx.sequence_parallel else ROW
+
+
+def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
+    """An empty parameter of this rank's shape; `initialize_parameters_` fills it."""
+    _, shape = meta.box({"tp": (ctx.tp.rank, ctx.tp.size)})
+    parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
+    parameter.meta = meta  # type: ignore[attr-defined]
+    return parameter
+
+
+class LinearFunction(torch.autograd.Function):
+    """y = leave(enter(x) Wᵀ) + bias, with W [..., in] taken as a matrix [out, in].
+
+    Backward: the input, of which only the local part is saved, is gathered again while dX is computed; dX is reduced
+    while dW is computed. dW goes to the queue, which adds it to `weight.main_grad` now or later; a weight without
+    `main_grad` gets its gradient from autograd.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        boundary: Boundary,
+        axis: Axis,
+        queue: WeightGradQueue,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # The parameter itself, as activation checkpointing hands back saved tensors without their attributes.
+        ctx.weight, ctx.boundary, ctx.axis, ctx.queue = weight, boundary, axis, queue
+        ctx.bias_shape = None if bias is None else bias.shape
+        full_x = boundary.enter(x, axis).wait()
+        flat_bias = None if bias is None else bias.flatten()
+        matrix = weight.view(-1, weight.shape[-1])
+        if boundary.leave is start_nothing:
+            return F.linear(full_x, matrix, flat_bias)
+        y = boundary.leave(F.linear(full_x, matrix), axis).wait()
+        return y if flat_bias is None else y.add_(flat_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        weight, boundary, axis, queue = ctx.weight, ctx.boundary, ctx.axis, ctx.queue
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        deferred = needs_dw and queue.deferring and main_grad_of(weight) is not None
+
+        gather = partial(boundary.enter, x, axis)
+        full_x = gather() if needs_dw and not deferred else None
+        dy = boundary.leave_adjoint(grad_output, axis).wait() if needs_dx or needs_dw else grad_output
+        dx = None
+        if needs_dx:
+            dx = boundary.enter_adjoint(dy.matmul(weight.view(-1, weight.shape[-1])), axis)
+        dw = None
+        if deferred:
+            queue.accumulate(weight, dy, lambda: gather().wait())
+        elif full_x is not None and main_grad_of(weight) is not None:
+            queue.accumulate(weight, dy, full_x.wait)
+        elif full_x is not None:
+            dw = dy.flatten(0, -2).t().matmul(full_x.wait().flatten(0, -2)).view_as(weight)
+        db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
+        return (None if dx is None else dx.wait()), dw, db, None, None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + bias, the output features cut over the ranks.
+
+    The weight is [*out_dims, in_size], cut along `shard_dim`: a gated MLP is [2, ffn, h] cut along 1, so that every
+    shard is a rectangle of the whole. The output features of a rank come flattened.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_size: int,
+        out_dims: tuple[int, ...],
+        ctx: TPContext,
+        *,
+        shard_dim: int = 0,
+        bias: bool,
+        init: Init,
+    ) -> None:
+        super().__init__()
+        sharded = {"tp": shard_dim}
+        self.weight = make_parameter(ParamMeta(f"{name}.weight", (*out_dims, in_size), sharded, init), ctx)
+        self.bias = make_parameter(ParamMeta(f"{name}.bias", out_dims, sharded, Init("zeros")), ctx) if bias else None
+        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
+        self.local_out_dims = tuple(self.weight.shape[:-1])
+        self.out_features = prod(self.local_out_dims)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in], or [s/tp, b, in] under sequence parallelism -> [s, b, out/tp]"""
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + bias, the input features cut over the ranks; the bias is whole on each and added once, to the sum."""
+
+    def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, *, bias: bool, init: Init) -> None:
+        super().__init__()
+        self.weight = make_parameter(ParamMeta(f"{name}.weight", (out_size, in_size), {"tp": 1}, init), ctx)
+        partial_over = ("tp",) if ctx.sequence_parallel else ()
+        bias_meta = ParamMeta(f"{name}.bias", (out_size,), init=Init("zeros"), partial_over=partial_over)
+        self.bias = make_parameter(bias_meta, ctx) if bias else None
+        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, row_boundary(ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in/tp] -> [s, b, out], or [s/tp, b, out] under sequence parallelism"""
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue)
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Rows of a vocabulary cut over the ranks: each looks up its own, zero for the rest, and the sum is the result.
+
+    The gradient is added row by row to `weight.main_grad`, so no gradient of the weight's size is made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
+        start, stop = local_rows(weight.shape[0] * axis.size, axis)
+        ctx.elsewhere = None
+        if axis.size > 1:
+            ctx.elsewhere = ((ids < start) | (ids >= stop)).unsqueeze(-1)
+            ids = (ids - start).clamp_(0, stop - start - 1)
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.boundary, ctx.axis = weight, boundary, axis
+        rows = F.embedding(ids, weight)
+        if ctx.elsewhere is not None:
+            rows.masked_fill_(ctx.elsewhere, 0.0)
+        return boundary.leave(rows, axis).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        weight = ctx.weight
+        if not ctx.needs_input_grad[1]:
+            return None, None, None, None
+        dy = ctx.boundary.leave_adjoint(grad_output, ctx.axis).wait()
+        if ctx.elsewhere is not None:
+            dy = dy.masked_fill(ctx.elsewhere, 0.0)
+        main_grad = main_grad_of(weight)
+        dw = torch.zeros_like(weight) if main_grad is None else None
+        add_rows_(main_grad if dw is None else dw, ids.flatten(), dy.flatten(0, -2))
+        if dw is None:
+            main_grad_added(weight)
+        return None, dw, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embeddings [vocab_rows, hidden], the rows cut over the ranks. `vocab_rows` includes padding."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab_rows: int,
+        hidden: int,
+        ctx: TPContext,
+        *,
+        init: Init,
+        shared_stages: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        meta = ParamMeta(f"{name}.weight", (vocab_rows, hidden), {"tp": 0}, init, shared_stages=shared_stages)
+        self.weight = make_parameter(meta, ctx)
+        self.vocab_rows, self.axis, self.boundary = vocab_rows, ctx.tp, row_boundary(ctx)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism. ValueError for an unknown token."""
+        check_ids(tokens, self.vocab_rows, "token ids")
+        return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
+
+
+class OutputLayer(nn.Module):
+    """Hidden states to logits, the vocabulary cut over the ranks.
+
+    With `tied_weight`, that parameter is the weight (and gets both gradients); without, a new one named after `name`.
+    A stage that shares the weight with another one gives the other's name and `shared_stages`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_rows: int,
+        hidden: int,
+        ctx: TPContext,
+        *,
+        init: Init,
+        shared_stages: tuple[int, ...] = (),
+        tied_weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        meta = ParamMeta(f"{name}.weight", (vocab_rows, hidden), {"tp": 0}, init, shared_stages=shared_stages)
+        self.weight = make_parameter(meta, ctx) if tied_weight is None else tied_weight
+        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]"""
+        return LinearFunction.apply(x, self.weight, None, self.boundary, self.axis, self.queue)

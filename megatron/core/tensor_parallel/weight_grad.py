@@ -1,0 +1,110 @@
+"""The weight gradients of linear layers: added to `main_grad` at once, or kept for later.
+
+A backward pass has two halves: the input gradient, which the pipeline stage before is waiting for, and the weight
+gradient, which nobody waits for. Zero-bubble schedules (arXiv 2401.10241) run the second one in what would be idle
+time. `WeightGradQueue` is where the halves part; the pipeline executor owns it and hands it to the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Job:
+    weight: Tensor
+    grad_output: Tensor
+    fetch_input: Callable[[], Tensor]
+
+    def run(self) -> None:
+        add_weight_grad_(self.weight, self.grad_output, self.fetch_input())
+
+
+class WeightGradQueue:
+    """Adds dW = dYᵀ X to `weight.main_grad`: in the backward pass, or for passes between `begin` and `end` in `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Hashable, list[_Job]] = {}
+        self._key: Hashable | None = None
+
+    @property
+    def deferring(self) -> bool:
+        return self._key is not None
+
+    def begin(self, key: Hashable) -> None:
+        """From here on, backward passes leave their weight gradients under `key`."""
+        assert key is not None and self._key is None, f"{key} begins before {self._key} has ended"
+        assert key not in self._jobs, f"the weight gradients of {key} have not been run"
+        self._key = key
+        self._jobs[key] = []
+
+    def end(self) -> None:
+        """Backward passes do their weight gradients themselves again."""
+        assert self._key is not None, "end() without begin()"
+        self._key = None
+
+    def run(self, key: Hashable) -> None:
+        """Does the work left under `key`, in the order of its backward pass, and frees what it needed."""
+        assert key != self._key, f"{key} has not ended"
+        jobs = self._jobs.pop(key)
+        jobs.reverse()
+        while jobs:
+            jobs.pop().run()
+
+    def assert_empty(self) -> None:
+        """For the end of a step: no gradient may be left behind."""
+        assert self._key is None, f"{self._key} has not ended"
+        assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
+
+    def accumulate(self, weight: Tensor, grad_output: Tensor, fetch_input: Callable[[], Tensor]) -> None:
+        """weight [..., in] with a main_grad, grad_output [..., out], input [..., in].
+
+        The input comes from a function, as a sequence-parallel one has to be gathered first: only when it is needed.
+        """
+        job = _Job(weight, grad_output, fetch_input)
+        if self._key is None:
+            job.run()
+        else:
+            self._jobs[self._key].append(job)
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The buffer that gradients of `weight` are summed in, if it has one; else they go to autograd."""
+    return getattr(weight, "main_grad", None)
+
+
+def main_grad_added(weight: Tensor) -> None:
+    """Says that a contribution to `weight.main_grad` is in, to whoever set `weight.on_main_grad`."""
+    notify = getattr(weight, "on_main_grad", None)
+    if notify is not None:
+        notify()
+
+
+def add_weight_grad_(weight: Tensor, grad_output: Tensor, x: Tensor) -> None:
+    """weight.main_grad += grad_outputᵀ x"""
+    main_grad = main_grad_of(weight)
+    assert main_grad is not None
+    add_product_(main_grad.view(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1]), x.flatten(0, -2))
+    main_grad_added(weight)
+
+
+def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`."""
+    if out.dtype == dy.dtype:
+        out.addmm_(dy.t(), x)
+    elif out.is_cuda and out.dtype == torch.float32:
+        torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+    else:
+        out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
+
+
+def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
+    """out[index[i]] += rows[i], in the precision of `out` and in an order that is the same each time."""
+    if out.is_cuda:
+        out.index_put_((index,), rows.to(out.dtype), accumulate=True)  # sorts; index_add_ would race
+    else:
+        out.index_add_(0, index, rows.to(out.dtype))
