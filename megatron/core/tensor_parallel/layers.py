@@ -217,12 +217,14 @@ class EmbeddingFunction(torch.autograd.Function):
         dy = ctx.boundary.leave_adjoint(grad_output, ctx.axis).wait()
         if ctx.elsewhere is not None:
             dy = dy.masked_fill(ctx.elsewhere, 0.0)
-        main_grad = main_grad_of(weight)
-        dw = torch.zeros_like(weight) if main_grad is None else None
-        add_rows_(main_grad if dw is None else dw, ids.flatten(), dy.flatten(0, -2))
+        dw = main_grad = main_grad_of(weight)
         if dw is None:
-            main_grad_added(weight)
-        return None, dw, None, None
+            dw = torch.zeros_like(weight)
+        add_rows_(dw, ids.flatten(), dy.flatten(0, -2))
+        if main_grad is None:
+            return None, dw, None, None
+        main_grad_added(weight)
+        return None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
