@@ -1,0 +1,1 @@
+"""Predicts what a layout needs before it runs. No torch."""
