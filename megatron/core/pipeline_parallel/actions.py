@@ -1,0 +1,67 @@
+"""The vocabulary of pipeline schedules: what one rank does, one action after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """Compute: F forward, B whole backward, or its halves I (gradient of the input) and W (of the weights).
+
+    Communication: SEND_F sends the output of a stage to the next one, whose RECV_F takes it in; SEND_B sends the
+    gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so
+    SEND_F of stage 2 meets RECV_F of stage 3, and SEND_B of stage 3 meets RECV_B of stage 2.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 (the papers' letter)
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+
+
+class Action(NamedTuple):
+    """One step of a rank. `stage` is the global stage number."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}(stage {self.stage}, microbatch {self.microbatch})"
+
+
+Lists = Sequence[Sequence[Action]]
+"""The actions of every pipeline rank, in the order in which it runs them."""
+
+
+def counterpart(action: Action) -> Action:
+    """The other end of a send or receive."""
+    kind, stage, microbatch = action
+    other = {
+        Kind.SEND_F: (Kind.RECV_F, stage + 1),
+        Kind.RECV_F: (Kind.SEND_F, stage - 1),
+        Kind.SEND_B: (Kind.RECV_B, stage - 1),
+        Kind.RECV_B: (Kind.SEND_B, stage + 1),
+    }[kind]
+    return Action(*other, microbatch)
+
+
+def num_stages_of(lists: Lists) -> int:
+    """Stages that the lists name."""
+    return 1 + max((action.stage for actions in lists for action in actions), default=-1)
+
+
+def owners_of(lists: Lists) -> dict[int, int]:
+    """Stage -> the rank that computes it."""
+    return {action.stage: rank for rank, actions in enumerate(lists) for action in actions if action.kind in COMPUTE}

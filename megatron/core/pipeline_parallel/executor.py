@@ -1,0 +1,162 @@
+"""Runs a rank's list of actions on its stages.
+
+One executor runs every schedule, on one rank or many, training or evaluation: what it does, and in which order,
+is all in the list (`passes.pipeline_lists`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
+
+from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
+from megatron.core.pipeline_parallel.simulator import Timed
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+
+
+class PipelineExecutor:
+    """The stages of one rank, and the messages between them and other ranks.
+
+    `stages` maps the global number of each local stage to its module: `module(hidden | None, batch)` returns hidden
+    [s(/tp), b, h], and on the last stage the loss sum of the microbatch, a scalar. The first stage is given None.
+    `hidden_shape` and `dtype` are those of every message. Lists with I and W need the `queue` that the linear
+    layers of the stages leave their weight gradients in.
+
+    An output is kept only until it is sent: the backward needs its place in the autograd graph, not its values.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        layout: PipelineLayout,
+        pp: Axis,
+        *,
+        hidden_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        queue: WeightGradQueue | None = None,
+        trace: list[Timed] | None = None,
+    ) -> None:
+        assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
+        self.stages, self.layout, self.pp, self.queue = stages, layout, pp, queue
+        self.p2p = PipelineP2P(pp, hidden_shape, dtype, device)
+        self.trace = trace
+        """Where given, gets each action and the host times at which it began and ended."""
+        self.current: Action | None = None
+        """The action being run, for whoever reports a hang."""
+        self._handlers = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_backward,
+            Kind.W: self._weight_backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+        self._begin((), 1.0, training=False)
+
+    def run(
+        self, actions: Sequence[Action], batches: Sequence[Any], *, loss_scale_seed: float | Tensor = 1.0
+    ) -> list[Tensor]:
+        """Runs one step over `batches`, one for each microbatch, the same on every pipeline rank.
+
+        Gradients of loss * `loss_scale_seed`, summed over microbatches, are added up in the parameters; a list
+        without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
+        the last stage, and [] elsewhere. An exception carries a note that names the action.
+        """
+        training = any(action.kind in (Kind.B, Kind.I) for action in actions)
+        self._begin(batches, loss_scale_seed, training)
+        with torch.set_grad_enabled(training):
+            for action in actions:
+                self._run_one(action)
+        self.p2p.finish()
+        assert not (self._outbox or self._arriving or self._saved), "the list leaves messages or graphs behind"
+        if self.queue is not None:
+            self.queue.assert_empty()
+        return [self._losses[microbatch] for microbatch in sorted(self._losses)]
+
+    def _begin(self, batches: Sequence[Any], loss_scale_seed: float | Tensor, training: bool) -> None:
+        self._batches, self._seed, self._training = batches, loss_scale_seed, training
+        self._losses: dict[int, Tensor] = {}
+        self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
+        self._arriving: dict[Action, Receive] = {}
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+
+    def _run_one(self, action: Action) -> None:
+        self.current = action
+        start = time.perf_counter()
+        try:
+            with record_function(str(action)):
+                self._handlers[action.kind](action)
+        except Exception as error:
+            error.add_note(f"pipeline rank {self.pp.rank} was running {action}")
+            raise
+        if self.trace is not None:
+            self.trace.append(Timed(action, start, time.perf_counter()))
+        self.current = None
+
+    def _forward(self, action: Action) -> None:
+        _, stage, microbatch = action
+        hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
+        if hidden is not None and self._training:
+            hidden.requires_grad_()
+        output = self.stages[stage](hidden, self._batches[microbatch])
+        if self._training:
+            self._saved[stage, microbatch] = (hidden, get_gradient_edge(output))
+        output = output.detach()
+        if stage < self.layout.num_stages - 1:
+            self._outbox[Action(Kind.SEND_F, stage, microbatch)] = output
+            return
+        assert output.dim() == 0, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
+        self._losses[microbatch] = output
+        if self._training:  # the gradient that a stage beyond the last would send
+            self._outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
+
+    def _backward(self, action: Action) -> None:
+        _, stage, microbatch = action
+        grad_output = self._take(Action(Kind.RECV_B, stage, microbatch))
+        hidden, edge = self._saved.pop((stage, microbatch))
+        torch.autograd.backward([edge], [grad_output])
+        if hidden is not None:
+            assert hidden.grad is not None, f"stage {stage} does not use its input"
+            self._outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
+
+    def _input_backward(self, action: Action) -> None:
+        assert self.queue is not None, f"{action} needs a WeightGradQueue"
+        self.queue.begin((action.stage, action.microbatch))
+        self._backward(action)
+        self.queue.end()
+
+    def _weight_backward(self, action: Action) -> None:
+        assert self.queue is not None, f"{action} needs a WeightGradQueue"
+        self.queue.run((action.stage, action.microbatch))
+
+    def _send(self, action: Action) -> None:
+        self.p2p.send(self._outbox.pop(action), self._peer(action), self._tag(action))
+
+    def _receive(self, action: Action) -> None:
+        self._arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
+
+    def _take(self, receive: Action) -> Tensor:
+        """The message of a receive: from another rank, or handed over by a stage of this one."""
+        if receive in self._arriving:
+            return self._arriving.pop(receive).wait()
+        return self._outbox.pop(counterpart(receive))
+
+    def _peer(self, action: Action) -> int:
+        return self.layout.rank_of(counterpart(action).stage)
+
+    def _tag(self, send: Action) -> int:
+        place = send.microbatch * self.layout.num_stages + send.stage
+        return 2 * place + (send.kind is Kind.SEND_B)
+

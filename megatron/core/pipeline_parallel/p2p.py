@@ -1,0 +1,74 @@
+"""Messages between neighbouring pipeline stages: tensors of one fixed shape, sent and received asynchronously.
+
+Waiting makes the current stream wait under NCCL and the calling thread under gloo; nothing synchronises a device.
+gloo does not take CUDA tensors point to point, so there messages go through host memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+
+
+class Receive:
+    """A receive under way."""
+
+    def __init__(self, work: dist.Work | None, buffer: Tensor, device: torch.device) -> None:
+        self._work, self._buffer, self._device = work, buffer, device
+
+    def wait(self) -> Tensor:
+        """The message, for use on the current stream."""
+        if self._work is not None:
+            self._work.wait()
+        return self._buffer.to(self._device)
+
+
+class PipelineP2P:
+    """Sends and receives of one rank over the pipeline axis.
+
+    Messages between two ranks must be posted in one order at both ends (NCCL ignores tags); gloo's tags also catch
+    lists that disagree. A message that is being sent keeps its memory until the send is done: finished ones are
+    let go at every later send, and no more than `max_in_flight` are kept.
+    """
+
+    def __init__(
+        self, pp: Axis, shape: Sequence[int], dtype: torch.dtype, device: torch.device, max_in_flight: int = 8
+    ) -> None:
+        self.pp, self.shape, self.dtype, self.device = pp, tuple(shape), dtype, device
+        self.max_in_flight = max_in_flight
+        self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
+        gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
+        self._wire_device = torch.device("cpu") if gloo else device
+
+    def send(self, message: Tensor, peer: int, tag: int) -> None:
+        """Starts sending [s, b, h] to pipeline rank `peer`. The caller may drop the message, but not change it."""
+        assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
+        assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
+        message = message.to(self._wire_device).contiguous()
+        self._let_go(self.max_in_flight - 1)
+        self._sends.append((dist.isend(message, self.pp.ranks[peer], group=self.pp.group, tag=tag), message))
+
+    def receive(self, peer: int, tag: int) -> Receive:
+        """Starts receiving [s, b, h] from pipeline rank `peer`."""
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
+        work = dist.irecv(buffer, self.pp.ranks[peer], group=self.pp.group, tag=tag)
+        return Receive(work, buffer, self.device)
+
+    def finish(self) -> None:
+        """Waits for all sends."""
+        self._let_go(0)
+
+    def _let_go(self, keep: int) -> None:
+        while self._sends:
+            work, _ = self._sends[0]
+            if work is not None and (len(self._sends) > keep or work.is_completed()):
+                work.wait()  # also makes torch let go of the message
+                self._sends.popleft()
+            else:
+                break

@@ -1,0 +1,102 @@
+"""From compute actions to what a rank runs: communication is placed and the result checked, all as pure lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists, counterpart, num_stages_of, owners_of
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+
+# Only the order of starts is read from these times: a whole backward takes two forwards.
+UNIT_COSTS = StageCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
+
+
+def add_communication(lists: Lists) -> Schedule:
+    """Places SEND_F/RECV_F and SEND_B/RECV_B; a stage whose neighbour is on the same rank needs none.
+
+    All actions are walked in the order in which they would start. Whoever computes a message places both ends:
+    the send behind the action in its own list, and the receive at the end of the peer's list as it stands. So a
+    receive is posted when its message begins to be computed, ahead of what the peer does meanwhile, and each
+    list is a subsequence of the one order of the walk. In that order every send directly precedes its receive,
+    behind all that it depends on: running the first unfinished action of the walk is always possible, even if
+    sends and receives block until both ends are there.
+    """
+    owner = owners_of(lists)
+    placed: Schedule = [[] for _ in lists]
+    timeline = simulate(lists, UNIT_COSTS).timeline
+    walk = sorted((start, rank, action) for rank, timed in enumerate(timeline) for action, start, _ in timed)
+    for _, rank, action in walk:
+        placed[rank].append(action)
+        send = _message_of(action)
+        if send is None:
+            continue
+        receive = counterpart(send)
+        peer = owner.get(receive.stage, rank)
+        if peer != rank:
+            placed[rank].append(send)
+            placed[peer].append(receive)
+    return placed
+
+
+def _message_of(action: Action) -> Action | None:
+    """The send that an action's result calls for."""
+    kind, stage, microbatch = action
+    if kind is Kind.F:
+        return Action(Kind.SEND_F, stage, microbatch)
+    return Action(Kind.SEND_B, stage, microbatch) if kind in (Kind.B, Kind.I) and stage else None
+
+
+def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
+    """Raises ValueError unless the lists do a whole step: for every stage and microbatch one F, and either one B
+    or one I and one W, on the rank of the stage, in an order that runs; each message with both its ends."""
+    if len(lists) != layout.pp:
+        raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            if layout.rank_of(action.stage) != rank:
+                raise ValueError(f"rank {rank} runs {action} of rank {layout.rank_of(action.stage)}")
+    counts = Counter(action for actions in lists for action in actions)
+    repeated = [action for action, count in counts.items() if count > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]} runs {counts[repeated[0]]} times")
+    _check_complete(set(counts), layout.num_stages, microbatches, forward_only)
+    one_sided = [action for action in counts if action.kind not in COMPUTE and counterpart(action) not in counts]
+    if one_sided:
+        raise ValueError(f"{one_sided[0]} has no {counterpart(one_sided[0])}")
+    simulate(lists)
+
+
+def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
+    forward, whole, halves = {Kind.F}, {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
+    legal = (forward,) if forward_only else (whole, halves)
+    kinds: dict[tuple[int, int], set[Kind]] = {(s, i): set() for s in range(num_stages) for i in range(microbatches)}
+    for kind, stage, microbatch in actions:
+        if (stage, microbatch) not in kinds:
+            action = Action(kind, stage, microbatch)
+            raise ValueError(f"{action} is outside {num_stages} stages and {microbatches} microbatches")
+        if kind in COMPUTE:
+            kinds[stage, microbatch].add(kind)
+    for (stage, microbatch), found in kinds.items():
+        if found not in legal:
+            names = "+".join(sorted(kind.value for kind in found)) or "nothing"
+            wanted = " or ".join("+".join(sorted(kind.value for kind in option)) for option in legal)
+            raise ValueError(f"stage {stage}, microbatch {microbatch} runs {names} instead of {wanted}")
+
+
+@lru_cache(maxsize=64)
+def pipeline_lists(
+    schedule: str, p: int, m: int, v: int = 1, evaluate: bool = False
+) -> tuple[tuple[Action, ...], ...]:
+    """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
+
+    With `evaluate` the forwards alone, on the same layout. Raises ValueError if the schedule does not take v.
+    """
+    layout = layout_of(schedule, p, v)
+    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, v)
+    assert num_stages_of(compute) == layout.num_stages
+    lists = add_communication(compute)
+    validate_schedule(lists, layout, m, forward_only=evaluate)
+    return tuple(map(tuple, lists))

@@ -1,0 +1,216 @@
+"""When every action of a set of lists runs, how much of the time is idle, and what memory it takes.
+
+Ranks share nothing but messages, so the start of an action is the latest of: the end of the action before it on
+its rank, and the arrival of what it needs. The same walk finds out whether the lists can run at all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, Lists, counterpart, owners_of
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times and memory of one microbatch on one stage: one number for all stages, or one for each.
+
+    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks.
+    `activation` is held from F to the end of the backward; between I and W the share `kept_for_weight_grad`.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    comm: float = 0.0
+    activation: PerStage = 1.0
+    kept_for_weight_grad: float = 1.0
+
+    def time(self, action: Action) -> float:
+        """Duration of a compute action; 0 of others, whose time is in `comm`."""
+        if action.kind is Kind.F:
+            return at_stage(self.forward, action.stage)
+        time = 0.0
+        if action.kind in (Kind.B, Kind.I):
+            time += at_stage(self.input_grad, action.stage)
+        if action.kind in (Kind.B, Kind.W):
+            time += at_stage(self.weight_grad, action.stage)
+        return time
+
+    def memory(self, action: Action) -> float:
+        """What an action adds to (F) or frees from (B, I, W) the activations held by its rank."""
+        share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: self.kept_for_weight_grad - 1, Kind.W: -self.kept_for_weight_grad}
+        return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
+
+
+def at_stage(value: PerStage, stage: int) -> float:
+    """The entry of `stage`, or the one number that stands for all stages."""
+    return value if isinstance(value, int | float) else value[stage]
+
+
+class Timed(NamedTuple):
+    """An action and when it ran."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found out, by rank. `timeline` has the actions of a rank in order."""
+
+    timeline: list[list[Timed]]
+    peak_activations: list[float]
+
+    @property
+    def spans(self) -> list[float]:
+        """From the first start to the last end of each rank."""
+        return [timed[-1].stop - timed[0].start if timed else 0.0 for timed in self._compute]
+
+    @property
+    def busy(self) -> list[float]:
+        """Time that each rank computes."""
+        return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return max((timed.stop for timeline in self.timeline for timed in timeline), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the longest span (arXiv 2401.10241, section 5.2: a rank need not wait for the others
+        before its next iteration, so what counts is each rank's own span)."""
+        span = max(self.spans, default=0.0)
+        return 1 - sum(self.busy) / len(self.timeline) / span if span else 0.0
+
+    @property
+    def _compute(self) -> list[list[Timed]]:
+        return [[timed for timed in timeline if timed.action.kind in COMPUTE] for timeline in self.timeline]
+
+
+class DeadlockError(ValueError):
+    """Lists that cannot run to their end. `cycle` has (rank, its next action, what that waits for) for each rank
+    of the cycle; it is empty where an action waits for one that no list has."""
+
+    def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
+        super().__init__(message)
+        self.cycle = list(cycle)
+
+
+def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
+    """Runs lists, with or without sends and receives, on paper.
+
+    Lists without communication get their messages as soon as they are computed. With it, a receive waits for
+    nothing and the compute action that uses it does; with `rendezvous` both sends and receives keep their rank
+    waiting until the other end is reached, the hardest case for lists to be free of deadlock.
+    Raises DeadlockError naming the cycle if they are not.
+    """
+    costs = costs or StageCosts()
+    walk = _Walk(lists, costs, rendezvous)
+    walk.run()
+    return Simulation(walk.timeline, [peak_of(actions, costs) for actions in lists])
+
+
+def peak_of(actions: Sequence[Action], costs: StageCosts) -> float:
+    """The most activations that a rank holds at once. A list without a backward holds those of one action."""
+    forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
+    held = peak = 0.0
+    for action in actions:
+        held += costs.memory(action)
+        peak = max(peak, held)
+        if forward_only:
+            held = 0.0
+    return peak
+
+
+class _Walk:
+    """The state of one simulation: each rank's position, and the time at which each action was done."""
+
+    def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
+        self.lists, self.costs, self.rendezvous = lists, costs, rendezvous
+        self.owner = owners_of(lists)
+        self.where = {action: rank for rank, actions in enumerate(lists) for action in actions}
+        self.messages = any(action.kind in SENDS for action in self.where)
+        self.done: dict[Action, float] = {}
+        self.timeline: list[list[Timed]] = [[] for _ in lists]
+        self.free = [0.0] * len(lists)
+        self.waiting: dict[Action, list[int]] = defaultdict(list)
+
+    def run(self) -> None:
+        ready = list(range(len(self.lists)))
+        while ready:
+            rank = ready.pop()
+            while (action := self.head(rank)) is not None:
+                if action.kind not in COMPUTE and action not in self.done:
+                    self.done[action] = self.free[rank]  # reached: the other end may go on
+                    ready += self.waiting.pop(action, [])
+                needs = self.needs(action, rank)
+                missing = next((need for need, _ in needs if need not in self.done), None)
+                if missing is not None:
+                    self.waiting[missing].append(rank)
+                    break
+                start = max([self.free[rank]] + [self.done[need] + lag for need, lag in needs])
+                self.free[rank] = start + self.costs.time(action)
+                self.timeline[rank].append(Timed(action, start, self.free[rank]))
+                self.done[action] = self.free[rank]
+                ready += self.waiting.pop(action, [])
+        self.check_finished()
+
+    def head(self, rank: int) -> Action | None:
+        position = len(self.timeline[rank])
+        return self.lists[rank][position] if position < len(self.lists[rank]) else None
+
+    def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
+        """What must be done before an action starts, each with how long before."""
+        kind, stage, microbatch = action
+        if kind is Kind.W:
+            return [(Action(Kind.I, stage, microbatch), 0.0)]
+        if kind is Kind.F:
+            return self.arrival(Action(Kind.RECV_F, stage, microbatch), rank) if stage else []
+        if kind in (Kind.B, Kind.I):
+            own = [(Action(Kind.F, stage, microbatch), 0.0)]
+            last = stage + 1 not in self.owner
+            return own if last else own + self.arrival(Action(Kind.RECV_B, stage, microbatch), rank)
+        needs = [(self.source(action), 0.0)] if kind in SENDS else []
+        return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
+
+    def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
+        """What must be done before the message of `receive` is there."""
+        send = counterpart(receive)
+        if self.owner.get(send.stage) == rank:
+            return [(self.source(send), 0.0)]
+        if self.messages:
+            return [(receive, self.costs.comm), (send, self.costs.comm)]
+        return [(self.source(send), self.costs.comm)]
+
+    def source(self, send: Action) -> Action:
+        """The compute action whose result a send sends."""
+        if send.kind is Kind.SEND_F:
+            return Action(Kind.F, send.stage, send.microbatch)
+        halves = Action(Kind.I, send.stage, send.microbatch)
+        return halves if halves in self.where else Action(Kind.B, send.stage, send.microbatch)
+
+    def check_finished(self) -> None:
+        stuck: dict[int, tuple[Action, Action]] = {}
+        for need, ranks in self.waiting.items():
+            for rank in ranks:
+                action = self.head(rank)
+                assert action is not None
+                if need not in self.where:
+                    raise DeadlockError(f"rank {rank} waits at {action} for {need}, which is in no list")
+                stuck[rank] = (action, need)
+        if not stuck:
+            return
+        path = [min(stuck)]
+        while (following := self.where[stuck[path[-1]][1]]) not in path:
+            path.append(following)
+        cycle = [(rank, *stuck[rank]) for rank in path[path.index(following) :]]
+        steps = [f"rank {r} waits at {action} for {need} of rank {self.where[need]}" for r, action, need in cycle]
+        raise DeadlockError("deadlock: " + "; ".join(steps), cycle)

@@ -1,0 +1,124 @@
+"""Real pipelines over gloo: losses and gradients equal those of one process, whatever the schedule."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis, build_parallel_state
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import layout_of
+from tests.harness import run_world
+
+HIDDEN = (3, 2, 5)
+VOCABULARY = 7
+
+
+@dataclass
+class Batch:
+    tokens: Tensor
+    labels: Tensor
+
+
+class Stage(nn.Module):
+    """A piece of a toy model; a stage in the middle may have no layer at all."""
+
+    def __init__(self, stage: int, num_stages: int, empty: bool) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        width = HIDDEN[-1]
+        self.embedding = nn.Embedding(VOCABULARY, width) if stage == 0 else None
+        self.layer = None if empty else nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY) if stage == num_stages - 1 else None
+        self.double()
+
+    def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        x = self.embedding(batch.tokens) if self.embedding else hidden
+        x = x if self.layer is None else x + torch.tanh(self.layer(x))
+        if self.head is None:
+            return x
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+
+def make_stages(numbers, num_stages: int) -> dict[int, nn.Module]:
+    return {stage: Stage(stage, num_stages, empty=stage == 1 and num_stages > 2) for stage in numbers}
+
+
+def make_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: torch.randint(VOCABULARY, HIDDEN[:2], generator=generator)  # noqa: E731
+    return [Batch(draw(), draw()) for _ in range(count)]
+
+
+def one_process(num_stages: int, m: int, seed: float):
+    stages = make_stages(range(num_stages), num_stages)
+    losses = []
+    for batch in make_batches(m):
+        x = None
+        for stage in range(num_stages):
+            x = stages[stage](x, batch)
+        losses.append(x.detach())
+        (x * seed).backward()
+    return losses, grads_of(stages)
+
+
+def grads_of(stages) -> dict[str, Tensor]:
+    return {f"{s}.{name}": p.grad for s, stage in stages.items() for name, p in stage.named_parameters()}
+
+
+def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: float):
+    pp = build_parallel_state(ParallelDims(pp=world), rank).pp
+    layout = layout_of(schedule, world, v)
+    stages = make_stages(layout.stages_of(rank), layout.num_stages)
+    trace: list = []
+    executor = PipelineExecutor(
+        stages, layout, pp, hidden_shape=HIDDEN, dtype=torch.float64, device=torch.device("cpu"), trace=trace
+    )
+    evaluated = executor.run(pipeline_lists(schedule, world, m + 1, v, evaluate=True)[rank], make_batches(m + 1))
+    assert all(grad is None for grad in grads_of(stages).values())
+    trace.clear()
+    actions = pipeline_lists(schedule, world, m, v)[rank]
+    losses = executor.run(actions, make_batches(m), loss_scale_seed=seed)
+    assert [action for action, _, _ in trace] == list(actions)
+    return losses, grads_of(stages), evaluated
+
+
+CASES = [("1f1b", 1, 1, 3), ("gpipe", 1, 1, 2)]
+CASES += [("1f1b", p, 1, m) for p, m in ((2, 1), (2, 5), (3, 2), (3, 4), (4, 1), (4, 2), (4, 8))]
+CASES += [("gpipe", p, 1, m) for p, m in ((2, 3), (3, 1), (4, 8))]
+CASES += [("interleaved", p, v, m) for p, v, m in ((1, 2, 3), (2, 2, 1), (2, 2, 4), (2, 3, 5), (3, 2, 4), (4, 2, 7))]
+
+
+@pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES)
+def test_losses_and_gradients_equal_one_process(schedule, p, v, m):
+    seed = 0.25
+    losses, grads = one_process(p * v, m, seed)
+    results = run_world(p, run_pipeline, schedule, m, v, seed)
+    last = layout_of(schedule, p, v).rank_of(p * v - 1)
+    assert [len(result[0]) for result in results] == [m if rank == last else 0 for rank in range(p)]
+    torch.testing.assert_close(results[last][0], losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(results[last][2][:m], losses, rtol=1e-12, atol=0)
+    assert len(results[last][2]) == m + 1
+    merged = {name: grad for _, part, _ in results for name, grad in part.items()}
+    assert merged.keys() == grads.keys()
+    torch.testing.assert_close(merged, grads, rtol=1e-12, atol=1e-14)
+
+
+def fail_in_a_stage(rank: int, world: int):
+    class Broken(Stage):
+        def forward(self, hidden, batch):
+            raise ArithmeticError("no such number")
+
+    executor = PipelineExecutor(
+        {0: Broken(0, 1, False)}, layout_of("1f1b", 1), Axis(), hidden_shape=HIDDEN, dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    executor.run(pipeline_lists("1f1b", 1, 1)[0], make_batches(1))
+
+
+def test_an_error_names_the_action():
+    with pytest.raises(RuntimeError, match=r"no such number\npipeline rank 0 was running F\(stage 0, microbatch 0\)"):
+        run_world(1, fail_in_a_stage)

@@ -1,0 +1,147 @@
+"""Every schedule, for ranges of integers: complete, free of deadlock, and with the bubble that its paper states."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, forward_only, groups_of, layout_of
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+
+ONE_STAGE = ("gpipe", "1f1b")
+
+
+def stages_on_a_rank(schedule: str) -> list[int]:
+    return [1] if schedule in ONE_STAGE else [1, 2, 3, 4]
+
+
+def assert_runs(compute, layout, m, forward_only=False):
+    lists = add_communication(compute)
+    validate_schedule(lists, layout, m, forward_only=forward_only)
+    simulate(lists, rendezvous=True)
+    assert [[a for a in actions if a.kind in COMPUTE] for actions in lists] == [list(actions) for actions in compute]
+    sends = [a for actions in lists for a in actions if a.kind in SENDS]
+    stages = layout.num_stages
+    edges = sum(layout.rank_of(s) != layout.rank_of(s + 1) for s in range(stages - 1))
+    assert len(sends) == edges * m * (1 if forward_only else 2)
+
+
+@pytest.mark.parametrize("schedule", [*ONE_STAGE, "interleaved"])
+def test_every_small_schedule_runs(schedule):
+    for v in stages_on_a_rank(schedule):
+        for p in range(1, 9):
+            for m in range(1, 17):
+                assert_runs(build_schedule(schedule, p, m, v), layout_of(schedule, p, v), m)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 24), st.integers(1, 80), st.integers(2, 6))
+def test_interleaved_runs_for_any_number_of_microbatches(p, m, v):
+    assert_runs(build_schedule("interleaved", p, m, v), PipelineLayout(p, v), m)
+
+
+@given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_evaluation_runs_on_any_layout(p, m, v, v_shaped):
+    layout = PipelineLayout(p, v, v_shaped)
+    assert_runs(forward_only(layout, m), layout, m, forward_only=True)
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.sampled_from(ONE_STAGE))
+def test_bubble_of_gpipe_and_1f1b(p, m, schedule):
+    found = simulate(build_schedule(schedule, p, m), StageCosts(2, 3, 1))
+    assert found.makespan == (m + p - 1) * 6
+    assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
+    held = [m] * p if schedule == "gpipe" else [min(m, p - rank) for rank in range(p)]
+    assert found.peak_activations == held
+
+
+@given(st.integers(2, 8), st.integers(1, 5), st.integers(0, 7), st.integers(2, 4))
+@settings(max_examples=50, deadline=None)
+def test_bubble_of_interleaved_is_smaller_by_the_stages_on_a_rank(p, rounds, more, v):
+    m = p * rounds + more % p
+    found = simulate(build_schedule("interleaved", p, m, v), StageCosts(1, 1, 1))
+    assert found.makespan == 3 * (m * v + p - 1)
+    if more % p == 0 and rounds > 1:  # FIGURES of arXiv 2205.05198: v stages hold 1 + (p - 1) / (p v) of 1F1B
+        assert found.peak_activations[0] == pytest.approx(p * v * (1 + (p - 1) / (p * v)))
+
+
+def test_1f1b_as_in_the_paper():
+    first, last = build_schedule("1f1b", 2, 3)
+    assert [f"{a.kind.value}{a.microbatch}" for a in first] == ["F0", "F1", "B0", "F2", "B1", "B2"]
+    assert [f"{a.kind.value}{a.microbatch}" for a in last] == ["F0", "B0", "F1", "B1", "F2", "B2"]
+
+
+def test_interleaved_order_is_megatrons_where_p_divides_m():
+    actions = build_schedule("interleaved", 2, 4, 2)[0]
+    forwards = [(a.stage, a.microbatch) for a in actions if a.kind is Kind.F]
+    assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+    assert [a.kind.value for a in actions] == list("FFFFF") + list("BFBFBF") + list("BBBBB")
+
+
+@given(st.integers(1, 100), st.integers(1, 20))
+def test_groups_hold_p_or_a_few_more(m, p):
+    groups = groups_of(m, p)
+    assert [i for group in groups for i in group] == list(range(m))
+    sizes = [len(group) for group in groups]
+    assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+    assert m < p or p <= min(sizes) <= max(sizes) < 2 * p
+
+
+def test_a_receive_is_posted_when_its_message_begins_to_be_computed():
+    first, last = pipeline_lists("1f1b", 2, 3)
+    assert last.index(Action(Kind.RECV_F, 1, 1)) < last.index(Action(Kind.B, 1, 0))
+    assert first.index(Action(Kind.RECV_B, 0, 0)) < first.index(Action(Kind.B, 0, 0))
+
+
+def test_lists_are_subsequences_of_one_order_and_agree_on_each_pair():
+    lists = pipeline_lists("interleaved", 4, 7, 3)
+    layout = layout_of("interleaved", 4, 3)
+    for a in range(4):
+        for b in range(a):
+            between = [
+                [
+                    action if action.kind in SENDS else counterpart(action)
+                    for action in lists[rank]
+                    if action.kind not in COMPUTE and layout.rank_of(counterpart(action).stage) == peer
+                ]
+                for rank, peer in ((a, b), (b, a))
+            ]
+            assert between[0] == between[1]
+
+
+def test_no_torch_is_needed():
+    modules = ("actions", "schedules", "passes", "simulator", "layout")
+    imports = "; ".join(f"import megatron.core.pipeline_parallel.{name}" for name in modules)
+    subprocess.run([sys.executable, "-c", f"import sys; {imports}; assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lists: lists[0].pop(), "stage 0, microbatch 1 runs F instead of B.F or F.I.W"),
+        (lambda lists: lists[0].append(Action(Kind.B, 0, 1)), "runs 2 times"),
+        (lambda lists: lists[0].append(Action(Kind.W, 0, 1)), "runs B.F.W instead"),
+        (lambda lists: lists[0].append(Action(Kind.F, 1, 0)), "rank 0 runs .* of rank 1"),
+        (lambda lists: lists[1].append(Action(Kind.F, 1, 9)), "outside 2 stages and 2 microbatches"),
+        (lambda lists: lists[1].append(Action(Kind.SEND_B, 1, 0)), "has no RECV_B"),
+        (lambda lists: lists.pop(), "1 lists for 2 pipeline ranks"),
+        (lambda lists: lists[0].reverse(), "deadlock"),
+    ],
+)
+def test_a_broken_list_is_refused(change, message):
+    lists = build_schedule("1f1b", 2, 2)
+    change(lists)
+    with pytest.raises(ValueError, match=message):
+        validate_schedule(lists, PipelineLayout(2), 2)
+
+
+@pytest.mark.parametrize(("schedule", "v"), [("zigzag", 1), ("1f1b", 2), ("gpipe", 3)])
+def test_a_schedule_that_is_not_there_names_the_flag(schedule, v):
+    with pytest.raises(ValueError, match=f"--pipeline-schedule {schedule}"):
+        build_schedule(schedule, 2, 2, v)
