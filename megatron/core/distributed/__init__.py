@@ -1,0 +1,1 @@
+"""Data parallelism: flat buffers of parameters and gradients, and their reduction."""

@@ -1,0 +1,79 @@
+"""From accumulated gradient sums to the gradient of the step, after the last micro-batch.
+
+Losses are sums over tokens, and so are gradients until the last line of this file divides them, once, by the number
+of valid tokens in the global batch. How the batch was cut (micro-batches, data, context, pipeline) cannot show.
+
+Sums over data-parallel ranks come first, because they may have started during backward, and leave each rank its
+shards. The other sums commute with that and then concern the shards only: gradients that are partial over a model
+axis, and those of parameters which two pipeline stages share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.parallel_state import Axis, ParallelState
+
+
+def finalize_model_grads(
+    ddp: DistributedDataParallel, num_tokens: Tensor, state: ParallelState, seed: float = 1.0
+) -> Tensor:
+    """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token of the global batch.
+
+    `num_tokens` is the scalar count of unmasked tokens in this rank's micro-batches; the last pipeline stage's is
+    the one that counts. `seed` is the factor that every loss sum was multiplied by before backward, taken out here.
+    Returns the global count (float64, on the device). A batch without valid tokens has gradient zero. Collective
+    over the world.
+    """
+    ddp.finish_grad_sync()
+    _sum_partial_grads(ddp, state)
+    _sum_shared_grads(ddp, state)
+    total = global_token_count(num_tokens, state)
+    _scale_grads(ddp, torch.where(total > 0, 1.0 / (total.clamp(min=1.0) * seed), torch.zeros_like(total)))
+    return total
+
+
+def global_token_count(num_tokens: Tensor, state: ParallelState) -> Tensor:
+    """The last stage's count summed over the data-parallel and context ranks, on every rank; scalar float64."""
+    total = num_tokens.detach().to(torch.float64, copy=True)
+    if state.dp_cp.size > 1:
+        dist.all_reduce(total, group=state.dp_cp.group)
+    if state.pp.size > 1:
+        dist.broadcast(total, src=state.pp.ranks[-1], group=state.pp.group)
+    return total
+
+
+def _sum_partial_grads(ddp: DistributedDataParallel, state: ParallelState) -> None:
+    owned = [(bucket.owned_grad(piece), piece.meta) for bucket in ddp.buckets for piece in bucket.owned_pieces]
+    for name in sorted({axis for _, meta in owned for axis in meta.partial_over}):
+        all_reduce_flat_([grad for grad, meta in owned if name in meta.partial_over], state.axis(name))
+
+
+def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> None:
+    shared = [
+        bucket.owned_grad(piece)
+        for bucket in ddp.buckets
+        for piece in bucket.owned_pieces
+        if len(piece.meta.shared_stages) > 1
+    ]
+    all_reduce_flat_(shared, state.embd)
+
+
+def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
+    """Sums each tensor in place over the axis, in one collective for all of them."""
+    if axis.size == 1 or not tensors:
+        return
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    dist.all_reduce(flat, group=axis.group)
+    if len(tensors) > 1:
+        torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))
+
+
+def _scale_grads(ddp: DistributedDataParallel, factor: Tensor) -> None:
+    for bucket in ddp.buckets:
+        bucket.owned_grads.mul_(factor.to(bucket.owned_grads.dtype))

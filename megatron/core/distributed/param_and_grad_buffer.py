@@ -1,0 +1,111 @@
+"""Contiguous memory of parameters and of their gradients, and the collectives over it.
+
+Each parameter becomes a view of one flat tensor, and has a `main_grad` that is a view of another, in the main dtype.
+A bucket's gradients are reduced, and its parameters gathered, by one in-place collective on a slice of that memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
+from megatron.core.parallel_state import Axis
+
+# Newer torch renames the flat collectives; the old names warn there.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Bucket:
+    """One reduction's worth of a buffer on this rank.
+
+    `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part of them.
+    With `shard_grads` a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part: what
+    this rank updates.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Tensor, grads: Tensor, axis: Axis, shard_grads: bool) -> None:
+        self.layout, self.axis, self.shard_grads = layout, axis, shard_grads
+        self.params = params[layout.start : layout.stop]
+        self.grads = grads[layout.start : layout.stop]
+        self.shard_range = layout.shard(axis.rank)
+        first, last = self.shard_range[0] - layout.start, self.shard_range[1] - layout.start
+        self.param_shard, self.grad_shard = self.params[first:last], self.grads[first:last]
+        self.owned_range = self.shard_range if shard_grads else (layout.start, layout.stop)
+        self.owned_params = self.param_shard if shard_grads else self.params
+        self.owned_grads = self.grad_shard if shard_grads else self.grads
+        self.owned_pieces = layout.pieces(*self.owned_range)
+        self._grad_work: dist.Work | None = None
+        self._param_work: dist.Work | None = None
+
+    def owned_grad(self, piece: Piece) -> Tensor:
+        """The gradient of one of `owned_pieces`, 1-D."""
+        start = piece.offset - self.owned_range[0]
+        return self.owned_grads[start : start + piece.stop - piece.start]
+
+    def start_grad_sync(self) -> None:
+        """Begins to sum the gradients over the data-parallel ranks. Collective over the axis."""
+        assert self._grad_work is None, "the last reduction of this bucket has not been waited for"
+        if self.axis.size == 1:
+            return
+        if self.shard_grads:
+            self._grad_work = _reduce_scatter(self.grad_shard, self.grads, group=self.axis.group, async_op=True)
+        else:
+            self._grad_work = dist.all_reduce(self.grads, group=self.axis.group, async_op=True)
+
+    def finish_grad_sync(self) -> None:
+        """Waits for `start_grad_sync`: `owned_grads` holds the sum after it."""
+        if self._grad_work is not None:
+            self._grad_work.wait()
+            self._grad_work = None
+
+    def start_param_sync(self) -> None:
+        """Begins to gather every rank's `owned_params` into `params`; nothing to do where each owns the whole."""
+        assert self._param_work is None, "the last gather of this bucket has not been waited for"
+        if self.shard_grads and self.axis.size > 1:
+            self._param_work = _all_gather(self.params, self.param_shard, group=self.axis.group, async_op=True)
+
+    def finish_param_sync(self) -> None:
+        """Waits for `start_param_sync`."""
+        if self._param_work is not None:
+            self._param_work.wait()
+            self._param_work = None
+
+    def gather_grads_(self) -> None:
+        """Puts every rank's summed shard into `grads`. For tests and diagnosis: training does not need it."""
+        if self.shard_grads and self.axis.size > 1:
+            _all_gather(self.grads, self.grad_shard, group=self.axis.group)
+
+
+class ParamAndGradBuffer:
+    """The memory of one `BufferLayout`.
+
+    Moves `params` (the list that the layout was planned from) into it: values, shapes and the Parameter objects stay,
+    `param.data` becomes a view, `param.main_grad` a view of the zeroed gradients in `grad_dtype`.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[nn.Parameter],
+        axis: Axis,
+        grad_dtype: torch.dtype,
+        shard_grads: bool,
+    ) -> None:
+        assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
+        self.layout = layout
+        sample = params[layout.params[0].index]
+        self.param_data = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
+        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=sample.device)
+        for place in layout.params:
+            param = params[place.index]
+            assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"
+            view = self.param_data[place.start : place.stop].view(param.shape)
+            view.copy_(param.data)
+            param.data = view
+            param.main_grad = self.grad_data[place.start : place.stop].view(param.shape)  # type: ignore[attr-defined]
+        self.buckets = [Bucket(b, self.param_data, self.grad_data, axis, shard_grads) for b in layout.buckets]

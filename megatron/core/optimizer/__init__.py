@@ -1,0 +1,1 @@
+"""Optimizers over flat shards, their learning-rate schedule and loss scale."""

@@ -1,0 +1,162 @@
+"""Learning rate and weight decay as functions of progress.
+
+Progress is counted in consumed samples, also where a run is given in iterations: an iteration then counts as one full
+global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The formulas are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.config import OptimizerConfig
+
+# What is left of max_lr - min_lr at a share of the way from the end of warm-up to the end of decay.
+DECAY: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+}
+# The same over the final anneal of warmup-stable-decay.
+WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+WEIGHT_DECAY_RAMP: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0),
+}
+
+
+@dataclass(frozen=True)
+class ScheduleLength:
+    """Lengths of a schedule in samples."""
+
+    warmup: float
+    decay: float
+    anneal: float
+    """Final anneal of WSD."""
+
+    total: float
+    """Length of the run, over which weight decay ramps."""
+
+    @classmethod
+    def of(
+        cls, config: OptimizerConfig, global_batch_size: int, train_iters: int | None, train_samples: int | None
+    ) -> ScheduleLength:
+        """Reads the flags in iterations if the run is given in iterations, else those in samples."""
+        assert (train_iters is None) != (train_samples is None), "a run is given in iterations or in samples"
+        if train_iters is not None:
+            total = float(train_iters * global_batch_size)
+            decay, warmup, anneal = (
+                None if value is None else float(value * global_batch_size)
+                for value in (config.lr_decay_iters, config.lr_warmup_iters, config.lr_wsd_decay_iters)
+            )
+        else:
+            assert train_samples is not None
+            total = float(train_samples)
+            decay, warmup, anneal = (
+                None if value is None else float(value)
+                for value in (config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples)
+            )
+        decay = total if decay is None else decay
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * decay
+        return cls(warmup=warmup or 0.0, decay=decay, anneal=anneal or 0.0, total=total)
+
+
+class OptimizerParamScheduler:
+    """Gives (lr, weight decay) at `num_steps` consumed samples, the scheduler's only state.
+
+    Raises ValueError if the flags make no schedule.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        global_batch_size: int,
+        train_iters: int | None = None,
+        train_samples: int | None = None,
+    ) -> None:
+        self.config = config
+        self.length = ScheduleLength.of(config, global_batch_size, train_iters, train_samples)
+        self.max_lr = _check(config, self.length)
+        self.start_wd = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
+        self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
+        if config.weight_decay_incr_style == "constant" and self.start_wd != self.end_wd:
+            raise ValueError(
+                f"--weight-decay-incr-style constant needs --start-weight-decay {self.start_wd} to equal "
+                f"--end-weight-decay {self.end_wd}; choose linear or cosine for a ramp"
+            )
+        self.num_steps = 0
+
+    def step(self, increment: int) -> None:
+        """Counts `increment` more samples."""
+        self.num_steps += increment
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return self.lr_at(self.num_steps)
+
+    @property
+    def weight_decay(self) -> float:
+        """Weight decay of the next update."""
+        return self.weight_decay_at(self.num_steps)
+
+    def lr_at(self, samples: int) -> float:
+        """Learning rate of the update that follows `samples` consumed samples."""
+        config, length = self.config, self.length
+        if length.warmup > 0 and samples <= length.warmup:
+            return config.lr_warmup_init + (self.max_lr - config.lr_warmup_init) * samples / length.warmup
+        if config.lr_decay_style == "constant":
+            return self.max_lr
+        if samples > length.decay:
+            return config.min_lr
+        if config.lr_decay_style == "inverse-square-root":
+            return max(config.min_lr, self.max_lr * math.sqrt(max(length.warmup, 1.0) / max(samples, 1)))
+        return config.min_lr + self._decay_left(samples) * (self.max_lr - config.min_lr)
+
+    def _decay_left(self, samples: int) -> float:
+        length, style = self.length, self.config.lr_decay_style
+        if style == "WSD":
+            into_anneal = samples - (length.decay - length.anneal)
+            return 1.0 if into_anneal <= 0 else WSD_ANNEAL[self.config.lr_wsd_decay_style](into_anneal / length.anneal)
+        return DECAY[style]((samples - length.warmup) / (length.decay - length.warmup))
+
+    def weight_decay_at(self, samples: int) -> float:
+        """Weight decay of the update that follows `samples` consumed samples."""
+        style = self.config.weight_decay_incr_style
+        if style == "constant" or samples > self.length.total:
+            return self.end_wd
+        return self.start_wd + WEIGHT_DECAY_RAMP[style](samples / self.length.total) * (self.end_wd - self.start_wd)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes up the count; the shape of the schedule is the configuration's."""
+        self.num_steps = state["num_steps"]
+
+
+def _check(config: OptimizerConfig, length: ScheduleLength) -> float:
+    """The peak learning rate, once the flags are known to make a schedule."""
+    if config.lr is None:
+        raise ValueError("--lr is not set: give the peak learning rate")
+    if not 0 <= config.min_lr <= config.lr:
+        raise ValueError(f"--min-lr {config.min_lr} must be between 0 and --lr {config.lr}")
+    if not config.lr_warmup_init <= config.lr:
+        raise ValueError(f"--lr-warmup-init {config.lr_warmup_init} must be at most --lr {config.lr}")
+    if length.decay <= 0:
+        raise ValueError(f"the learning rate must decay over a positive length, not {length.decay:g} samples")
+    if length.warmup >= length.decay:
+        raise ValueError(
+            f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "
+            f"{length.decay:g}: lower --lr-warmup-iters, -samples or -fraction, or raise --lr-decay-iters or -samples"
+        )
+    if config.lr_decay_style == "WSD" and not 0 < length.anneal <= length.decay:
+        raise ValueError(
+            f"--lr-decay-style WSD needs a final anneal (--lr-wsd-decay-iters or -samples) above 0 and at most "
+            f"the decay length of {length.decay:g} samples, not {length.anneal:g}"
+        )
+    return config.lr

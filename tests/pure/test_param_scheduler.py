@@ -1,0 +1,143 @@
+"""Schedules against closed forms, at their corners and in between."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron.core.config import OptimizerConfig
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+
+BATCH = 8
+PEAK, LOW = 3e-4, 3e-5
+
+
+def scheduler(train_iters=100, train_samples=None, **flags):
+    config = OptimizerConfig(lr=PEAK, min_lr=LOW, **flags)
+    return OptimizerParamScheduler(config, BATCH, train_iters=train_iters, train_samples=train_samples)
+
+
+def lr_of(s, iteration):
+    return s.lr_at(iteration * BATCH)
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-14)
+
+
+def test_warmup_is_linear_from_its_start_value():
+    s = scheduler(lr_warmup_iters=10, lr_warmup_init=1e-5, lr_decay_style="cosine")
+    assert lr_of(s, 0) == 1e-5
+    assert lr_of(s, 5) == close((1e-5 + PEAK) / 2)
+    assert lr_of(s, 10) == close(PEAK)
+    assert lr_of(s, 11) < PEAK
+
+
+@pytest.mark.parametrize(
+    ("style", "half", "quarter"),
+    [
+        ("linear", 0.5, 0.75),
+        ("cosine", 0.5, 0.5 * (1 + math.sqrt(0.5))),
+    ],
+)
+def test_decay(style, half, quarter):
+    s = scheduler(lr_warmup_iters=20, lr_decay_style=style)
+    assert lr_of(s, 60) == close(LOW + half * (PEAK - LOW))
+    assert lr_of(s, 40) == close(LOW + quarter * (PEAK - LOW))
+    assert lr_of(s, 100) == close(LOW)
+    assert lr_of(s, 101) == LOW
+
+
+def test_decay_length_may_differ_from_the_run():
+    s = scheduler(lr_decay_iters=50, lr_decay_style="linear")
+    assert lr_of(s, 0) == close(PEAK)
+    assert lr_of(s, 25) == close((PEAK + LOW) / 2)
+    assert lr_of(s, 51) == LOW
+
+
+def test_constant_keeps_the_peak():
+    s = scheduler(lr_decay_style="constant", lr_warmup_iters=4)
+    assert lr_of(s, 2) == close(PEAK / 2)
+    assert lr_of(s, 4) == lr_of(s, 99) == lr_of(s, 1000) == PEAK
+
+
+def test_inverse_square_root_counts_samples():
+    s = scheduler(lr_decay_style="inverse-square-root", lr_warmup_iters=4)
+    assert lr_of(s, 16) == close(PEAK / 2)
+    assert lr_of(s, 100) == close(PEAK / 5)
+    long = scheduler(train_iters=10_000, lr_decay_style="inverse-square-root", lr_warmup_iters=4)
+    assert lr_of(long, 9_999) == LOW
+
+
+@pytest.mark.parametrize(
+    ("style", "half"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1), ("minus_sqrt", 1 - math.sqrt(0.5))],
+)
+def test_wsd_is_flat_then_anneals(style, half):
+    s = scheduler(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style=style, lr_warmup_iters=10)
+    assert lr_of(s, 11) == lr_of(s, 80) == close(PEAK)
+    assert lr_of(s, 90) == close(LOW + half * (PEAK - LOW))
+    assert lr_of(s, 100) == pytest.approx(LOW, rel=1e-12)
+
+
+def test_samples_and_iterations_give_one_schedule():
+    a = scheduler(lr_warmup_iters=10, lr_decay_iters=80)
+    b = scheduler(train_iters=None, train_samples=800, lr_warmup_samples=80, lr_decay_samples=640)
+    c = scheduler(lr_warmup_fraction=0.125, lr_decay_iters=80)
+    for samples in range(0, 900, 3):
+        assert a.lr_at(samples) == b.lr_at(samples) == c.lr_at(samples)
+        assert a.weight_decay_at(samples) == b.weight_decay_at(samples)
+
+
+def test_weight_decay_ramps():
+    ramp = {"start_weight_decay": 0.01, "end_weight_decay": 0.11}
+    linear = scheduler(weight_decay_incr_style="linear", **ramp)
+    cosine = scheduler(weight_decay_incr_style="cosine", **ramp)
+    for s in (linear, cosine):
+        assert s.weight_decay_at(0) == close(0.01)
+        assert s.weight_decay_at(50 * BATCH) == close(0.06)
+        assert s.weight_decay_at(100 * BATCH) == s.weight_decay_at(10**6) == close(0.11)
+    assert linear.weight_decay_at(25 * BATCH) == close(0.035)
+    assert cosine.weight_decay_at(25 * BATCH) == close(0.01 + 0.1 * 0.5 * (1 - math.sqrt(0.5)))
+    assert scheduler(weight_decay=0.3).weight_decay_at(5) == 0.3
+
+
+def test_state_is_the_count():
+    s = scheduler(lr_warmup_iters=10)
+    s.step(3 * BATCH)
+    s.step(2)  # a batch of a ramp
+    other = scheduler(lr_warmup_iters=10)
+    other.load_state_dict(s.state_dict())
+    assert other.num_steps == 26
+    assert (other.lr, other.weight_decay) == (s.lr, s.weight_decay) == (close(PEAK * 26 / 80), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"lr_warmup_iters": 100}, "--lr-warmup-iters"),
+        ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101}, "--lr-wsd-decay-iters"),
+        ({"lr_decay_iters": 0}, "positive length"),
+        ({"lr_warmup_init": 1.0}, "--lr-warmup-init"),
+        ({"start_weight_decay": 0.0}, "--weight-decay-incr-style"),
+    ],
+)
+def test_flags_that_make_no_schedule(flags, named):
+    with pytest.raises(ValueError, match=named):
+        scheduler(**flags)
+
+
+def test_learning_rate_is_needed_and_bounds_the_minimum():
+    with pytest.raises(ValueError, match="--lr is not set"):
+        OptimizerParamScheduler(OptimizerConfig(), BATCH, train_iters=5)
+    with pytest.raises(ValueError, match="--min-lr"):
+        OptimizerParamScheduler(OptimizerConfig(lr=1e-4, min_lr=1e-3), BATCH, train_iters=5)
+
+
+def test_needs_no_torch():
+    code = "import sys, megatron.core.optimizer.param_scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
