@@ -1,0 +1,66 @@
+"""Boxes: rectangles of a global tensor, and how flat ranges of elements become them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """The box at `offset` of `shape` in the global tensor, elements [start, stop) of the flat local shard."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def boxes_of_flat_range(
+    local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
+) -> list[FlatBox]:
+    """Cuts elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
+
+    They come in flat order and tile the range, and there are at most 2 * ndim - 1 of them: a partial row at either
+    end costs one box for each inner dimension, and the whole rows between them are one box.
+    """
+    assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
+    if start == stop:
+        return []
+    if not local_shape:
+        return [FlatBox((), (), 0, 1)]
+    row = prod(local_shape[1:])
+
+    def whole_rows(first: int, last: int) -> list[FlatBox]:
+        offset = (local_offset[0] + first, *local_offset[1:])
+        return [FlatBox(offset, (last - first, *local_shape[1:]), first * row, last * row)] if first < last else []
+
+    def within_row(index: int, begin: int, end: int) -> list[FlatBox]:
+        base = index * row
+        inner = boxes_of_flat_range(local_offset[1:], local_shape[1:], begin - base, end - base)
+        head = local_offset[0] + index
+        return [FlatBox((head, *box.offset), (1, *box.shape), box.start + base, box.stop + base) for box in inner]
+
+    first, last = -(-start // row), stop // row
+    if first > last:
+        return within_row(last, start, stop)
+    return [
+        *(within_row(first - 1, start, first * row) if start < first * row else []),
+        *whole_rows(first, last),
+        *(within_row(last, last * row, stop) if last * row < stop else []),
+    ]
+
+
+def overlap(
+    a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where two boxes meet, as slices of the one and of the other; None where they do not."""
+    in_a, in_b = [], []
+    for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
+        start, stop = max(a, b), min(a + a_length, b + b_length)
+        if start >= stop:
+            return None
+        in_a.append(slice(start - a, stop - a))
+        in_b.append(slice(start - b, stop - b))
+    return tuple(in_a), tuple(in_b)

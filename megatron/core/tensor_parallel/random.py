@@ -1,0 +1,158 @@
+"""Random numbers that do not depend on the layout.
+
+Initial weights are a function of (seed, parameter name, position in the global tensor), dropout masks of (seed, site,
+sample, position in the sequence, feature). No generator has a state to save, to share between ranks, or to rewind for
+recomputation, and a run can be compared number by number with the same run on other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from megatron.core.boxes import boxes_of_flat_range, overlap
+from megatron.core.param_meta import ParamMeta
+
+BLOCK = 2**20
+"""Elements of a global tensor, in row-major order, that are drawn from one generator."""
+
+HASH_CHUNK = 2**22
+"""Elements hashed at a time: bounds the temporary memory, and keeps it in the cache of a GPU."""
+
+
+def site_key(seed: int, name: str) -> int:
+    """A number in [0, 2**63) for one use of random numbers in a run, such as one dropout of one layer."""
+    digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# Initial weights
+
+
+@torch.no_grad()
+def initialize_parameters_(params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]]) -> None:
+    """Fills each parameter as its `meta.init` says; `coords` maps an axis to (rank, size), as in ParallelState.
+
+    Bit-identical for every layout and device type. Needs no more memory than the parameters and one block.
+    """
+    for param in params:
+        meta: ParamMeta = param.meta  # type: ignore[attr-defined]
+        offset, shape = meta.box(coords)
+        assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
+        if meta.init.kind == "normal":
+            _fill_normal_(param, meta, offset, seed)
+        elif meta.init.kind in ("zeros", "ones"):
+            param.fill_(float(meta.init.kind == "ones"))
+        else:
+            raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of normal, zeros, ones")
+
+
+def _fill_normal_(local: Tensor, meta: ParamMeta, offset: tuple[int, ...], seed: int) -> None:
+    """Draws the blocks of the global tensor that meet the box of `local`, and copies what they share."""
+    origin = (0,) * len(meta.global_shape)
+    for start in range(0, meta.numel, BLOCK):
+        stop = min(start + BLOCK, meta.numel)
+        block = None
+        for box in boxes_of_flat_range(origin, meta.global_shape, start, stop):
+            common = overlap(box.offset, box.shape, offset, local.shape)
+            if common is None:
+                continue
+            if block is None:
+                block = _normal_block(seed, meta.name, start // BLOCK, stop - start).mul_(meta.init.std)
+            in_box, in_local = common
+            local[in_local].copy_(block[box.start - start : box.stop - start].view(box.shape)[in_box])
+
+
+def _normal_block(seed: int, name: str, index: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(site_key(seed, f"{name}/{index}"))
+    return torch.empty(length, dtype=torch.float32).normal_(generator=generator)
+
+
+# Dropout
+
+
+def dropout(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int = 0) -> Tensor:
+    """Dropout of hidden states: x [s, b, h] -> [s, b, h], the survivors scaled by 1 / (1 - p).
+
+    `key` is the `site_key`, `sample_index` [b] the samples' numbers in the run, and `seq_offset` the place of x[0] in
+    the whole sequence, so that the parts of a sequence held by different ranks get their parts of one mask.
+    """
+    if p == 0.0:
+        return x
+    sample = _absorb(key, sample_index)
+    rows = _absorb(sample, _positions(seq_offset, x.shape[0], x)[:, None])  # [s, b]
+    return _drop(x, p, rows, _positions(0, x.shape[2], x))
+
+
+def attention_dropout(
+    probs: Tensor,
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    head_offset: int = 0,
+    query_offset: int = 0,
+    key_offset: int = 0,
+) -> Tensor:
+    """Dropout of attention probabilities: probs [b, heads, q, k] -> the same shape, scaled by 1 / (1 - p).
+
+    The offsets place probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
+    """
+    if p == 0.0:
+        return probs
+    _, heads, queries, keys = probs.shape
+    head = _absorb(_absorb(key, sample_index)[:, None], _positions(head_offset, heads, probs))  # [b, heads]
+    rows = _absorb(head[..., None], _positions(query_offset, queries, probs))  # [b, heads, q]
+    return _drop(probs, p, rows, _positions(key_offset, keys, probs))
+
+
+def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    assert 0.0 < p < 1.0, f"dropout probability {p}"
+    return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
+
+
+def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Bool [rows, columns], true with probability p: a 32-bit hash of each pair, against a threshold.
+
+    Rows and columns come hashed in 64 bits. Their sum in 32 bits goes through a mixer in the manner of murmur's, with
+    the constants of "lowbias32"; its last xor-shift would not change the upper bits, which decide, and is left out.
+    """
+    threshold = min(round(p * 2**32) - 2**31, 2**31 - 1)
+    row_bits, column_bits = _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
+    dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
+    step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
+    for out, part in zip(dropped.split(step), row_bits.split(step), strict=True):
+        x = part[:, None] + column_bits
+        x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
+        x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
+        torch.lt(x, threshold, out=out)
+    return dropped
+
+
+def _positions(start: int, length: int, like: Tensor) -> Tensor:
+    return torch.arange(start, start + length, dtype=torch.int64, device=like.device)
+
+
+def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
+    """The next hash of a chain: 64 bits of `state` and the integer `value`, through the mixer of splitmix64."""
+    x = value * _signed(0x9E3779B97F4A7C15, 64) + state
+    x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ _shift_right(x, 31, 64)
+
+
+def _low_bits(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 numbers, as int32."""
+    return ((x & 0xFFFFFFFF) - 2**31).to(torch.int32)
+
+
+def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
+    """Shift without the sign: torch's integers are signed, and its shift copies the sign down."""
+    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def _signed(constant: int, bits: int) -> int:
+    """The signed integer of the same bits; products wrap around alike."""
+    return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant

@@ -1,0 +1,234 @@
+"""Layout-free random numbers: initial weights and dropout masks, with no process group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.random import attention_dropout, dropout, initialize_parameters_, site_key
+
+KEY = site_key(1234, "decoder.layers.3.mlp.dropout")
+
+
+def shard(meta: ParamMeta, rank: int, size: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
+    coords = {"tp": (rank, size), "ep": (0, 1), "expt_tp": (0, 1)}
+    param = torch.nn.Parameter(torch.empty(meta.box(coords)[1], dtype=dtype))
+    param.meta = meta
+    initialize_parameters_([param], seed, coords)
+    return param.detach()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks far smaller than a tensor, which begin and end anywhere in a row."""
+    monkeypatch.setattr(random, "BLOCK", 37)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((24, 10), 0), ((24, 10), 1), ((8, 20), 1), ((2, 12, 5), 1), ((4, 3, 2, 7), 0), ((3, 5, 8), 2), ((40,), 0)],
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> None:
+    size_of = [s for s in (1, 2, 4) if shape[dim] % s == 0]
+    assert size_of[-1] > 1
+    meta = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", shape, {"tp": dim}, Init("normal", 0.02))
+    whole = shard(meta, 0, 1)
+    for size in size_of:
+        parts = [shard(meta, rank, size) for rank in range(size)]
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_two_sharded_dims() -> None:
+    meta = ParamMeta("w", (4, 6, 9), {"ep": 0, "expt_tp": 2}, Init("normal", 1.0))
+    whole = torch.nn.Parameter(torch.empty(4, 6, 9))
+    part = torch.nn.Parameter(torch.empty(2, 6, 3))
+    whole.meta = part.meta = meta
+    initialize_parameters_([whole], 7, {"ep": (0, 1), "expt_tp": (0, 1)})
+    initialize_parameters_([part], 7, {"ep": (1, 2), "expt_tp": (2, 3)})
+    assert torch.equal(part, whole[2:4, :, 6:9])
+
+
+def test_real_blocks_agree_too() -> None:
+    meta = ParamMeta("w", (3, 700, 1024), {"tp": 1}, Init("normal", 0.02))
+    assert meta.numel > 2 * random.BLOCK
+    whole = shard(meta, 0, 1)
+    assert torch.equal(torch.cat([shard(meta, rank, 2) for rank in range(2)], 1), whole)
+    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(whole.mean().item()) < 1e-4
+    half, double = shard(meta, 0, 1, dtype=torch.bfloat16), shard(meta, 0, 1, dtype=torch.float64)
+    assert torch.equal(half, whole.bfloat16())
+    assert torch.equal(double, whole.double())
+
+
+def test_seed_and_name_tell_parameters_apart() -> None:
+    def values(name: str, seed: int) -> Tensor:
+        return shard(ParamMeta(name, (50, 40), {}, Init("normal", 1.0)), 0, 1, seed)
+
+    base = values("a", 1)
+    assert torch.equal(base, values("a", 1))
+    for other in (values("b", 1), values("a", 2)):
+        assert abs((base * other).mean().item()) < 0.1
+
+
+def test_constants_and_unknown_kind() -> None:
+    assert torch.equal(shard(ParamMeta("b", (6,), {"tp": 0}, Init("zeros")), 1, 2), torch.zeros(3))
+    assert torch.equal(shard(ParamMeta("n", (6,), {}, Init("ones")), 0, 1), torch.ones(6))
+    with pytest.raises(ValueError, match=r"w: Init kind 'uniform' is none of"):
+        shard(ParamMeta("w", (6,), {}, Init("uniform")), 0, 1)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest memory made by any operator, apart from that of `known` tensors."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in self.known:
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
+    """A rank of 64 fills its part of a tensor of 16 blocks, and makes nothing larger than a block."""
+    meta = ParamMeta("w", (4096, 4096), {"tp": dim}, Init("normal", 0.02))
+    coords = {"tp": (5, 64)}
+    param = torch.nn.Parameter(torch.empty(meta.box(coords)[1]))
+    param.meta = meta
+    with LargestTensor([param]) as seen:
+        initialize_parameters_([param], 7, coords)
+    assert 0 < seen.largest <= random.BLOCK
+
+
+def test_only_blocks_of_the_shard_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    original = random._normal_block
+    monkeypatch.setattr(random, "BLOCK", 100)
+    monkeypatch.setattr(random, "_normal_block", lambda *args: drawn.append(args[2]) or original(*args))
+    shard(ParamMeta("w", (80, 10), {"tp": 0}, Init("normal", 1.0)), 1, 4)
+    assert drawn == [2, 3]
+
+
+# Dropout
+
+
+def hidden_mask(samples: Tensor, s: int = 16, h: int = 24, offset: int = 0, p: float = 0.25, key: int = KEY) -> Tensor:
+    return dropout(torch.ones(s, len(samples), h), p, key, samples, offset) == 0
+
+
+def attention_mask(shape: tuple[int, ...], samples: Tensor, *offsets: int, p: float = 0.25) -> Tensor:
+    return attention_dropout(torch.ones(shape), p, KEY, samples, *offsets) == 0
+
+
+def test_hidden_mask_is_cut_along_the_sequence_and_the_batch() -> None:
+    samples = torch.tensor([5, 2**40, 17])
+    whole = hidden_mask(samples)
+    for size in (2, 4):
+        parts = [hidden_mask(samples, 16 // size, offset=r * 16 // size) for r in range(size)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(hidden_mask(samples[1:2]), whole[:, 1:2])
+
+
+def test_attention_mask_is_cut_along_heads_queries_and_keys() -> None:
+    samples = torch.tensor([3, 9])
+    whole = attention_mask((2, 8, 12, 16), samples)
+    assert torch.equal(attention_mask((2, 2, 12, 16), samples, 4), whole[:, 4:6])
+    assert torch.equal(attention_mask((2, 8, 6, 16), samples, 0, 6), whole[:, :, 6:])
+    assert torch.equal(attention_mask((2, 8, 12, 4), samples, 0, 0, 8), whole[..., 8:12])
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_share_of_dropped_elements_and_scale(p: float) -> None:
+    samples = torch.arange(4)
+    x = torch.rand(64, 4, 512) + 0.5
+    y = dropout(x, p, KEY, samples)
+    kept = y != 0
+    sigma = math.sqrt(p * (1 - p) / x.numel())
+    assert abs(1 - kept.float().mean().item() - p) < 5 * sigma
+    torch.testing.assert_close(y[kept], x[kept] / (1 - p))
+    mask = attention_mask((4, 8, 64, 64), samples, p=p)
+    assert abs(mask.float().mean().item() - p) < 5 * math.sqrt(p * (1 - p) / mask.numel())
+
+
+def test_masks_are_independent_in_every_direction() -> None:
+    """Neighbours along each dim, other samples, sites and heads agree as often as chance has it, and no row or
+    column is dropped more often than chance allows."""
+    p, n = 0.5, 128 * 6 * 512
+    samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
+    mask = hidden_mask(samples, 128, 512, p=p).float()
+    bound = 5 * 0.5 / math.sqrt(n)
+    for other in (
+        mask.roll(1, 0),
+        mask.roll(1, 1),
+        mask.roll(1, 2),
+        mask.roll((1, 1), (0, 2)),
+        mask.roll((1, -1), (0, 2)),
+        hidden_mask(samples, 128, 512, p=p, key=site_key(1234, "decoder.layers.4.mlp.dropout")).float(),
+        hidden_mask(samples, 128, 512, p=p, key=site_key(1235, "decoder.layers.3.mlp.dropout")).float(),
+    ):
+        assert abs((mask == other).float().mean().item() - 0.5) < bound
+    for dims in ((0, 1), (1, 2), (0, 2)):
+        count = n // mask.mean(dims).numel()
+        assert (mask.mean(dims) - p).abs().max().item() < 5 * math.sqrt(p * (1 - p) / count)
+    heads = attention_mask((1, 16, 64, 64), torch.tensor([0]), p=p).float()
+    assert abs((heads == heads.roll(1, 1)).float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(heads.numel())
+
+
+def test_pairs_of_rows_and_columns_do_not_conspire() -> None:
+    """The hash is of a sum of a row's and a column's bits: the four corners of a rectangle must still be independent."""
+    mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
+    corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))
+    assert abs(corners.float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())
+
+
+def test_dropout_is_a_function_of_its_arguments() -> None:
+    samples = torch.arange(3)
+    x = torch.randn(8, 3, 10, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    first = dropout(x, 0.3, KEY, samples)
+    torch.manual_seed(1)
+    assert torch.equal(first, dropout(x, 0.3, KEY, samples))
+    assert dropout(x, 0.0, KEY, samples) is x
+    assert torch.autograd.gradcheck(lambda t: dropout(t, 0.3, KEY, samples), x)
+    probs = torch.rand(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: attention_dropout(t, 0.3, KEY, samples), probs)
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = torch.arange(3)
+    whole = hidden_mask(samples)
+    monkeypatch.setattr(random, "HASH_CHUNK", 100)
+    assert torch.equal(hidden_mask(samples), whole)
+
+
+def test_mask_follows_from_exact_integers() -> None:
+    """The same hash in Python's unbounded integers: no overflow or shift of torch's is machine-dependent."""
+
+    def absorb(state: int, value: int) -> int:
+        x = (value * 0x9E3779B97F4A7C15 + state) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    def dropped(row: int, column: int, p: float) -> bool:
+        # Both halves are shifted by 2**31 to become signed numbers, and so is the threshold.
+        x = (row + absorb(0, column) + 2**32) % 2**32
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return (x + 2**31) % 2**32 < p * 2**32
+
+    samples, p = [0, 123456789012], 0.25
+    expected = [[[dropped(absorb(absorb(KEY, b), s), h, p) for h in range(40)] for b in samples] for s in range(3, 12)]
+    assert hidden_mask(torch.tensor(samples), 9, 40, offset=3, p=p).tolist() == expected
