@@ -40,7 +40,7 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
-        """A batch to be evaluated without labels of its own: each token predicts the next, the last predicts nothing."""
+        """A batch without labels of its own: each token predicts the next, the last predicts nothing."""
         labels = torch.roll(tokens, -1, dims=1)
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
         loss_mask[:, -1] = 0
@@ -53,11 +53,9 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{name: value.to(device, non_blocking=non_blocking) for name, value in values.items() if value is not None},
-        )
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in values if value is not None}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,6 @@ class BatchContext:
     sample_index: Tensor
     """[b] int64."""
 
-    seed: int
-    """Seed of the run, for dropout."""
-
     position_ids: Tensor | None = None
     """[b, s]; None for 0 .. s-1 (from the cache's length on, with a cache)."""
 
@@ -77,7 +72,7 @@ class BatchContext:
     """[b, s]; None for one document a sample."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [s, 1 or b, 1, rotary_dim]; None without rotary positions."""
+    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary positions."""
 
     mask: Tensor | None = None
     """[1 or b, 1, s, keys] bool, true where a query sees a key; None for plain causal attention."""
@@ -86,6 +81,6 @@ class BatchContext:
     """Keys and values of earlier tokens, for generation."""
 
     @classmethod
-    def of(cls, batch: Batch, seed: int, cache: KeyValueCache | None = None) -> BatchContext:
+    def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
         """The context of a batch, before a stage has derived `rotary` and `mask`."""
-        return cls(batch.sample_index, seed, batch.position_ids, batch.document_ids, cache=cache)
+        return cls(batch.sample_index, batch.position_ids, batch.document_ids, cache=cache)

@@ -1,0 +1,70 @@
+"""Tokens to hidden states: word embeddings, learned positions, dropout."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
+from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.layer import HiddenDropout
+from megatron.core.transformer.norm import sequence_partial
+
+WORD_EMBEDDINGS = "embedding.word_embeddings"
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position, whole on every rank. Under sequence parallelism a rank looks up the
+    positions of its own tokens only, so its gradient is partial."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        meta = ParamMeta(
+            "embedding.position_embeddings.weight",
+            (config.max_positions, config.hidden_size),
+            init=Init("normal", config.init_method_std),
+            partial_over=sequence_partial(ctx),
+        )
+        self.weight = make_parameter(meta, ctx)
+        self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
+
+    def forward(self, length: int, context: BatchContext) -> Tensor:
+        """[length, 1 or b, h] for the `length` tokens of this rank; ValueError past the last position."""
+        start = self.shard * length
+        if context.position_ids is not None:
+            return F.embedding(context.position_ids[:, start : start + length].t(), self.weight)
+        start += context.cache.length if context.cache is not None else 0
+        rows = self.weight.shape[0]
+        if start + length > rows:
+            raise ValueError(
+                f"position {start + length - 1} is beyond --max-position-embeddings {rows}: "
+                f"the model has no learned position for it; use at most {rows} tokens"
+            )
+        return self.weight[start : start + length].unsqueeze(1)
+
+
+class Embedding(nn.Module):
+    """The first thing a model does. `shared_stages` are the stages that hold the word embeddings, if several."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext, seed: int, shared_stages: tuple[int, ...]) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            WORD_EMBEDDINGS,
+            config.padded_vocab_size,
+            config.hidden_size,
+            ctx,
+            init=Init("normal", config.init_method_std),
+            shared_stages=shared_stages,
+        )
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, seed, ctx)
+
+    def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
+        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(x.shape[0], context)
+        return self.dropout(x, context)

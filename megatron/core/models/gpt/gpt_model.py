@@ -1,0 +1,126 @@
+"""The GPT model, as one stage of a pipeline; the whole of it is the stage that has all layers and both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.models.gpt.embedding import WORD_EMBEDDINGS, Embedding
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import OutputLayer, TPContext
+from megatron.core.tensor_parallel.mappings import all_gather
+from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.block import TransformerBlock
+from megatron.core.transformer.context import Batch, BatchContext
+from megatron.core.transformer.dot_product import KeyValueCache
+
+
+class GPTModel(nn.Module):
+    """One stage: the embedding on the first, `layers` (global numbers), final norm and head on the last.
+
+    Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism; the first stage takes None for them and
+    reads the batch's tokens. Without groups (`ParallelState()`) and with all layers it is an ordinary module.
+    The weights are set from `seed`, unless `initialize` is false because others will be loaded.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        parallel: ModelParallelConfig | None = None,
+        state: ParallelState | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        first: bool = True,
+        last: bool = True,
+        queue: WeightGradQueue | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 1234,
+        initialize: bool = True,
+    ) -> None:
+        super().__init__()
+        parallel, state = parallel or ModelParallelConfig(), state or ParallelState()
+        layers = tuple(range(config.num_layers) if layers is None else layers)
+        ctx = TPContext(
+            tp=state.tp,
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=getattr(torch, parallel.params_dtype),
+            device=torch.device(device),
+            queue=queue or WeightGradQueue(),
+        )
+        self.config, self.tp, self.first, self.last = config, state.tp, first, last
+        shared_stages = (0, state.pp.size - 1) if config.tied_embeddings and state.pp.size > 1 else ()
+        self.embedding = Embedding(config, ctx, seed, shared_stages) if first else None
+        self.decoder = TransformerBlock(config, ctx, seed, layers, final_norm=last)
+        self.output_layer = self._build_output_layer(ctx, shared_stages) if last else None
+        self._assert_built(layers)
+        if initialize:
+            initialize_parameters_(list(self.parameters()), seed, state.coords)
+
+    def _build_output_layer(self, ctx: TPContext, shared_stages: tuple[int, ...]) -> OutputLayer:
+        config, tied = self.config, self.config.tied_embeddings
+        return OutputLayer(
+            WORD_EMBEDDINGS if tied else "output_layer",
+            config.padded_vocab_size,
+            config.hidden_size,
+            ctx,
+            init=Init("normal", config.init_method_std),
+            shared_stages=shared_stages if tied else (),
+            tied_weight=self.embedding.word_embeddings.weight if tied and self.embedding is not None else None,
+        )
+
+    def _assert_built(self, layers: tuple[int, ...]) -> None:
+        built = tuple(layer.number for layer in self.decoder.layers)
+        assert built == layers, f"asked for layers {layers}, built {built}"
+        assert all(0 <= number < self.config.num_layers for number in layers), f"{layers} of {self.config.num_layers}"
+        names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
+        assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
+
+    def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
+        """Every parameter of this stage with its tag, by name in the whole model."""
+        metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
+        return {meta.name: (parameter, meta) for parameter, meta in metas}
+
+    def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Hidden states for the next stage; on the last one the scalar sum of loss_mask * cross entropy over tokens,
+        in fp32 (fp64 for fp64 parameters)."""
+        if not self.last:
+            return self._hidden_states(hidden, batch, None)
+        losses = self.token_losses(hidden, batch)
+        return (losses * batch.loss_mask.to(losses.dtype)).sum()
+
+    def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Cross entropy of each label [b, s], for the last stage; the same on all tensor-parallel ranks."""
+        assert self.config.vocab_size is not None
+        logits = self._local_logits(hidden, batch, None)
+        return vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size).t()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits [b, s, vocab_size] over the true vocabulary, gathered, for the last stage.
+
+        With a cache, the batch's tokens follow those it holds, and are added to it.
+        """
+        logits = all_gather(self._local_logits(hidden, batch, cache), self.tp, dim=2)
+        return logits[..., : self.config.vocab_size].transpose(0, 1)
+
+    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None) -> Tensor:
+        """[s, b, V/tp], padding included"""
+        assert self.output_layer is not None, "only the last stage has logits"
+        return self.output_layer(self._hidden_states(hidden, batch, cache))
+
+    def _hidden_states(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None) -> Tensor:
+        context = BatchContext.of(batch, cache)
+        if self.embedding is not None:
+            assert hidden is None, "the first stage reads the batch's tokens"
+            hidden = self.embedding(batch.tokens, context)
+        assert hidden is not None, "only the first stage takes no hidden states"
+        hidden = self.decoder(hidden, context)
+        if cache is not None:
+            cache.advance(batch.tokens.shape[1])
+        return hidden

@@ -1,0 +1,92 @@
+"""Self-attention with grouped queries (arXiv:2305.13245), its query groups cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.random import site_key
+from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.dot_product import DropoutAttention, FusedAttention
+from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
+from megatron.core.transformer.rotary import apply_rotary
+
+
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), its inner activations dropped and computed again in the backward.
+
+    No random state is kept: dropout masks are functions of the batch.
+    """
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, optional head norms, positions, core, projection back.
+
+    linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value.
+    """
+
+    def __init__(
+        self, name: str, layer: int, config: TransformerConfig, ctx: TPContext, seed: int, init: Init, output_init: Init
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.queries_per_group = layer, config.head_dim, config.queries_per_group
+        self.linear_qkv = ColumnParallelLinear(
+            f"{name}.linear_qkv",
+            config.hidden_size,
+            (config.query_groups, config.queries_per_group + 2, config.head_dim),
+            ctx,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=init,
+        )
+        self.q_layernorm, self.k_layernorm = (
+            self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
+        )
+        scale = 1 / sqrt(config.head_dim)
+        self.core: FusedAttention | DropoutAttention = FusedAttention(scale)
+        if config.attention_dropout > 0:
+            first_head = config.num_attention_heads // ctx.tp.size * ctx.tp.rank
+            key = site_key(seed, f"{name}.attention_dropout")
+            self.core = DropoutAttention(scale, config.attention_dropout, key, first_head)
+        self.recompute_core = config.recompute_granularity == "selective"
+        self.linear_proj = RowParallelLinear(
+            f"{name}.linear_proj",
+            config.query_projection_size,
+            config.hidden_size,
+            ctx,
+            bias=config.add_bias_linear,
+            init=output_init,
+        )
+
+    @staticmethod
+    def _head_norm(name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
+        if not config.qk_layernorm:
+            return nn.Identity()
+        return build_norm(config.normalization, name, config.head_dim, config.norm_epsilon, ctx, PARTIAL_OVER_TP)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        q, k, v = self._project(x)
+        if context.rotary is not None:
+            q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        if self.recompute_core and self.training:
+            out = recomputed(self.core, q, k, v, context)
+        else:
+            out = self.core(q, k, v, context)
+        return self.linear_proj(out)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x -> q [s, b, heads/tp, d], k and v [s, b, groups/tp, d]"""
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=-2)
+        return self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3)), v.squeeze(3)

@@ -1,0 +1,99 @@
+"""The layers of one pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.attention import recomputed
+from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.dot_product import attention_mask
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.norm import build_norm, sequence_partial
+from megatron.core.transformer.rotary import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers of a stage, by place in the stage, and whether the backward recomputes them together."""
+
+    layers: range
+    recompute: bool
+
+
+def recompute_segments(config: TransformerConfig, num_layers: int) -> list[Segment]:
+    """How the layers of a stage are recomputed.
+
+    "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
+    `recompute_num_layers` layers and all activations of the rest.
+    """
+    if config.recompute_granularity != "full":
+        return [Segment(range(num_layers), False)] if num_layers else []
+    count = config.recompute_num_layers or 1
+    if config.recompute_method == "block":
+        head = min(count, num_layers)
+        rest = range(head, num_layers)
+        return [Segment(range(i, i + 1), True) for i in range(head)] + ([Segment(rest, False)] if rest else [])
+    starts = range(0, num_layers, count)
+    return [Segment(range(start, min(start + count, num_layers)), True) for start in starts]
+
+
+class TransformerBlock(nn.Module):
+    """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers."""
+
+    def __init__(
+        self, config: TransformerConfig, ctx: TPContext, seed: int, numbers: Sequence[int], *, final_norm: bool
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(number, config, ctx, seed) for number in numbers)
+        self.final_layernorm = (
+            build_norm(
+                config.normalization,
+                "decoder.final_layernorm",
+                config.hidden_size,
+                config.norm_epsilon,
+                ctx,
+                sequence_partial(ctx),
+            )
+            if final_norm
+            else nn.Identity()
+        )
+        self.segments = recompute_segments(config, len(self.layers))
+        rotary = config.position_embedding_type == "rope"
+        self.rotary = RotaryEmbedding(config, ctx.device, ctx.dtype) if rotary else None
+        self.window = config.window_size
+        self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        context = self._complete(context, x)
+        for segment in self.segments:
+            if segment.recompute and self.training:
+                x = recomputed(self._run, segment.layers, x, context)
+            else:
+                x = self._run(segment.layers, x, context)
+        return self.final_layernorm(x)
+
+    def _run(self, layers: range, x: Tensor, context: BatchContext) -> Tensor:
+        for index in layers:
+            x = self.layers[index](x, context)
+        return x
+
+    def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
+        """Adds what all layers share: rotary tables and the mask."""
+        length, cache = x.shape[0] * self.sequence_shards, context.cache
+        past = cache.length if cache else 0
+        documents = context.document_ids
+        of_keys = cache.append_documents(documents) if cache else documents
+        mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
+        if self.rotary is None:
+            return replace(context, mask=mask)
+        positions = context.position_ids
+        if positions is None:
+            positions = torch.arange(past, past + length, device=x.device)
+        return replace(context, mask=mask, rotary=self.rotary(positions))

@@ -1,0 +1,56 @@
+"""One pre-norm transformer layer."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from torch import Tensor, nn
+
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.random import dropout, site_key
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import build_norm, sequence_partial
+
+
+class HiddenDropout(nn.Module):
+    """Dropout of hidden states with a mask that is the same at every layout."""
+
+    def __init__(self, name: str, p: float, seed: int, ctx: TPContext) -> None:
+        super().__init__()
+        self.p, self.key = p, site_key(seed, name)
+        self.sequence_rank = ctx.tp.rank if ctx.sequence_parallel else 0
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        if not self.training:
+            return x
+        return dropout(x, self.p, self.key, context.sample_index, seq_offset=self.sequence_rank * x.shape[0])
+
+
+class TransformerLayer(nn.Module):
+    """x + dropout(attention(norm(x))), then the same with the MLP."""
+
+    def __init__(self, number: int, config: TransformerConfig, ctx: TPContext, seed: int) -> None:
+        super().__init__()
+        name = f"decoder.layers.{number}"
+        init = Init("normal", config.init_method_std)
+        # What is added to the residual stream starts smaller, so that the stream's variance does not grow with depth.
+        output_init = Init("normal", config.init_method_std / sqrt(2 * config.num_layers))
+        kind, size, eps = config.normalization, config.hidden_size, config.norm_epsilon
+        partial = sequence_partial(ctx)
+        self.number = number
+        self.input_layernorm = build_norm(kind, f"{name}.input_layernorm", size, eps, ctx, partial)
+        self.self_attention = SelfAttention(f"{name}.self_attention", number, config, ctx, seed, init, output_init)
+        self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", config.hidden_dropout, seed, ctx)
+        self.pre_mlp_layernorm = build_norm(kind, f"{name}.pre_mlp_layernorm", size, eps, ctx, partial)
+        self.mlp = MLP(f"{name}.mlp", config, ctx, init, output_init)
+        self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", config.hidden_dropout, seed, ctx)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        x = x + self.attention_dropout(self.self_attention(self.input_layernorm(x), context), context)
+        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)), context)

@@ -1,0 +1,72 @@
+"""The feed-forward half of a layer: column-parallel, activation, row-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.config import TransformerConfig
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """silu(gate) * up, of which only the input is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        dx = torch.empty_like(x)
+        d_gate, d_up = dx.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return dx
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """x [..., 2f], gate before up -> [..., f] (arXiv:2002.05202)"""
+    return _SwiGLUFunction.apply(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GeLU in its tanh form, as GPT-2 has it and as Megatron-LM's fused bias-gelu, its default, computes it."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv:2109.08668)"""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "squared_relu": squared_relu}
+
+
+class MLP(nn.Module):
+    """fc2(activation(fc1(x))). A gated fc1 stacks gate and up as [2, ffn, h], each cut over the ranks."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, init: Init, output_init: Init) -> None:
+        super().__init__()
+        hidden, ffn, bias = config.hidden_size, config.ffn_size, config.add_bias_linear
+        out_dims, shard_dim = ((2, ffn), 1) if config.swiglu else ((ffn,), 0)
+        self.linear_fc1 = ColumnParallelLinear(
+            f"{name}.linear_fc1", hidden, out_dims, ctx, shard_dim=shard_dim, bias=bias, init=init
+        )
+        self.activation = ACTIVATIONS[config.activation]
+        self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        return self.linear_fc2(self.activation(self.linear_fc1(x)))

@@ -1,0 +1,58 @@
+"""Rotary position embedding (arXiv:2104.09864), in the rotate-half form, with Llama 3.1's frequency scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+
+
+def rotary_frequencies(config: TransformerConfig) -> Tensor:
+    """[rotary_dim / 2] fp32: radians per position of each pair of channels."""
+    rotary_dim = int(config.head_dim * config.rotary_percent)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    frequencies = 1.0 / (config.rotary_base**exponents)
+    return _scale_frequencies(frequencies, config) if config.use_rope_scaling else frequencies
+
+
+def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+    """Divides low frequencies by the scaling factor, keeps high ones, and blends linearly in between.
+
+    The bounds are wavelengths, as shares of the context length that the model was first trained at.
+    """
+    original = config.rope_scaling_original_max_position_embeddings
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    slowed = frequencies / config.rope_scaling_factor
+    share_kept = (original / wavelengths - low) / (high - low)
+    blended = (1 - share_kept) * slowed + share_kept * frequencies
+    scaled = torch.where(wavelengths > original / low, slowed, blended)
+    return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+class RotaryEmbedding:
+    """Cosines and sines of position * frequency.
+
+    Angles are fp32 whatever the model's dtype, as the published models were trained and are run.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.frequencies = rotary_frequencies(config).to(device)
+        self.dtype = dtype
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [s] or [b, s] -> two tables [s, 1 or b, 1, rotary_dim / 2], to be broadcast over heads."""
+        positions = positions[None] if positions.ndim == 1 else positions
+        angles = positions.t()[:, :, None].float() * self.frequencies  # [s, 1 or b, rotary_dim / 2]
+        return angles.cos().to(self.dtype).unsqueeze(2), angles.sin().to(self.dtype).unsqueeze(2)
+
+
+def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel i pairs with i + rotary_dim / 2."""
+    cos, sin = tables
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
