@@ -1,0 +1,26 @@
+"""Sharded checkpoints that any layout loads: see `state_dict` for what is saved and `storage` for how."""
+
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
+from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_state
+from megatron.core.dist_checkpointing.storage import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_folder,
+    find_checkpoint,
+    read_latest,
+    save,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ShardedBoxes",
+    "boxes_of_flat_range",
+    "checkpoint_folder",
+    "find_checkpoint",
+    "load_targets",
+    "model_state",
+    "optimizer_state",
+    "read_latest",
+    "save",
+]

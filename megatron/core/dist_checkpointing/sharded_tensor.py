@@ -1,0 +1,132 @@
+"""Boxes of a global tensor, in the form that torch.distributed.checkpoint (DCP) saves and loads.
+
+A rank holds a rectangle ("box") of each parameter and, under ZeRO-1, a flat range of that rectangle's elements in
+row-major order. Such a range is itself a few boxes, and DCP reshards boxes: what was saved in one set of boxes
+loads into any other. So state goes to the file as it lies in memory, with no gather and no copy of the whole.
+
+DCP takes boxes from an object through three methods that are private to torch. This is the one file that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """The box at `offset` of `shape` in the global tensor, elements [start, stop) of the flat local shard."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def boxes_of_flat_range(
+    local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
+) -> list[FlatBox]:
+    """Cuts elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
+
+    They come in flat order and tile the range, and there are at most 2 * ndim - 1 of them: a partial row at either
+    end costs one box for each inner dimension, and the whole rows between them are one box.
+    """
+    assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
+    if start == stop:
+        return []
+    if not local_shape:
+        return [FlatBox((), (), 0, 1)]
+    row = prod(local_shape[1:])
+
+    def whole_rows(first: int, last: int) -> list[FlatBox]:
+        offset = (local_offset[0] + first, *local_offset[1:])
+        return [FlatBox(offset, (last - first, *local_shape[1:]), first * row, last * row)] if first < last else []
+
+    def within_row(index: int, begin: int, end: int) -> list[FlatBox]:
+        base = index * row
+        inner = boxes_of_flat_range(local_offset[1:], local_shape[1:], begin - base, end - base)
+        head = local_offset[0] + index
+        return [FlatBox((head, *box.offset), (1, *box.shape), box.start + base, box.stop + base) for box in inner]
+
+    first, last = -(-start // row), stop // row
+    if first > last:
+        return within_row(last, start, stop)
+    return [
+        *(within_row(first - 1, start, first * row) if start < first * row else []),
+        *whole_rows(first, last),
+        *(within_row(last, last * row, stop) if last * row < stop else []),
+    ]
+
+
+LocalBox = tuple[tuple[int, ...], Tensor]
+"""(offset in the global tensor, live data of the box)."""
+
+
+class ShardedBoxes(Tensor):
+    """One rank's boxes of a global tensor: its size is the global shape, and it holds no data of its own.
+
+    Saving reads the boxes' tensors and loading writes into them, converting the dtype where it differs from the
+    file's. Boxes may overlap when loading: each is filled. When saving, all boxes with `writes`, over all ranks,
+    must tile the global tensor; a replica that another rank writes has writes=False.
+    """
+
+    boxes: list[LocalBox]
+    writes: bool
+
+    @staticmethod
+    def __new__(cls, global_shape: Sequence[int], boxes: Sequence[LocalBox], writes: bool = True) -> ShardedBoxes:
+        like = boxes[0][1] if boxes else torch.empty(0)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(global_shape), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        for offset, data in boxes:
+            inside = all(o >= 0 and o + n <= g for o, n, g in zip(offset, data.shape, global_shape, strict=True))
+            assert inside, f"box {offset} {tuple(data.shape)} of {tuple(global_shape)}"
+        self.boxes = [(offset, data.detach()) for offset, data in boxes if data.numel()]
+        self.writes = writes
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{func} on ShardedBoxes, which says where data lies and cannot be computed with")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        boxes = [(offset, tuple(data.shape)) for offset, data in self.boxes]
+        return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """One item for each box this rank writes; of equal boxes (a tied weight held twice) the first."""
+        boxes = dict(reversed(self.boxes)) if self.writes else {}
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape),
+                    properties=TensorProperties(dtype=data.dtype),
+                    size=self.size(),
+                ),
+            )
+            for offset, data in boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What to load; DCP refers to a chunk by its place in this list."""
+        return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The data of a box. A load asks by place in the chunk list, a save by offset (its place is the file's)."""
+        if index.index is not None and index.index < len(self.boxes):
+            offset, data = self.boxes[index.index]
+            if offset == index.offset:
+                return data
+        return next(data for offset, data in self.boxes if offset == index.offset)

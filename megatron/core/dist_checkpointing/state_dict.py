@@ -1,0 +1,144 @@
+"""What a checkpoint holds: state keyed by global parameter name, whatever the layout.
+
+Keys are `model.<name>` and `optimizer.<kind>.<name>`. Every rank offers its own boxes; `writes` picks one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes, boxes_of_flat_range
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.sharded_piece import OptimizerPiece
+
+StateDict = dict[str, ShardedBoxes]
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+MAIN_PARAM = "main_param"
+
+
+def model_key(name: str) -> str:
+    return f"{MODEL}{name}"
+
+
+def optimizer_key(kind: str, name: str) -> str:
+    return f"{OPTIMIZER}{kind}.{name}"
+
+
+def model_state(modules: Iterable[nn.Module], state: ParallelState) -> StateDict:
+    """The parameters of this rank's stages, for saving."""
+    writers, entries = _Writers(state), _Entries()
+    for meta, param in tagged_parameters(modules):
+        key = model_key(meta.name)
+        entries.add(key, meta, [_whole(meta, param, state)], writers.mine(key, meta))
+    return entries.state_dict()
+
+
+def optimizer_state(pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool) -> StateDict:
+    """The optimizer's state, for saving. `data_sharded`: each data-parallel rank has a part of its own (ZeRO-1)."""
+    writers, entries = _Writers(state, data_sharded), _Entries()
+    for piece in pieces:
+        key = optimizer_key(piece.key, piece.meta.name)
+        entries.add(key, piece.meta, _piece_boxes(piece, state), writers.mine(key, piece.meta))
+    return entries.state_dict()
+
+
+def load_targets(
+    modules: Iterable[nn.Module],
+    pieces: Sequence[OptimizerPiece],
+    state: ParallelState,
+    saved: Collection[str],
+    load_optimizer: bool,
+) -> StateDict:
+    """Where to load what, given the keys `saved` in a checkpoint.
+
+    A parameter and its main copy come from one tensor of the file: the saved main parameter where the optimizer is
+    loaded and there is one, else the saved model parameter. So a checkpoint of any precision loads into a run of
+    any other, and a parameter is always the rounded main parameter. Without `load_optimizer` the moments are left.
+    """
+
+    def weight_key(name: str) -> str:
+        main = optimizer_key(MAIN_PARAM, name)
+        return main if load_optimizer and main in saved else model_key(name)
+
+    entries = _Entries()
+    for meta, param in tagged_parameters(modules):
+        entries.add(weight_key(meta.name), meta, [_whole(meta, param, state)])
+    for piece in pieces:
+        name = piece.meta.name
+        if piece.key == MAIN_PARAM:
+            entries.add(weight_key(name), piece.meta, _piece_boxes(piece, state))
+        elif load_optimizer:
+            entries.add(optimizer_key(piece.key, name), piece.meta, _piece_boxes(piece, state))
+    return entries.state_dict()
+
+
+def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
+    """(meta, parameter) for every parameter of the modules."""
+    for module in modules:
+        for name, param in module.named_parameters():
+            meta = getattr(param, "meta", None)
+            assert isinstance(meta, ParamMeta), f"parameter {name} of {type(module).__name__} carries no ParamMeta"
+            yield meta, param
+
+
+def _whole(meta: ParamMeta, param: Tensor, state: ParallelState) -> LocalBox:
+    offset, shape = meta.box(state.coords)
+    assert tuple(param.shape) == shape, f"{meta.name}: local shape {tuple(param.shape)}, expected {shape}"
+    return offset, param
+
+
+def _piece_boxes(piece: OptimizerPiece, state: ParallelState) -> list[LocalBox]:
+    offset, shape = piece.meta.box(state.coords)
+    boxes = boxes_of_flat_range(offset, shape, piece.start, piece.stop)
+    return [(box.offset, piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape)) for box in boxes]
+
+
+class _Entries:
+    """Gathers boxes by key: one key may come in several, as ranges of several buckets or copies of a tied weight."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}
+
+    def add(self, key: str, meta: ParamMeta, boxes: list[LocalBox], writes: bool = False) -> None:
+        shape, earlier, _ = self.found.get(key, (meta.global_shape, [], writes))
+        assert shape == meta.global_shape, f"{key} has shapes {shape} and {meta.global_shape}"
+        self.found[key] = (shape, earlier + boxes, writes)
+
+    def state_dict(self) -> StateDict:
+        return {key: ShardedBoxes(shape, boxes, writes) for key, (shape, boxes, writes) in self.found.items()}
+
+
+class _Writers:
+    """Chooses the one replica that writes: each rank decides for itself, and all decide alike.
+
+    Over the model axes that do not cut a tensor, and over the stages that share it, the first rank writes. Data
+    replicas, which walk through the same tensors in the same order, take turns: the one with least so far is next.
+    """
+
+    def __init__(self, state: ParallelState, data_sharded: bool = False) -> None:
+        self.state, self.data_sharded = state, data_sharded
+        self.loads: dict[str, list[int]] = {}
+        self.decided: dict[str, bool] = {}
+
+    def mine(self, key: str, meta: ParamMeta) -> bool:
+        if key not in self.decided:
+            self.decided[key] = self._first_of_model(meta) and (self.data_sharded or self._my_turn(meta))
+        return self.decided[key]
+
+    def _first_of_model(self, meta: ParamMeta) -> bool:
+        axes = ("ep", "expt_tp") if meta.expert else ("tp",)
+        first_stage = meta.shared_stages[0] if meta.shared_stages and self.state.pp.size > 1 else self.state.pp.rank
+        uncut = [axis for axis in axes if axis not in meta.sharded]
+        return self.state.pp.rank == first_stage and all(self.state.axis(axis).first for axis in uncut)
+
+    def _my_turn(self, meta: ParamMeta) -> bool:
+        axis = "expt_dp" if meta.expert else "dp_cp"
+        loads = self.loads.setdefault(axis, [0] * self.state.axis(axis).size)
+        turn = loads.index(min(loads))
+        loads[turn] += meta.numel
+        return turn == self.state.axis(axis).rank

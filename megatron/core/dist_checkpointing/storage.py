@@ -1,0 +1,336 @@
+"""Checkpoints on disk: what is written, in which order, and what may be read back.
+
+    root/latest_checkpointed_iteration.txt      number of the newest complete checkpoint
+    root/iter_0000100/metadata.json             everything that is not a tensor
+    root/iter_0000100/.metadata, __*.distcp     tensors, as DCP writes them
+
+A checkpoint is written into a folder of another name, synced to disk, and renamed once it is whole; then the number
+in the text file is replaced the same way. Whenever the run is killed, the text file names a complete checkpoint.
+
+Files may come from strangers: all but tensors is JSON, DCP's pickled index is read through a list of allowed names,
+and tensors with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.core.parallel_state import Axis
+
+LATEST = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+INDEX = ".metadata"
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read: disk full, a file missing, a rank lost."""
+
+
+def checkpoint_folder(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return root / f"iter_{iteration:07d}"
+
+
+def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis) -> Path:
+    """Writes a complete checkpoint and makes it the latest. Collective over `world`; returns its folder.
+
+    When it returns, on any rank, the checkpoint is whole on disk. When it raises CheckpointError, it does so on
+    every rank that lives, and the latest checkpoint is still the one before.
+    """
+    final = checkpoint_folder(root, iteration)
+    scratch = final.with_suffix(".tmp")
+    on_first_rank(lambda: _clear(root, scratch), world)
+    with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"):
+        dcp.save(
+            _nonempty(tensors),
+            storage_writer=dcp.FileSystemWriter(scratch, sync_files=True),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=world.group,
+            no_dist=world.size == 1,
+        )
+    on_first_rank(lambda: _publish(root, iteration, scratch, payload), world)
+    return final
+
+
+def read_latest(root: Path) -> int | None:
+    """Number of the newest complete checkpoint in `root`; None if there is none. Raises ValueError if the file
+    that names it holds no number."""
+    path = root / LATEST
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(
+            f"{path} must hold the number of an iteration, not {text[:40]!r}; write the number of one of "
+            f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
+        )
+    return int(text)
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that `path` means: itself, or the latest of a folder of checkpoints; None if there is none."""
+    if (path / METADATA).exists():
+        return path
+    iteration = read_latest(path)
+    if iteration is None:
+        return None
+    folder = checkpoint_folder(path, iteration)
+    # Killed while a checkpoint was replaced by one of the same iteration: see _publish.
+    replaced = folder.with_suffix(".old")
+    return replaced if not folder.exists() and replaced.exists() else folder
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as a checkpoint holds it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """An opened checkpoint. Raises ValueError if `folder` holds none, or not a whole one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.payload: dict[str, Any] = json.loads((folder / METADATA).read_text())
+            self._reader = _IndexReader(folder)
+            index = self._reader.read_metadata()
+        except (OSError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{folder} is not a readable checkpoint: {type(error).__name__}: {error}") from error
+        self.tensors = {
+            key: TensorInfo(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._holes = [
+            key
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            and sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size)
+        ]
+
+    def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
+        """Fills `targets`. Collective over `world`.
+
+        Strict: raises ValueError on every rank, naming the keys, if a target is not in the checkpoint or has
+        another shape there, or if the checkpoint has a key that no rank has as a target and `ignore` does not let pass.
+        """
+        targets = _nonempty(targets)
+        self._check(targets, world, ignore)
+        with _failures_as_checkpoint_error(f"cannot load checkpoint {self.folder}"):
+            dcp.load(
+                dict(targets),
+                storage_reader=self._reader,
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=world.group,
+                no_dist=world.size == 1,
+            )
+
+    def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
+        wanted: dict[str, tuple[int, ...]] = {}
+        for part in _gather({key: tuple(target.shape) for key, target in targets.items()}, world):
+            wanted |= part
+        problems = {
+            "missing from the checkpoint": [key for key in wanted if key not in self.tensors],
+            "in the checkpoint but not in the run": [
+                key for key in self.tensors if key not in wanted and not ignore(key)
+            ],
+            "of another shape": [
+                f"{key} {self.tensors[key].shape} in the checkpoint, {shape} in the run"
+                for key, shape in wanted.items()
+                if key in self.tensors and self.tensors[key].shape != shape
+            ],
+            "incomplete in the checkpoint": [key for key in self._holes if key in wanted],
+        }
+        lines = [f"{len(keys)} {what}: {_few(sorted(keys))}" for what, keys in problems.items() if keys]
+        if lines:
+            raise ValueError(f"checkpoint {self.folder} does not fit the run: " + "; ".join(lines))
+
+
+def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
+    """Opens a checkpoint on every rank; what fails on one is raised on all."""
+    checkpoint, problem = _attempt(lambda: Checkpoint(folder))
+    _raise_first(_gather(problem, world))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
+    """Runs `fn` on the first rank alone and returns its result on all; what fails there is raised on all."""
+    outcome: list[Any] = list(_attempt(fn)) if world.first else [None, None]
+    if world.size > 1:
+        dist.broadcast_object_list(outcome, src=world.ranks[0], group=world.group)
+    result, problem = outcome
+    _raise_first([problem])
+    return result
+
+
+Problem = tuple[bool, str]
+"""(whether it is the user's to mend, message)."""
+
+
+def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:
+    try:
+        return fn(), None
+    except (OSError, ValueError) as error:
+        return None, (isinstance(error, ValueError), str(error))
+
+
+def _raise_first(problems: list[Problem | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            users, message = problem
+            message = f"{message} (on rank {rank} of {len(problems)})" if len(problems) > 1 else message
+            raise ValueError(message) if users else CheckpointError(message)
+
+
+def _clear(root: Path, scratch: Path) -> None:
+    """Removes what killed saves have left, and makes room for a new one."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob("iter_*.tmp"):
+        shutil.rmtree(left)
+    scratch.mkdir()
+
+
+def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any]) -> None:
+    """Makes a written checkpoint visible, and then the latest."""
+    _write_synced(scratch / METADATA, json.dumps(payload, indent=1))
+    _sync_folder(scratch)
+    final = checkpoint_folder(root, iteration)
+    replaced = final.with_suffix(".old")
+    if final.exists():
+        # No rename replaces a folder that is not empty; find_checkpoint knows the name it has in between.
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    scratch.rename(final)
+    _sync_folder(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    beside = root / f"{LATEST}.tmp"
+    _write_synced(beside, str(iteration))
+    beside.replace(root / LATEST)
+    _sync_folder(root)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Syncs the names in a folder to disk: a rename is durable only after it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _gather(value: T, world: Axis) -> list[T]:
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=world.group)
+    return values
+
+
+def _nonempty(tensors: StateDict) -> StateDict:
+    """Without tensors of no elements, which have nothing to save."""
+    return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+
+
+def _few(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@contextmanager
+def _failures_as_checkpoint_error(what: str) -> Any:
+    """DCP gathers every rank's failure and raises the same on all, as a BaseException; here an ordinary error
+    with the first one's cause. It also warns that one process works alone, which here is meant."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+class _IndexReader(dcp.FileSystemReader):
+    """Reads DCP's index once, and nothing from it but the types that an index is made of."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            with (Path(self.path) / INDEX).open("rb") as file:
+                index = _IndexUnpickler(file).load()
+            if not isinstance(index, Metadata):
+                raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
+            for info in index.storage_data.values():
+                if Path(info.relative_path).name != info.relative_path:
+                    raise pickle.UnpicklingError(f"{INDEX} names a file of another folder: {info.relative_path!r}")
+            index.storage_meta = index.storage_meta or StorageMeta()
+            index.storage_meta.load_id = self.load_id
+            self._index = index
+        return self._index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    ALLOWED = frozenset(
+        {
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which no index of tensors needs")

@@ -1,0 +1,265 @@
+"""Saving and loading a run: what of it is state, and whether a checkpoint fits the run that loads it.
+
+State is the parameters, the optimizer's tensors, its count of updates and loss scale, and the `Progress`. There is
+no more: the learning rate follows from consumed samples, and initial values, dropout and data order from the seed
+and a position, so no generator has a state to save. The seed stands in its place: a run resumes exactly under the
+seed it was saved with, at any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+from torch import nn
+
+from megatron.core.config import ModelParallelConfig, TokenizerConfig, TransformerConfig
+from megatron.core.dist_checkpointing.state_dict import (
+    MAIN_PARAM,
+    MODEL,
+    OPTIMIZER,
+    load_targets,
+    model_state,
+    optimizer_key,
+    optimizer_state,
+)
+from megatron.core.dist_checkpointing.storage import (
+    LATEST,
+    Checkpoint,
+    find_checkpoint,
+    on_first_rank,
+    open_checkpoint,
+    read_latest,
+    save,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.training.config import RunConfig
+
+__all__ = [
+    "Progress",
+    "changed_fields",
+    "load_checkpoint",
+    "load_model_for_inference",
+    "read_latest",
+    "save_checkpoint",
+    "saved_config",
+]
+
+FORMAT_VERSION = 1
+
+C = TypeVar("C")
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    """The data position: batches and learning rate follow from it."""
+
+    skipped_iterations: int = 0
+    """Iterations so far that changed nothing, as a gradient was not finite."""
+
+    data_fingerprint: str | None = None
+    """What the data position refers to; equal where the same sample number means the same sample."""
+
+
+def save_checkpoint(
+    config: RunConfig,
+    state: ParallelState,
+    stages: Sequence[nn.Module],
+    optimizer: MixedPrecisionOptimizer,
+    progress: Progress,
+) -> Path:
+    """Writes a checkpoint of `progress.iteration` into --save and makes it the latest. Collective over the world.
+
+    Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
+    """
+    assert config.checkpoint.save is not None
+    tensors = model_state(stages, state)
+    if config.checkpoint.save_optim:
+        tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)
+    payload = {
+        "format_version": FORMAT_VERSION,
+        "torch_version": torch.__version__,
+        **asdict(progress),
+        "layout": asdict(state.dims) | {"use_distributed_optimizer": config.optimizer.use_distributed_optimizer},
+        "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
+        "rng": {"seed": config.training.seed},
+        "config": asdict(config),
+    }
+    return save(Path(config.checkpoint.save), progress.iteration, tensors, payload, state.world)
+
+
+def load_checkpoint(
+    config: RunConfig, state: ParallelState, stages: Sequence[nn.Module], optimizer: MixedPrecisionOptimizer
+) -> Progress:
+    """Loads the latest checkpoint of --load, saved at any layout, into the parameters and the optimizer.
+
+    Collective over the world. Returns where the run stands: at the start if there is no checkpoint or under
+    --finetune. Raises ValueError, on every rank, if the checkpoint does not fit the run.
+    """
+    options = config.checkpoint
+    folder = on_first_rank(lambda: _latest(config), state.world)
+    if folder is None:
+        return Progress()
+    checkpoint = open_checkpoint(folder, state.world)
+    load_optimizer = options.load_optim and not options.finetune
+    _check_fits(checkpoint, config, load_optimizer)
+    targets = load_targets(stages, optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
+    checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
+    if load_optimizer:
+        _load_counters(checkpoint, optimizer)
+    if options.finetune:
+        return Progress()
+    return Progress(**{field.name: checkpoint.payload[field.name] for field in fields(Progress)})
+
+
+def load_model_for_inference(
+    path: Path | str, device: torch.device | str = "cpu", tokenizer_config: TokenizerConfig | None = None
+) -> tuple[GPTModel, Tokenizer, RunConfig]:
+    """The whole model of a checkpoint, saved at any layout, in one process, with its tokenizer and configuration.
+
+    `path` is a checkpoint, or a folder of which the latest is meant. `tokenizer_config` replaces the one the run
+    had, whose files may have moved. Raises ValueError if there is no readable checkpoint.
+    """
+    folder = find_checkpoint(Path(path))
+    if folder is None:
+        raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
+    checkpoint = Checkpoint(folder)
+    config, state = saved_config(checkpoint), ParallelState()
+    dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
+    model = GPTModel(
+        config.model,
+        ModelParallelConfig(**dtypes),
+        state,
+        layers=range(config.model.num_layers),
+        first=True,
+        last=True,
+        queue=WeightGradQueue(),
+        device=torch.device(device),
+        seed=config.training.seed,
+    )
+    targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
+    checkpoint.load(targets, Axis(), ignore=_unused(checkpoint, load_optimizer=False))
+    model.eval()
+    return model, build_tokenizer(tokenizer_config or config.tokenizer, config.model.vocab_size), config
+
+
+def saved_config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration that a checkpoint was saved under. Raises ValueError if this version cannot read it."""
+    version = checkpoint.payload.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} has format version {version}, and this program reads {FORMAT_VERSION}: "
+            "load it with the version of the program that saved it"
+        )
+    return _from_json(RunConfig, checkpoint.payload["config"])
+
+
+def _latest(config: RunConfig) -> Path | None:
+    options = config.checkpoint
+    if options.load is None:
+        return None
+    folder = find_checkpoint(Path(options.load))
+    if folder is None and options.exit_on_missing_checkpoint:
+        raise ValueError(
+            f"--load {options.load} holds no checkpoint (there is no {LATEST} in it): "
+            "correct the path, or drop --exit-on-missing-checkpoint to start anew"
+        )
+    return folder
+
+
+def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool) -> None:
+    """Raises ValueError, with every difference at once, if the run would not go on as what was saved."""
+    options, saved, problems = config.checkpoint, saved_config(checkpoint), []
+    if not options.finetune:
+        if changed := changed_fields(saved.model, config.model):
+            problems.append(
+                "the model is another one: " + ", ".join(changed) + "; give the checkpoint's values, "
+                "or --finetune to load weights of equal shapes only and start at iteration 0"
+            )
+        if options.load_rng and saved.training.seed != config.training.seed:
+            problems.append(
+                f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
+                "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
+            )
+    if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
+        problems.append("it has no optimizer state: give --no-load-optim to go on with fresh moments, or --finetune")
+    elif load_optimizer and saved.optimizer.optimizer != config.optimizer.optimizer:
+        problems.append(
+            f"--optimizer is {saved.optimizer.optimizer} in the checkpoint and {config.optimizer.optimizer} in the "
+            "run: give the checkpoint's, or --no-load-optim to start the new one afresh"
+        )
+    if problems:
+        raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+# Fields that leave open what another value, and so another flag, says.
+EFFECTIVE = {
+    "kv_channels": "head_dim",
+    "group_query_attention": "query_groups",
+    "num_query_groups": "query_groups",
+    "ffn_hidden_size": "ffn_size",
+    "max_position_embeddings": "max_positions",
+    "make_vocab_size_divisible_by": "padded_vocab_size",
+}
+
+
+def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
+    """Every field in which two models differ, with both values. Recomputation changes no result and is no field."""
+    changed = []
+    for field in fields(TransformerConfig):
+        effective = EFFECTIVE.get(field.name, field.name)
+        before, now = getattr(saved, effective), getattr(run, effective)
+        if before != now and not field.name.startswith("recompute_"):
+            changed.append(f"{_flag_of(field)} {before} in the checkpoint, {now} in the run")
+    return changed
+
+
+def _flag_of(field: Field[Any]) -> str:
+    flag = "--" + field.name.replace("_", "-")
+    spec = field.metadata.get("flag")
+    return f"{field.name} ({spec.name})" if spec and spec.name else flag
+
+
+def _unused(checkpoint: Checkpoint, load_optimizer: bool) -> Callable[[str], bool]:
+    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that."""
+
+    def unused(key: str) -> bool:
+        if key.startswith(OPTIMIZER):
+            return not load_optimizer
+        name = key.removeprefix(MODEL)
+        return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors
+
+    return unused
+
+
+def _load_counters(checkpoint: Checkpoint, optimizer: MixedPrecisionOptimizer) -> None:
+    """Adam's count of updates, and the loss scale where both the checkpoint and the run have a dynamic one."""
+    saved = checkpoint.payload["optimizer"]
+    optimizer.step_count = saved["step_count"]
+    if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():
+        optimizer.scaler.load_state_dict(saved["loss_scaler"])
+
+
+def _from_json(cls: type[C], values: dict[str, Any]) -> C:
+    """A dataclass of nested dataclasses from what `asdict` and JSON made of it. Fields it has no more are dropped,
+    fields it has gained take their default."""
+    hints = get_type_hints(cls)
+    known = {field.name: values[field.name] for field in fields(cls) if field.name in values}  # type: ignore[arg-type]
+    return cls(**{name: _value(hints[name], value) for name, value in known.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _from_json(hint, value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,93 @@
+"""Flat ranges as boxes, and boxes as DCP sees them."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
+from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, save
+from megatron.core.parallel_state import Axis
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, int]:
+    """(global shape, offset and shape of a local box, flat range in the box)"""
+    shape = draw(st.lists(st.integers(1, 5), max_size=5))
+    offset = [draw(st.integers(0, 3)) for _ in shape]
+    whole = [o + n + draw(st.integers(0, 2)) for o, n in zip(offset, shape, strict=True)]
+    start, stop = sorted(draw(st.tuples(st.integers(0, prod(shape)), st.integers(0, prod(shape)))))
+    return whole, offset, shape, start, stop
+
+
+@given(shards())
+@settings(max_examples=500, deadline=None)
+def test_boxes_tile_the_range(shard: tuple[list[int], list[int], list[int], int, int]) -> None:
+    whole, offset, shape, start, stop = shard
+    place = torch.arange(prod(whole)).view(whole)
+    local = place[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].reshape(-1)
+    boxes = boxes_of_flat_range(offset, shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    at = start
+    for box in boxes:
+        assert box.start == at and box.stop - box.start == prod(box.shape) > 0
+        inside = place[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        assert torch.equal(inside.reshape(-1), local[box.start : box.stop])
+        at = box.stop
+    assert at == (stop if boxes else start) and (boxes or start == stop)
+
+
+def test_the_bound_on_boxes_is_reached() -> None:
+    assert len(boxes_of_flat_range((0, 0, 0), (3, 3, 3), 1, 26)) == 5
+    assert len(boxes_of_flat_range((0, 0, 0, 0), (3, 3, 3, 3), 1, 80)) == 7
+
+
+def test_scalar_and_empty_ranges() -> None:
+    (box,) = boxes_of_flat_range((), (), 0, 1)
+    assert (box.offset, box.shape, box.start, box.stop) == ((), (), 0, 1)
+    assert boxes_of_flat_range((), (), 0, 0) == boxes_of_flat_range((4, 0), (0, 3), 0, 0) == []
+    assert boxes_of_flat_range((4, 0), (2, 3), 3, 3) == []
+
+
+def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
+    boxes = ShardedBoxes((4, 6), [((2, 0), torch.ones(1, 6, dtype=torch.bfloat16))])
+    assert boxes.size() == (4, 6) and boxes.dtype == torch.bfloat16 and boxes.device.type == "cpu"
+    assert "(2, 0)" in repr(boxes)
+    with pytest.raises(TypeError, match="says where data lies"):
+        torch.add(boxes, 1)
+    with pytest.raises(AssertionError, match="box"):
+        ShardedBoxes((4, 6), [((2, 1), torch.ones(1, 6))])
+
+
+def test_round_trip_through_boxes_that_overlap_and_change_dtype(tmp_path) -> None:
+    """One load fills boxes of several dtypes that share elements and offsets."""
+    values = torch.randn(4, 6)
+    scalar = torch.tensor(2.5)
+    halves = [((0, 0), values[:, :2]), ((0, 2), values[:, 2:])]
+    state = {"a": ShardedBoxes((4, 6), halves), "scalar": ShardedBoxes((), [((), scalar)])}
+    state["empty"] = ShardedBoxes((0, 3), [((0, 0), torch.ones(0, 3))])
+    folder = save(tmp_path, 3, state, {"iteration": 3}, Axis())
+
+    whole, row, corner = torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(1, 6), torch.zeros(2, 2)
+    loaded = torch.zeros((), dtype=torch.float64)
+    boxes = [((0, 0), whole), ((0, 0), row), ((0, 0), corner), ((3, 5), torch.zeros(1, 1))]
+    targets = {"a": ShardedBoxes((4, 6), boxes), "scalar": ShardedBoxes((), [((), loaded)])}
+    targets["empty"] = ShardedBoxes((0, 3), [])
+    Checkpoint(folder).load(targets, Axis())
+    assert torch.equal(whole, values.bfloat16())
+    assert torch.equal(row, values[:1]) and torch.equal(corner, values[:2, :2])
+    assert boxes[3][1].item() == values[3, 5] and loaded.item() == 2.5
+
+
+def test_replicas_that_do_not_write(tmp_path) -> None:
+    values = torch.arange(6.0)
+    with pytest.raises(CheckpointError, match="overlapping"):
+        save(tmp_path, 1, {"a": ShardedBoxes((6,), [((0,), values), ((3,), values[3:])])}, {}, Axis())
+    tied = ShardedBoxes((6,), [((0,), values), ((0,), values.clone())])
+    silent = ShardedBoxes((6,), [((0,), values)], writes=False)
+    checkpoint = Checkpoint(save(tmp_path, 2, {"tied": tied, "silent": silent}, {}, Axis()))
+    assert list(checkpoint.tensors) == ["tied"] and checkpoint.tensors["tied"].boxes == 1
