@@ -47,7 +47,7 @@ def parameter_metas(
     for layer in stage.layers:
         found += build.layer(layer)
     if stage.last:
-        found += build.norm("decoder.final_layernorm")
+        found += build.hidden_norm("decoder.final_layernorm")
         if config.untie_embeddings_and_output_weights:
             found.append(build.vocabulary("output_layer.weight"))
         elif not stage.first:
@@ -79,11 +79,13 @@ class _Builder:
             name = "embedding.position_embeddings.weight"
             yield ParamMeta(name, shape, {}, self.normal, partial_over=self.sequence_partial)
 
-    def norm(self, name: str) -> Iterator[ParamMeta]:
-        shape = (self.config.hidden_size,)
-        yield ParamMeta(f"{name}.weight", shape, {}, Init("ones"), partial_over=self.sequence_partial)
+    def norm(self, name: str, size: int, partial_over: tuple[str, ...]) -> Iterator[ParamMeta]:
+        yield ParamMeta(f"{name}.weight", (size,), {}, Init("ones"), partial_over=partial_over)
         if self.config.normalization == "LayerNorm":
-            yield ParamMeta(f"{name}.bias", shape, {}, Init("zeros"), partial_over=self.sequence_partial)
+            yield ParamMeta(f"{name}.bias", (size,), {}, Init("zeros"), partial_over=partial_over)
+
+    def hidden_norm(self, name: str) -> Iterator[ParamMeta]:
+        return self.norm(name, self.config.hidden_size, self.sequence_partial)
 
     def column_linear(self, name: str, rows: tuple[int, ...], dim: int, bias: bool) -> Iterator[ParamMeta]:
         """A linear layer whose outputs are cut over TP; `rows` is the shape of its outputs, `dim` the one cut."""
@@ -100,18 +102,16 @@ class _Builder:
 
     def layer(self, number: int) -> Iterator[ParamMeta]:
         c, prefix = self.config, f"decoder.layers.{number}"
-        yield from self.norm(f"{prefix}.input_layernorm")
+        yield from self.hidden_norm(f"{prefix}.input_layernorm")
         qkv = (c.query_groups, c.queries_per_group + 2, c.head_dim)
         qkv_bias = c.add_bias_linear or c.add_qkv_bias
         yield from self.column_linear(f"{prefix}.self_attention.linear_qkv", qkv, 0, qkv_bias)
         if c.qk_layernorm:
             # One weight for all heads: each TP rank sees its own heads only.
             for name in ("q_layernorm", "k_layernorm"):
-                yield ParamMeta(
-                    f"{prefix}.self_attention.{name}.weight", (c.head_dim,), {}, Init("ones"), partial_over=("tp",)
-                )
+                yield from self.norm(f"{prefix}.self_attention.{name}", c.head_dim, ("tp",))
         yield from self.row_linear(f"{prefix}.self_attention.linear_proj", c.query_projection_size)
-        yield from self.norm(f"{prefix}.pre_mlp_layernorm")
+        yield from self.hidden_norm(f"{prefix}.pre_mlp_layernorm")
         fc1, dim = ((2, c.ffn_size), 1) if c.swiglu else ((c.ffn_size,), 0)
         yield from self.column_linear(f"{prefix}.mlp.linear_fc1", fc1, dim, c.add_bias_linear)
         yield from self.row_linear(f"{prefix}.mlp.linear_fc2", c.ffn_size)
