@@ -1,0 +1,82 @@
+# Sourced by the other scripts, from the repository root.
+# shellcheck shell=bash
+
+# Sets PYTHON to an interpreter that has what requirements.txt lists: that of .venv in the repository, made on first
+# use and brought up to date whenever requirements.txt has changed. To use an environment of your own (a container,
+# a cluster module), set PYTHON to its interpreter: nothing is installed then.
+ensure_environment() {
+    if [[ -n "${PYTHON:-}" ]]; then
+        return
+    fi
+    local venv=.venv
+    PYTHON="$venv/bin/python"
+    if [[ ! -x "$PYTHON" ]]; then
+        show python3 -m venv "$venv"
+        if ! python3 -m venv "$venv"; then
+            echo "python3 -m venv failed: install Python 3.11 or later with its venv module" \
+                "(python3-venv on Debian and Ubuntu), or set PYTHON to an environment of your own" >&2
+            return 1
+        fi
+    fi
+    local stamp="$venv/requirements.installed"
+    if ! cmp -s requirements.txt "$stamp"; then
+        run "$PYTHON" -m pip install --quiet -r requirements.txt
+        cp requirements.txt "$stamp"
+    fi
+}
+
+# Prints a command as it could be typed.
+show() {
+    printf '+'
+    printf ' %q' "$@"
+    printf '\n'
+}
+
+# Prints a command, then runs it.
+run() {
+    show "$@"
+    "$@"
+}
+
+# Runs pretrain_gpt.py with the given flags under LAUNCH (the words of a launcher, as train_gpt_slurm.sh sets them), or
+# else under torchrun on this machine with a process for each GPU. A dry run needs no launcher.
+launch_training() {
+    if [[ -z "${PYTHON:-}" ]]; then
+        PYTHON=python3
+        if [[ -x .venv/bin/python ]]; then
+            PYTHON=.venv/bin/python
+        fi
+    fi
+    local launcher=("$PYTHON") gpus
+    if [[ " $* " != *" --dry-run "* ]]; then
+        if [[ -n "${LAUNCH:-}" ]]; then
+            read -r -a launcher <<<"$LAUNCH"
+        else
+            gpus="${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+            launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$gpus")
+        fi
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    fi
+    run "${launcher[@]}" pretrain_gpt.py "$@"
+}
+
+# Sets `data` to the flags of the data set: DATA_PATH (a prefix, or "weight prefix weight prefix ...") with its
+# tokenizer from the environment, else made-up tokens of the given vocabulary.
+data_flags() {
+    local vocab_size="$1" default_tokenizer="$2" paths
+    if [[ -z "${DATA_PATH:-}" ]]; then
+        data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$vocab_size")
+        return
+    fi
+    read -r -a paths <<<"$DATA_PATH"
+    data=(--data-path "${paths[@]}" --split "${SPLIT:-969,30,1}")
+    data+=(--tokenizer-type "${TOKENIZER_TYPE:-$default_tokenizer}" --vocab-size "$vocab_size")
+    if [[ -n "${VOCAB_FILE:-}" ]]; then
+        data+=(--vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:?goes with VOCAB_FILE}")
+    else
+        data+=(--tokenizer-model "${TOKENIZER_MODEL:?set it to the tokenizer that made DATA_PATH}")
+    fi
+    if [[ -n "${DATA_CACHE_PATH:-}" ]]; then
+        data+=(--data-cache-path "$DATA_CACHE_PATH")
+    fi
+}

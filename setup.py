@@ -1,0 +1,43 @@
+"""Packaging: `pip install .` installs the library, the training loop and the `pretrain_gpt` command."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+DEV = [
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "transformers",
+    "ruff",
+    "mypy",
+    "import-linter",
+    "types-PyYAML",
+]
+
+setup(
+    name="megatron-pretrain",
+    version="0.1.0",
+    description="Pretraining of GPT-style language models over tensor, sequence, pipeline and data parallelism",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron", "megatron.*"]),
+    py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["pretrain_gpt = pretrain_gpt:main"]},
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "sentencepiece>=0.2",
+        "tqdm>=4.60",
+        "tensorboard>=2.15",
+        "tokenizers>=0.20",
+        "safetensors>=0.4",
+        "PyYAML>=6.0",
+        "zstandard>=0.20",
+    ],
+    extras_require={"wandb": ["wandb>=0.17"], "plot": ["matplotlib>=3.8"], "dev": [*DEV, "matplotlib>=3.8"]},
+)

@@ -1,0 +1,75 @@
+"""Makes a text corpus out of the Python source that lies on this machine: real text, and no download.
+
+    python tools/build_corpus.py --output corpus.jsonl
+
+Writes one JSON object a line, {"text": ..., "path": ...}, a document for each source file of the standard library.
+Tests are left out unless asked for, as are installed packages. Files come in an order that a hash of their path
+fixes, so that a split by document takes its validation part from all over the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+
+def source_files(root: Path, with_tests: bool) -> list[Path]:
+    """All .py files under `root`, relative to it, in the order of a hash of their path."""
+    skipped = SKIPPED_FOLDERS if with_tests else SKIPPED_FOLDERS | TEST_FOLDERS
+    found = []
+    for folder, children, names in os.walk(root):
+        children[:] = [child for child in children if child not in skipped]
+        found += [(Path(folder) / name).relative_to(root) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda path: hashlib.blake2b(path.as_posix().encode()).digest())
+
+
+def documents(root: Path, with_tests: bool, min_chars: int) -> Iterator[dict[str, str]]:
+    """Texts that are UTF-8 and not shorter than `min_chars`."""
+    for path in source_files(root, with_tests):
+        try:
+            text = (root / path).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if len(text) >= min_chars:
+            yield {"text": text, "path": path.as_posix()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder to read")
+    parser.add_argument("--with-tests", action="store_true", help="take test folders too")
+    parser.add_argument("--min-chars", type=int, default=200, help="leave out files shorter than this")
+    parser.add_argument("--max-mb", type=float, default=float("inf"), help="stop after this many MB of text")
+    args = parser.parse_args(argv)
+
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    partial = args.output.with_name(args.output.name + ".partial")
+    count = size = 0
+    with open(partial, "w", encoding="utf-8") as out:
+        for document in documents(args.source, args.with_tests, args.min_chars):
+            if size >= args.max_mb * 1e6:
+                break
+            out.write(json.dumps(document) + "\n")
+            count += 1
+            size += len(document["text"].encode())
+    if not count:
+        partial.unlink()
+        print(f"--source {args.source} holds no Python source; name a folder that does", file=sys.stderr)
+        return 2
+    partial.replace(args.output)
+    print(f"{args.output}: {count} documents, {size / 1e6:.1f} MB of text from {args.source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Draws the loss of one or several runs from their metrics.jsonl.
+
+    python tools/plot_loss.py runs/a/metrics.jsonl runs/b/metrics.jsonl --output loss.png
+
+Training loss is a line for each file, evaluations are dots where a record carries a validation loss. A run that was
+resumed may have written an iteration twice: the later record counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+TRAIN_KEY = "lm_loss"
+VALID_KEYS = ("valid_lm_loss", "validation_lm_loss", "valid_loss")
+
+
+def read_records(path: Path) -> list[dict[str, float]]:
+    """Records in order of iteration; a last line that a killed run left unfinished is passed over."""
+    by_iteration: dict[tuple[int, bool], dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "iteration" in record:
+            by_iteration[record["iteration"], TRAIN_KEY in record] = record
+    return [by_iteration[key] for key in sorted(by_iteration)]
+
+
+def series(records: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
+    """(iterations, values) of the records that have `key`."""
+    having = [record for record in records if record.get(key) is not None]
+    return [record["iteration"] for record in having], [record[key] for record in having]
+
+
+def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
+    """Writes the picture and returns a line that says what is in it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    summary = []
+    for path in paths:
+        records = read_records(path)
+        iterations, losses = series(records, TRAIN_KEY)
+        if not losses:
+            raise ValueError(f"{path} has no record with an iteration and {TRAIN_KEY}")
+        label = path.parent.name or path.stem
+        (line,) = axes.plot(iterations, losses, linewidth=1.2, label=f"{label}, training")
+        for key in VALID_KEYS:
+            at, values = series(records, key)
+            if values:
+                axes.plot(at, values, "o", markersize=4, color=line.get_color(), label=f"{label}, validation")
+        summary.append(f"{path}: lm loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("lm loss (nats per token)")
+    if log_scale:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=120)
+    pyplot.close(figure)
+    return "\n".join(summary)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of each run")
+    parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
+    parser.add_argument("--log-scale", action="store_true", help="logarithmic loss axis")
+    args = parser.parse_args(argv)
+    try:
+        print(draw(args.metrics, args.output, args.log_scale))
+    except ImportError:
+        print("the loss curve needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"drawn: {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
