@@ -399,7 +399,7 @@ class DatasetConfig:
     """Train on made-up tokens that need no files."""
 
     num_workers: int = 2
-    """Processes that prepare samples for each rank; 0 prepares them in the training process."""
+    """Threads that prepare each rank's samples ahead of the step; 0 prepares them when they are needed."""
 
     eod_mask_loss: bool = False
     """No loss on end-of-document tokens."""

@@ -1,0 +1,74 @@
+"""Several datasets drawn from by weight, or by size until all are spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.indices import BlendIndex, build_blend_index, build_exhaustive_blend_index
+
+MAX_DATASETS = 2**15 - 1
+
+
+def normalise(weights: Sequence[float]) -> list[float]:
+    """Weights over their sum, rounded as Megatron does."""
+    array = np.array(weights, np.float64)
+    return (array / np.sum(array)).tolist()
+
+
+class BlendedDataset:
+    """`size` samples of the datasets in proportion to `weights`, always from the one furthest below its share.
+
+    With `size` None the weights are the datasets' lengths and every sample of each appears once.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Dataset], weights: Sequence[float], size: int | None, cache: IndexCache
+    ) -> None:
+        assert len(datasets) == len(weights) and min(weights) > 0
+        if len(datasets) > MAX_DATASETS:
+            raise ValueError(f"a blend of {len(datasets)} datasets; at most {MAX_DATASETS}: merge some of them")
+        self.datasets = list(datasets)
+        lengths = [len(dataset) for dataset in datasets]
+        if size is None:
+            self.weights: list[float] | None = None
+            rule: dict[str, object] = {"sizes": lengths}
+            parts = cache.arrays(
+                BlendIndex._fields, "BlendedDataset", rule, lambda: build_exhaustive_blend_index(lengths)
+            )
+        else:
+            shares = self.weights = normalise(weights)
+            rule = {"weights": shares, "size": size}
+            parts = cache.arrays(BlendIndex._fields, "BlendedDataset", rule, lambda: build_blend_index(shares, size))
+        self.index = BlendIndex(*parts)
+        self._check_counts(lengths)
+        # A longer run of the same weights begins with the same draws, so the size is no part of the order.
+        order = {"weights": self.weights, "sizes": None if self.weights else lengths}
+        self.fingerprint = content_hash({**order, "datasets": [dataset.fingerprint for dataset in datasets]})
+
+    def __len__(self) -> int:
+        return len(self.index.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        dataset, sample = self._place(index)
+        return dataset[sample]
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample."""
+        dataset, sample = self._place(index)
+        return dataset.text(sample)
+
+    def _place(self, index: int) -> tuple[Dataset, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.datasets[int(self.index.dataset[index])], int(self.index.sample[index])
+
+    def _check_counts(self, lengths: Sequence[int]) -> None:
+        counts = np.bincount(self.index.dataset, minlength=len(lengths))
+        for number, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            if count > length:
+                raise ValueError(f"the blend draws {count} samples from dataset {number}, which has {length}")

@@ -1,0 +1,230 @@
+"""The training, validation and test datasets of a run, from its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from megatron.core.config import DatasetConfig
+from megatron.core.datasets.blended import BlendedDataset, normalise
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, SampleFormat
+from megatron.core.datasets.index_cache import IndexCache, array_digest
+from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
+from megatron.core.datasets.indices import parse_split, split_documents
+from megatron.core.datasets.mock import SPLITS, MockGPTDataset
+
+# Datasets of a weighted blend are built this much larger than their share, as greedy draws may run ahead.
+SURPLUS = 0.005
+SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iters", "test": "--eval-iters"}
+
+
+T = TypeVar("T")
+
+
+class Datasets(NamedTuple):
+    """One dataset for each split; None where the split has no share, or none of it is wanted."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+class Blend(NamedTuple):
+    """Prefixes and, when given, their weights."""
+
+    prefixes: list[str]
+    weights: list[float] | None
+
+
+def parse_blend(flag: str, values: Sequence[str]) -> Blend:
+    """`PREFIX...` or `WEIGHT PREFIX ...` as a blend. Raises ValueError naming the flag."""
+    shown = f"{flag} {' '.join(values)}"
+    if not values:
+        raise ValueError(f"{flag}: a dataset prefix, or pairs of weight and prefix, are needed")
+    weights = [_number(value) for value in values[::2]]
+    if len(values) == 1 or all(_number(value) is None for value in values):
+        return Blend([strip_suffix(value) for value in values], None)
+    if len(values) % 2:
+        raise ValueError(
+            f"{shown}: {len(values)} values are not pairs of weight and prefix; "
+            "give every prefix a weight before it, or none"
+        )
+    for place, (value, weight) in enumerate(zip(values[::2], weights, strict=True)):
+        if weight is None:
+            prefix = values[2 * place + 1]
+            raise ValueError(f"{shown}: value {2 * place + 1}, {value!r}, must be the weight of {prefix!r}")
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"{shown}: weight {value} must be positive; leave out a dataset that is not wanted")
+    return Blend([strip_suffix(value) for value in values[1::2]], [weight for weight in weights if weight is not None])
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def build_datasets(
+    config: DatasetConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    sizes: tuple[int | None, int | None, int | None],
+    eod: int | None = None,
+    vocab_size: int | None = None,
+) -> Datasets:
+    """The datasets of a run. `sizes` are the samples wanted of train, valid and test, None for one epoch.
+
+    Every process may call this at the same time; no process group is needed. Raises ValueError for whatever a
+    user can have got wrong: flags, files, splits without documents, token ids outside the vocabulary.
+    """
+    format = SampleFormat(
+        seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
+    )
+    if config.mock_data:
+        return _build_mock(config, format, seed, sizes)
+    if config.per_split and config.data_path:
+        raise ValueError(
+            "--data-path and --train-data-path/--valid-data-path/--test-data-path exclude each other; keep one kind"
+        )
+    if not config.per_split and not config.data_path:
+        raise ValueError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
+    builder = _Builder(config, format, seed)
+    if config.per_split:
+        paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
+        calls = [
+            partial(builder.own_split, split, values, size)
+            for split, values, size in zip(SPLITS, paths, sizes, strict=True)
+        ]
+    else:
+        assert config.data_path
+        blend = parse_blend("--data-path", config.data_path)
+        shares = parse_split(config.split)
+        calls = [
+            partial(builder.split, split, blend, shares, number, size)
+            for number, (split, size) in enumerate(zip(SPLITS, sizes, strict=True))
+        ]
+    return Datasets(*_all(calls))
+
+
+def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of all calls, or one ValueError with the errors of all of them."""
+    results, errors = [], []
+    for call in calls:
+        try:
+            results.append(call())
+        except ValueError as error:
+            errors += str(error).split("\n")
+    if errors:
+        raise ValueError("\n".join(dict.fromkeys(errors)))
+    return results
+
+
+def _build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+    if config.data_path or config.per_split:
+        raise ValueError("--mock-data needs no files: leave out --data-path and its kin, or --mock-data")
+    found: list[Dataset | None] = []
+    for split, size in zip(SPLITS, sizes, strict=True):
+        if size is None:
+            raise ValueError(f"--mock-data has no epoch to train for; say how much with {SIZE_FLAGS[split]}")
+        found.append(MockGPTDataset(size, format, seed=seed, split=split) if size else None)
+    return Datasets(*found)
+
+
+class _Builder:
+    """Opens each indexed dataset once, whatever the number of splits."""
+
+    def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int) -> None:
+        self.config = config
+        self.format = format
+        self.seed = seed
+        self.opened: dict[str, tuple[IndexedDataset, str]] = {}
+
+    def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
+        """A split with data paths of its own; there one prefix is no blend, weight or not."""
+        if not values:
+            return None
+        blend = parse_blend(f"--{split}-data-path", values)
+        if len(blend.prefixes) == 1:
+            blend = Blend(blend.prefixes, None)
+        return self.split(split, blend, (1.0,), 0, size)
+
+    def split(self, split: str, blend: Blend, shares: Sequence[float], number: int, size: int | None) -> Dataset | None:
+        """Split `number` of the blend, where `shares` of each dataset's documents go to the splits."""
+        if not shares[number]:
+            return None
+        if size is not None and size < 0:
+            raise ValueError(f"{size} samples asked of the {split} split; see {SIZE_FLAGS[split]}")
+        prefixes, weights = blend
+        if len(prefixes) == 1 and weights is None:
+            return self._one(split, prefixes[0], shares, number, size)
+        if weights is not None and size is None:
+            raise ValueError(
+                f"the {split} split blends {len(prefixes)} datasets by weight, which has no epoch: say how many "
+                f"samples with {SIZE_FLAGS[split]}, or leave the weights out to draw every sample once"
+            )
+        if size == 0:
+            return None
+        if weights is None:
+            wanted: list[int | None] = [None] * len(prefixes)
+            total = size
+        else:
+            assert size is not None
+            targets = [ceil(size * weight) for weight in normalise(weights)]
+            wanted = [ceil(target * (1 + SURPLUS)) for target in targets]
+            total = sum(targets)
+        datasets = _all(
+            partial(self._one, split, prefix, shares, number, samples)
+            for prefix, samples in zip(prefixes, wanted, strict=True)
+        )
+        parts = [dataset for dataset in datasets if dataset is not None]
+        assert len(parts) == len(datasets)
+        lengths = [len(part) for part in parts]
+        if weights is None:
+            total = None if size is None else min(size, sum(lengths))
+        return BlendedDataset(parts, normalise(weights) if weights else lengths, total, self._cache(prefixes[0]))
+
+    def _one(
+        self, split: str, prefix: str, shares: Sequence[float], number: int, samples: int | None
+    ) -> Dataset | None:
+        indexed, digest = self._open(prefix)
+        documents = split_documents(shares, len(indexed))[number]
+        if not documents:
+            if samples == 0:
+                return None
+            raise ValueError(self._no_documents(split, prefix, len(indexed), shares, number))
+        return GPTDataset(
+            indexed,
+            documents,
+            samples,
+            self.format,
+            seed=self.seed,
+            split=split,
+            cache=self._cache(prefix),
+            lengths_digest=digest,
+        )
+
+    def _no_documents(self, split: str, prefix: str, total: int, shares: Sequence[float], number: int) -> str:
+        if total == 0:
+            return f"dataset {prefix} has no documents; make it again from files that have text"
+        if len(shares) == 1:
+            return f"--{split}-data-path: dataset {prefix} has no documents"
+        return (
+            f"--split {self.config.split}: the {split} split's share of {100 * shares[number]:.4g} % is none of the "
+            f"{total} documents of {prefix}; give it at least {100 / total:.3g} %, or 0 to have no {split} data, "
+            f"or its own files with --{split}-data-path"
+        )
+
+    def _open(self, prefix: str) -> tuple[IndexedDataset, str]:
+        if prefix not in self.opened:
+            indexed = IndexedDataset(prefix)
+            self.opened[prefix] = indexed, array_digest(indexed.lengths)
+        return self.opened[prefix]
+
+    def _cache(self, prefix: str) -> IndexCache:
+        beside = Path(prefix).parent / "cache" / "GPTDataset_indices"
+        return IndexCache(self.config.data_cache_path, str(beside))

@@ -1,0 +1,188 @@
+"""Samples of a fixed length, cut from the documents of one indexed dataset in Megatron's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.index_cache import IndexCache, array_digest, content_hash
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indices import GPTIndex, build_gpt_index, plan_epochs
+
+Sample = dict[str, NDArray | None]
+
+# Tokens looked at when a dataset is opened: this many stretches of this length, spread evenly.
+PROBES, PROBE_LENGTH = 64, 4096
+
+
+class Dataset(Protocol):
+    """What every dataset here offers."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the data and their order: equal for runs that see the same samples."""
+
+    def __len__(self) -> int: ...
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """A sample, see `SampleFormat.sample`."""
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """How the token ids of a sample become model inputs. The three switches need `eod`."""
+
+    seq_length: int
+    eod: int | None = None
+    vocab_size: int | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(self, name) and self.eod is None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} needs the end-of-document token, and the tokenizer has none; "
+                    "give a tokenizer that has one, or leave the flag out"
+                )
+
+    def sample(self, text: NDArray[np.int64]) -> Sample:
+        """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
+
+        An EOD token belongs to the document it ends. position_ids is None where it would be 0..s-1, document_ids
+        where attention is not cut at documents.
+        """
+        tokens, labels = text[:-1], text[1:]
+        loss_mask = np.ones(len(tokens), np.float32)
+        position_ids = document_ids = None
+        if self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask:
+            ends = tokens == self.eod
+            if self.eod_mask_loss:
+                loss_mask[ends] = 0.0
+            starts = np.zeros(len(tokens), np.int64)
+            starts[1:] = ends[:-1]
+            if self.reset_position_ids:
+                positions = np.arange(len(tokens))
+                position_ids = positions - np.maximum.accumulate(positions * starts)
+            if self.reset_attention_mask:
+                document_ids = np.cumsum(starts)
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+        }
+
+    def check_ids(self, ids: NDArray, where: str) -> None:
+        """Raises ValueError if a token id lies outside the vocabulary."""
+        if self.vocab_size is None or len(ids) == 0:
+            return
+        # One pass: as unsigned, a negative id is larger than any vocabulary.
+        if ids.view(f"u{ids.dtype.itemsize}").max() >= self.vocab_size:
+            worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise ValueError(
+                f"{where} has token id {worst}, outside the vocabulary of {self.vocab_size} tokens (--vocab-size or "
+                "the tokenizer's); train with the tokenizer that the data was made with"
+            )
+
+
+class GPTDataset:
+    """`documents` of an indexed dataset, repeated for at least `samples` samples, or (None) one epoch.
+
+    Raises ValueError if they hold too few tokens, or token ids outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        samples: int | None,
+        format: SampleFormat,
+        *,
+        seed: int,
+        split: str = "train",
+        cache: IndexCache,
+        lengths_digest: str | None = None,
+    ) -> None:
+        self.indexed = indexed
+        self.format = format
+        self._check_type()
+        tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        self._check_tokens(tokens, len(documents), samples, split)
+        self.plan = plan_epochs(tokens, samples, format.seq_length)
+        # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
+        order = {
+            "lengths": lengths_digest or array_digest(indexed.lengths),
+            "documents": [documents.start, documents.stop],
+            "epochs": self.plan.epochs,
+            "final_epoch_apart": self.plan.final_apart,
+            "sequence_length": format.seq_length,
+            "seed": seed,
+        }
+        arrays = cache.arrays(
+            GPTIndex._fields,
+            f"GPTDataset-{split}",
+            order,
+            lambda: build_gpt_index(indexed.lengths, documents, self.plan, format.seq_length, seed),
+        )
+        self.index = GPTIndex(*arrays)
+        self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
+
+    def __len__(self) -> int:
+        return self.plan.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.format.sample(self.text(index))
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        drawn = int(self.index.shuffle_index[index])
+        first, offset = map(int, self.index.sample_index[drawn])
+        last = int(self.index.sample_index[drawn + 1, 0])
+        text = np.empty(self.format.seq_length + 1, np.int64)
+        filled = 0
+        for document in self.index.document_index[first : last + 1]:
+            part = self.indexed.get(int(document), offset)[: len(text) - filled]
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+            offset = 0
+        assert filled == len(text), f"{self.indexed.prefix}: sample {index} has {filled} tokens; run inspect_dataset"
+        self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
+        return text
+
+    def _check_type(self) -> None:
+        if self.indexed.dtype.kind not in "iu":
+            raise ValueError(
+                f"dataset {self.indexed.prefix} holds {self.indexed.dtype.name}, not token ids; "
+                "make it with tools/preprocess_data.py"
+            )
+
+    def _check_tokens(self, tokens: int, documents: int, samples: int | None, split: str) -> None:
+        needed = 1 if samples is not None else self.format.seq_length + 1
+        if tokens < needed:
+            raise ValueError(
+                f"dataset {self.indexed.prefix}: the {documents} documents of the {split} split have {tokens} tokens, "
+                f"too few for one sample of --seq-length {self.format.seq_length} + 1; give the split a larger share "
+                "in --split, add data, or shorten the sequence"
+            )
+
+    def _probe(self) -> str:
+        """Hash of some tokens, which are checked against the vocabulary by the way."""
+        tokens = self.indexed.tokens
+        digest = blake2b(digest_size=16)
+        for start in np.linspace(0, max(0, len(tokens) - PROBE_LENGTH), PROBES).astype(np.int64):
+            stretch = tokens[start : start + PROBE_LENGTH]
+            self.format.check_ids(stretch, f"dataset {self.indexed.prefix}")
+            digest.update(stretch.tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""Index files: built once, mapped by every process of a node, named by what determines them.
+
+A file's name holds a hash of everything that its content follows from, so a stale one is never read. It is written
+under a temporary name, synced and renamed, so a file that exists is whole. Each process looks for itself whether the
+files are there, which is right with one disk per node as with a shared one; a lock on the folder lets one process
+build while those beside it wait. Without locks, as on some network disks, they build side by side to equal files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.indexed_dataset import sync_folder
+
+logger = logging.getLogger(__name__)
+
+# Changes when an index of the same inputs would be built differently.
+FORMAT = 1
+DIGEST_BLOCK = 1 << 22
+
+
+def content_hash(description: Mapping[str, Any]) -> str:
+    """Hash of a description: a JSON object."""
+    text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def array_digest(array: NDArray) -> str:
+    """Hash of an array's bytes, in blocks side by side: a gigabyte takes about a second on one core."""
+
+    def digest(start: int) -> bytes:
+        return blake2b(array[start : start + DIGEST_BLOCK].tobytes(), digest_size=16).digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        blocks = pool.map(digest, range(0, len(array), DIGEST_BLOCK))
+        return blake2b(b"".join(blocks), digest_size=16).hexdigest()
+
+
+class IndexCache:
+    """A folder of index files.
+
+    `folder` None means `default`, a folder beside the data. If that cannot be written, indices stay in memory and
+    a warning says so; a folder that was asked for and cannot be written is an error.
+    """
+
+    def __init__(self, folder: str | None, default: str) -> None:
+        self.required = folder is not None
+        self.folder = Path(folder if folder is not None else default)
+
+    def arrays(
+        self, names: Sequence[str], label: str, description: Mapping[str, Any], build: Callable[[], Sequence[NDArray]]
+    ) -> list[NDArray]:
+        """The arrays of these names: mapped from their files, or else built and written."""
+        stem = f"{content_hash(description)}-{label}"
+        found = self._load(stem, names)
+        if found is not None:
+            return found
+        built: Sequence[NDArray] | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError("the folder is not writable")
+            with _lock(self.folder):
+                found = self._load(stem, names)  # another process may have built them meanwhile
+                if found is None:
+                    built = build()
+                    self._store(stem, names, built, description)
+                    found = self._load(stem, names)
+        except OSError as error:
+            if self.required:
+                raise ValueError(
+                    f"--data-cache-path {self.folder}: index files cannot be written ({error}); "
+                    "name a folder that is writable and has space"
+                ) from error
+            logger.warning(
+                "index files cannot be written to %s (%s): this process keeps the indices in memory and builds them "
+                "at every start; --data-cache-path FOLDER puts them elsewhere",
+                self.folder,
+                error,
+            )
+        if found is not None:
+            return found
+        return list(build() if built is None else built)
+
+    def _path(self, stem: str, name: str) -> Path:
+        return self.folder / f"{stem}-{name}.npy"
+
+    def _load(self, stem: str, names: Sequence[str]) -> list[NDArray] | None:
+        try:
+            return [np.load(self._path(stem, name), mmap_mode="r").view(np.ndarray) for name in names]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("index file %s-*: %s; building it again", self.folder / stem, error)
+            return None
+
+    def _store(
+        self, stem: str, names: Sequence[str], arrays: Sequence[NDArray], description: Mapping[str, Any]
+    ) -> None:
+        text = json.dumps(description, indent=1).encode()
+        _write_atomically(self.folder / f"{stem}-description.txt", lambda path: path.write_bytes(text))
+        for name, array in zip(names, arrays, strict=True):
+            _write_atomically(self._path(stem, name), partial(_save, array))
+        sync_folder(self.folder)
+
+
+def _save(array: NDArray, path: Path) -> None:
+    with open(path, "wb") as stream:
+        np.save(stream, array)
+
+
+def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Holds the folder's advisory lock, where the file system has one; it ends with the process at the latest."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.debug("no lock on %s (%s): building without", folder, error)
+        yield
+    finally:
+        os.close(handle)

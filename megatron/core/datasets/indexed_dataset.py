@@ -1,0 +1,342 @@
+"""Reader and writer of indexed datasets: `PREFIX.bin` with token ids, `PREFIX.idx` with where each sequence lies.
+
+`.bin` holds token ids back to back, little endian, one dtype. `.idx` holds
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    uint64    version, 1
+    uint8     dtype code, a key of `DTYPES`
+    uint64    number of sequences n
+    uint64    number of document boundaries d, which is documents + 1
+    int32[n]  length of each sequence in tokens
+    int64[n]  byte offset of each sequence in `.bin`
+    int64[d]  first sequence of each document, and n at the end
+
+A GPT dataset has one sequence per document. All positions are int64: files may be far larger than 2**31 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in (
+        (1, "uint8"),
+        (2, "int8"),
+        (3, "int16"),
+        (4, "int32"),
+        (5, "int64"),
+        (6, "float64"),
+        (7, "float32"),
+        (8, "uint16"),
+    )
+}
+# Values handled at a time where a whole index need not be in memory.
+BLOCK = 1 << 20
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron stores ids of this vocabulary in."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def strip_suffix(prefix: str) -> str:
+    """A dataset's prefix, when it was named by one of its two files."""
+    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair, memory mapped.
+
+    Raises ValueError, with what was found and what was expected, if a file is missing, is not of this format,
+    is cut short, or if the two files do not belong together. Opening reads no more than the header.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = strip_suffix(prefix)
+        self._index = _map(self.prefix + ".idx", prefix)
+        self.dtype, sequences, boundaries = self._read_header()
+        at = HEADER.size
+        self.lengths: NDArray[np.int32] = np.frombuffer(self._index, "<i4", sequences, at)
+        at += 4 * sequences
+        self.offsets: NDArray[np.int64] = np.frombuffer(self._index, "<i8", sequences, at)
+        at += 8 * sequences
+        self.document_boundaries: NDArray[np.int64] = np.frombuffer(self._index, "<i8", boundaries, at)
+        data = _map(self.prefix + ".bin", prefix)
+        self._check_data_size(len(data))
+        self._tokens: NDArray = np.frombuffer(data, self.dtype)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> NDArray:
+        return self.get(index)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    @property
+    def num_documents(self) -> int:
+        return max(0, len(self.document_boundaries) - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> NDArray:
+        """All token ids, back to back; a view of the file."""
+        return self._tokens
+
+    def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
+        """Token ids [start, stop) of a sequence; a view of the file."""
+        first = int(self.offsets[index]) // self.dtype.itemsize
+        stop = int(self.lengths[index]) if stop is None else stop
+        return self._tokens[first + start : first + stop]
+
+    def verify(self) -> list[str]:
+        """Every way in which the index contradicts itself or the data; reads the whole index."""
+        found = []
+        if len(self) and int(self.lengths.min()) < 0:
+            found.append(f"sequence {int(self.lengths.argmin())} has length {int(self.lengths.min())}")
+        expected = 0
+        for start in range(0, len(self), BLOCK):
+            sizes = self.lengths[start : start + BLOCK].astype(np.int64) * self.dtype.itemsize
+            ends = expected + np.cumsum(sizes)
+            wrong = np.flatnonzero(self.offsets[start : start + BLOCK] != ends - sizes)
+            if len(wrong):
+                at = start + int(wrong[0])
+                found.append(f"sequence {at} starts at byte {self.offsets[at]}, not after the one before it")
+                break
+            expected = int(ends[-1])
+        bounds = self.document_boundaries
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
+            found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
+        return found
+
+    def _read_header(self) -> tuple[np.dtype, int, int]:
+        path = self.prefix + ".idx"
+        if len(self._index) < HEADER.size:
+            raise ValueError(
+                f"{path}: truncated: {len(self._index)} bytes, and the header alone has {HEADER.size}; "
+                "write the dataset again with tools/preprocess_data.py"
+            )
+        magic, version, code, sequences, boundaries = HEADER.unpack_from(self._index)
+        if magic != MAGIC:
+            raise ValueError(
+                f"{path}: starts with {magic!r} where an indexed dataset has {MAGIC!r}; "
+                "make one from JSONL with tools/preprocess_data.py"
+            )
+        if version != VERSION:
+            raise ValueError(f"{path}: format version {version}; only version {VERSION} is known")
+        if code not in DTYPES:
+            known = ", ".join(f"{key} {dtype.name}" for key, dtype in DTYPES.items())
+            raise ValueError(f"{path}: dtype code {code}; known are {known}")
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        if len(self._index) != expected:
+            raise ValueError(
+                f"{path}: {_cut(len(self._index), expected)}: {len(self._index)} bytes, but {sequences} sequences and "
+                f"{boundaries} document boundaries take {expected}; write or copy the dataset again"
+            )
+        return DTYPES[code], sequences, boundaries
+
+    def _check_data_size(self, size: int) -> None:
+        end = 0
+        if len(self):
+            end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if size != end:
+            raise ValueError(
+                f"{self.prefix}.bin: {_cut(size, end)}: {size} bytes, but {self.prefix}.idx describes {end}; "
+                "the two files are not of one run, or a copy was cut off: write or copy both again"
+            )
+
+
+def _cut(size: int, expected: int) -> str:
+    return "truncated" if size < expected else "too long"
+
+
+def _map(path: str, given: str) -> memoryview:
+    try:
+        if os.path.getsize(path) == 0:
+            return memoryview(b"")
+        return memoryview(np.memmap(path, np.uint8, "r").view(np.ndarray).data)
+    except FileNotFoundError:
+        folder = Path(path).parent
+        near = sorted(file.name[:-4] for file in folder.glob("*.idx")) if folder.is_dir() else []
+        raise ValueError(
+            f"dataset {given}: there is no file {path}; a dataset is named by its prefix, without .bin or .idx"
+            + (f"; {folder} has {', '.join(near[:8])}" if near else "")
+        ) from None
+    except IsADirectoryError:
+        raise ValueError(f"dataset {given}: {path} is a folder, not a file") from None
+
+
+class IndexedDatasetBuilder:
+    """Writes a `.bin/.idx` pair as a stream, in flat memory.
+
+    All is written under temporary names; `finalize` syncs the files to disk and renames them, the index last, so
+    that a dataset either is complete or is not there. As a context manager it finalizes on success, and removes
+    what it wrote on an exception.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_sequences = 0
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._temporary: dict[str, str] = {}
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._data = self._open("bin")
+        self._lengths = self._open("lengths")
+        self._boundaries = self._open("boundaries")
+        self._boundaries.write(np.zeros(1, "<i8").tobytes())
+
+    def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
+        """Appends a document; `lengths` cuts it into sequences, by default it is one. A document of no tokens
+        is a boundary with no sequence."""
+        values = _checked(tokens, self.dtype)
+        if lengths is None:
+            lengths = [len(values)] if len(values) else []
+        assert sum(lengths) == len(values), f"sequence lengths {lengths} of {len(values)} tokens"
+        boundary = self.num_sequences + len(lengths)
+        self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
+
+    def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
+        """Appends many documents of one sequence each, laid back to back in `tokens`."""
+        values = _checked(tokens, self.dtype)
+        assert int(lengths.sum(dtype=np.int64)) == len(values)
+        boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
+        self._write(values, lengths[lengths > 0].astype("<i4"), boundaries.astype("<i8"))
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends all of another dataset, of the same dtype."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(
+                f"{dataset.prefix}: tokens are {dataset.dtype.name}, those of the datasets before it "
+                f"{self.dtype.name}; datasets to merge must come of one tokenizer"
+            )
+        first = self.num_sequences
+        step = BLOCK * 16
+        for start in range(0, dataset.num_tokens, step):
+            self._data.write(dataset.tokens[start : start + step].tobytes())
+        for start in range(0, len(dataset), BLOCK):
+            self._lengths.write(dataset.lengths[start : start + BLOCK].tobytes())
+        bounds = dataset.document_boundaries
+        for start in range(1, len(bounds), BLOCK):
+            self._boundaries.write((bounds[start : start + BLOCK] + first).astype("<i8").tobytes())
+        self.num_tokens += dataset.num_tokens
+        self.num_sequences += len(dataset)
+        self.num_documents += dataset.num_documents
+
+    def finalize(self) -> None:
+        """Completes both files and gives them their names."""
+        for stream in (self._data, self._lengths, self._boundaries):
+            stream.flush()
+        with self._open("idx") as index:
+            header = (MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+            index.write(HEADER.pack(*header))
+            _append(index, self._temporary["lengths"])
+            self._write_offsets(index)
+            _append(index, self._temporary["boundaries"])
+            _sync(index)
+        _sync(self._data)
+        self._close()
+        Path(self.prefix + ".idx").unlink(missing_ok=True)  # never an old index beside new data
+        for kind in ("bin", "idx"):
+            os.replace(self._temporary.pop(kind), f"{self.prefix}.{kind}")
+        sync_folder(Path(self.prefix).parent)
+        self._remove()
+
+    def abort(self) -> None:
+        """Removes everything written so far."""
+        self._close()
+        self._remove()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.abort()
+
+    def _write(self, values: NDArray, lengths: NDArray, boundaries: NDArray) -> None:
+        self._data.write(values.tobytes())
+        self._lengths.write(lengths.tobytes())
+        self._boundaries.write(boundaries.tobytes())
+        self.num_tokens += len(values)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(boundaries)
+
+    def _write_offsets(self, index: BinaryIO) -> None:
+        end = 0
+        with open(self._temporary["lengths"], "rb") as lengths:
+            while block := lengths.read(4 * BLOCK):
+                sizes = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
+                ends = end + np.cumsum(sizes)
+                index.write((ends - sizes).astype("<i8").tobytes())
+                end = int(ends[-1])
+
+    def _open(self, kind: str) -> BinaryIO:
+        path = Path(self.prefix)
+        self._temporary[kind] = str(path.with_name(f".{path.name}.{kind}.{os.getpid()}.tmp"))
+        return open(self._temporary[kind], "wb")
+
+    def _close(self) -> None:
+        for stream in (self._data, self._lengths, self._boundaries):
+            stream.close()
+
+    def _remove(self) -> None:
+        for path in self._temporary.values():
+            Path(path).unlink(missing_ok=True)
+
+
+def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
+    """Tokens in the dtype of the file, none of which may wrap round."""
+    values = np.asarray(tokens)
+    if values.dtype == dtype or len(values) == 0:
+        return values.astype(dtype)
+    limits = np.iinfo(dtype)
+    if values.min() < limits.min or values.max() > limits.max:
+        raise ValueError(
+            f"token ids from {values.min()} to {values.max()} do not fit {dtype.name}, chosen for the vocabulary size; "
+            "the tokenizer gives ids outside its vocabulary"
+        )
+    return values.astype(dtype)
+
+
+def _append(out: BinaryIO, path: str) -> None:
+    with open(path, "rb") as source:
+        while block := source.read(8 * BLOCK):
+            out.write(block)
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,77 @@
+"""Made-up data that needs no files and that a model can learn."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import Sample, SampleFormat
+from megatron.core.datasets.index_cache import content_hash
+
+# Tokens used, so that a small model sees each of them often in its first steps.
+ALPHABET = 128
+NOISE = 0.05
+END_OF_DOCUMENT = 1 / 256
+SPLITS = ("train", "valid", "test")
+
+
+class MockGPTDataset:
+    """Noisy affine sequences: after token x comes a*x + b modulo the alphabet, but now and then any token.
+
+    Sample i follows from (seed, split, i) alone. The map is a permutation fixed by the seed and shared by the
+    splits: a model that has learnt it reaches the entropy of the noise, about 0.44 nats per token.
+    """
+
+    def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:
+        self.samples = samples
+        self.format = format
+        self._stream = [seed, SPLITS.index(split)]
+        vocabulary = format.vocab_size or ALPHABET
+        self.alphabet = max(1, min(ALPHABET, vocabulary - (format.eod is not None)))
+        self.powers, self.sums = _affine_powers(self.alphabet, format.seq_length + 1, seed)
+        self.fingerprint = content_hash(
+            {"mock": self._stream, "sequence_length": format.seq_length, "alphabet": self.alphabet, "eod": format.eod}
+        )
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.format.sample(self.text(index))
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample."""
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        random = np.random.default_rng([*self._stream, index])
+        length = self.format.seq_length + 1
+        chance = random.random(length)
+        anew = random.integers(self.alphabet, size=length)
+        fresh = chance < NOISE
+        if self.format.eod is not None:
+            ends = chance > 1 - END_OF_DOCUMENT
+            fresh[1:] |= ends[:-1]
+        fresh[0] = True
+        # Token t is the map applied t - start times to the last token drawn anew.
+        positions = np.arange(length)
+        start = np.maximum.accumulate(positions * fresh)
+        steps = positions - start
+        text = (self.powers[steps] * anew[start] + self.sums[steps]) % self.alphabet
+        if self.format.eod is not None:
+            text += text >= self.format.eod
+            text[ends] = self.format.eod
+        return text
+
+
+def _affine_powers(modulus: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(a**n, b * (1 + a + ... + a**(n-1))) modulo `modulus` for n < count, with a prime to the modulus."""
+    random = np.random.default_rng([seed, len(SPLITS)])
+    multiplier = int(random.integers(1, max(2, modulus)))
+    while np.gcd(multiplier, modulus) > 1:
+        multiplier = multiplier % modulus + 1
+    offset = int(random.integers(modulus)) | 1
+    powers, sums = np.ones(count, np.int64), np.zeros(count, np.int64)
+    for n in range(1, count):
+        powers[n] = powers[n - 1] * multiplier % modulus
+        sums[n] = (sums[n - 1] * multiplier + offset) % modulus
+    return powers, sums

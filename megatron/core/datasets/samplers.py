@@ -1,0 +1,157 @@
+"""Which samples a data-parallel rank takes in a step, and an iterator that has them ready.
+
+Samples are numbered by the count consumed since the run began. A step that starts at sample g takes
+[g, g + global batch); of these, micro-batch m of data-parallel rank r takes micro_batch_size samples from
+g + (m * dp_size + r) * micro_batch_size on. So the samples of a step depend neither on the layout nor on workers,
+a run resumes anywhere at no cost, and the global batch may change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.gpt_dataset import Dataset, Sample
+
+MicroBatch = dict[str, Tensor | None]
+
+# Micro-batches that each worker keeps ready.
+PREFETCH = 4
+
+
+def microbatch_samples(
+    consumed_samples: int, microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int
+) -> range:
+    """The samples of one micro-batch of a rank, in the step that starts after `consumed_samples`."""
+    first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
+    return range(first, first + micro_batch_size)
+
+
+def collate(samples: list[Sample], indices: range) -> MicroBatch:
+    """Samples as one micro-batch: what they hold, stacked to [b, s], and `sample_index` [b].
+
+    Entries are None where they are in the samples.
+    """
+    batch: MicroBatch = {}
+    for name in samples[0]:
+        parts = [part for sample in samples if (part := sample[name]) is not None]
+        batch[name] = torch.from_numpy(np.stack(parts)) if parts else None
+    batch["sample_index"] = torch.arange(indices.start, indices.stop)
+    return batch
+
+
+class DataIterator:
+    """Hands out the micro-batches of a data-parallel rank, step by step.
+
+    With `num_workers` > 0 threads prepare them ahead of the step. Threads rather than processes: reading is a
+    memory map and a copy outside the interpreter's lock, so one thread outruns the training, and there is no fork
+    beside the threads of gloo and CUDA, no shared memory to run out of and no process to leave behind.
+
+    `name` says in errors whose data ended. `dataset` may be read from several threads at once.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_workers: int = 0,
+        name: str = "training",
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_workers >= 0
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.name = name
+        self.pin_memory = pin_memory
+        self._pool = ThreadPoolExecutor(num_workers, f"{name}-data") if num_workers else None
+        self._depth = num_workers * PREFETCH
+        self._ready: deque[tuple[range, Future[MicroBatch]]] = deque()
+        self._next = 0  # consumed samples at which the micro-batch to be scheduled next starts its row
+
+    @property
+    def row(self) -> int:
+        """Samples that all ranks together take in one micro-batch."""
+        return self.micro_batch_size * self.dp_size
+
+    def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the step that takes [consumed_samples, consumed_samples + global batch).
+
+        Steps that follow one another are prefetched, whatever their batch sizes; any other start is legal too.
+        Raises ValueError when the dataset ends before the step does.
+        """
+        if global_batch_size % self.row:
+            raise ValueError(
+                f"--global-batch-size {global_batch_size} must be a multiple of micro-batch-size * data-parallel size "
+                f"= {self.row}; nearest: {max(1, round(global_batch_size / self.row)) * self.row}"
+            )
+        end = consumed_samples + global_batch_size
+        if end > len(self.dataset):
+            raise ValueError(
+                f"the {self.name} data ended: a step takes samples {consumed_samples} to {end - 1} and the dataset has "
+                f"{len(self.dataset)}; ask for more samples (--train-iters or --train-samples for training, "
+                "--eval-iters for evaluation), which repeats the data, or stop earlier"
+            )
+        count = global_batch_size // self.row
+        wanted = [
+            microbatch_samples(consumed_samples, number, self.dp_rank, self.dp_size, self.micro_batch_size)
+            for number in range(count)
+        ]
+        if self._pool is None:
+            return [self._prepare(indices) for indices in wanted]
+        return self._take(consumed_samples, wanted)
+
+    def close(self) -> None:
+        """Ends the worker threads and drops what they have prepared."""
+        self._drop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> DataIterator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, consumed_samples: int, wanted: list[range]) -> list[MicroBatch]:
+        if not self._ready or self._ready[0][0] != wanted[0]:
+            self._drop()
+            self._next = consumed_samples
+        found = []
+        for indices in wanted:
+            self._schedule(1 + self._depth)
+            ready, future = self._ready.popleft()
+            assert ready == indices
+            found.append(future.result())
+        self._schedule(self._depth)
+        return found
+
+    def _schedule(self, depth: int) -> None:
+        """Has workers prepare until `depth` micro-batches are ready or under way, or the data end."""
+        assert self._pool is not None
+        while len(self._ready) < depth and self._next + self.row <= len(self.dataset):
+            indices = microbatch_samples(self._next, 0, self.dp_rank, self.dp_size, self.micro_batch_size)
+            self._ready.append((indices, self._pool.submit(self._prepare, indices)))
+            self._next += self.row
+
+    def _prepare(self, indices: range) -> MicroBatch:
+        batch = collate([self.dataset[index] for index in indices], indices)
+        if self.pin_memory:
+            return {name: None if value is None else value.pin_memory() for name, value in batch.items()}
+        return batch
+
+    def _drop(self) -> None:
+        for _, future in self._ready:
+            future.cancel()
+        self._ready.clear()

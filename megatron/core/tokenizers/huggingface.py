@@ -1,0 +1,96 @@
+"""Tokenizers over the `tokenizers` package: a tokenizer.json, or GPT-2's vocabulary and merges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Names under which an end of document goes where no configuration beside the file says.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
+GPT2_EOD = "<|endoftext|>"
+
+
+class HuggingFaceTokenizer:
+    """A local tokenizer.json, or the folder that has one; nothing is downloaded.
+
+    EOD is the EOS token named in tokenizer_config.json or special_tokens_map.json beside it. Text is encoded as the
+    file says, special tokens included.
+    """
+
+    def __init__(self, path: str) -> None:
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ValueError(
+                f"--tokenizer-model {path}: there is no {file}; give a local tokenizer.json or its folder (nothing is "
+                "downloaded; save one with save_pretrained)"
+            )
+        self._tokenizer = _from_file(file)
+        self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        named = _special_names(file.parent)
+        self.bos = self._vocab.get(named.get("bos_token", ""))
+        self.eos = self._vocab.get(named.get("eos_token", ""))
+        if self.eos is None:
+            self.eos = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
+        self.eod = self.eos
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE from vocab.json and merges.txt. Text never yields <|endoftext|>, whatever it spells."""
+
+    bos = None
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        try:
+            model = models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(
+                f"--vocab-file {vocab_file}, --merge-file {merge_file}: not GPT-2's vocab.json and merges.txt ({error})"
+            ) from None
+        self._tokenizer = Tokenizer(model)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        vocab = self._tokenizer.get_vocab()
+        if GPT2_EOD not in vocab:
+            raise ValueError(f"--vocab-file {vocab_file} has no {GPT2_EOD}, which ends documents; add it")
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = self.eos = vocab[GPT2_EOD]
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
+
+
+def _from_file(file: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs the package: pip install tokenizers") from None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"--tokenizer-model {file}: not a tokenizer.json ({error})") from None
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """Special tokens by role, from the configuration files of a folder."""
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / file).is_file():
+            for role, token in json.loads((folder / file).read_text()).items():
+                content = token.get("content") if isinstance(token, dict) else token
+                if role in ("bos_token", "eos_token") and isinstance(content, str):
+                    names[role] = content
+    return names

@@ -1,0 +1,88 @@
+"""Tokenizers over a SentencePiece model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# Appended to a model that has no <EOD>, in this order, so that ids are those of data made by Megatron-LM.
+APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+
+
+def _load(model: str) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_file=model)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
+            "train one with tools/train_tokenizer.py, or choose another --tokenizer-type"
+        ) from None
+
+
+class Llama2Tokenizer:
+    """A SentencePiece model used as Llama 2 does: text begins with BOS, and EOS ends a document."""
+
+    def __init__(self, model: str) -> None:
+        self._model = _load(model)
+        self.vocab_size: int = self._model.get_piece_size()
+        self.bos = _present(self._model.bos_id())
+        self.eos = _present(self._model.eos_id())
+        self.eod = self.eos
+
+    def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        if bos and self.bos is not None:
+            ids = [self.bos, *ids]
+        if eos and self.eos is not None:
+            ids.append(self.eos)
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(id) for id in ids]))
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model whose documents end with <EOD>.
+
+    A model without such a piece gets <CLS>, <SEP>, <EOD> and <MASK> after its last piece. Text never yields a
+    special token, whatever it spells.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = _load(model)
+        pieces: int = self._model.get_piece_size()
+        self._special: dict[int, str] = {}
+        self.eod = self._find("<EOD>")
+        if self.eod is None:
+            absent = [name for name in APPENDED if self._find(name) is None]
+            self._special = {pieces + place: name for place, name in enumerate(absent)}
+            self.eod = next(id for id, name in self._special.items() if name == "<EOD>")
+        self.vocab_size = pieces + len(self._special)
+        self.bos = _present(self._model.bos_id())
+        self.eos = _present(self._model.eos_id())
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Special tokens appear by name."""
+        parts: list[str] = []
+        run: list[int] = []
+        for id in map(int, ids):
+            if id in self._special or id == self.eod:
+                parts += [self._model.decode(run), self._special.get(id, "<EOD>")]
+                run = []
+            else:
+                run.append(id)
+        return "".join([*parts, self._model.decode(run)])
+
+    def _find(self, piece: str) -> int | None:
+        id = int(self._model.piece_to_id(piece))
+        return id if self._model.id_to_piece(id) == piece else None
+
+
+def _present(id: int) -> int | None:
+    return id if id >= 0 else None
