@@ -187,7 +187,7 @@ def test_masks_are_independent_in_every_direction() -> None:
 
 
 def test_pairs_of_rows_and_columns_do_not_conspire() -> None:
-    """The hash is of a sum of a row's and a column's bits: the four corners of a rectangle must still be independent."""
+    """The hash is of a sum of a row's and a column's bits; the corners of a rectangle must be independent even so."""
     mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
     corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))
     assert abs(corners.float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())

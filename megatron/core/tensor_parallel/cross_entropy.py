@@ -46,29 +46,32 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         stats[2].masked_fill_(elsewhere, 0.0)
         maxima, sums, targets = all_gather(stats[None], tp).unbind(1)  # each [tp, s, b]
         maximum = maxima.amax(0)
-        log_sum = (sums * (maxima - maximum).exp_()).sum(0).log_().add_(maximum)
+        total = (sums * (maxima - maximum).exp_()).sum(0)
 
-        ctx.save_for_backward(logits, local_labels, elsewhere, log_sum)
+        ctx.save_for_backward(logits, local_labels, elsewhere, maximum, total)
         ctx.columns, ctx.overwrite = columns, overwrite
-        return log_sum - targets.sum(0)
+        return total.log() + (maximum - targets.sum(0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """d loss / d logit = softmax - (1 at the label)"""
-        logits, local_labels, elsewhere, log_sum = ctx.saved_tensors
+        logits, local_labels, elsewhere, maximum, total = ctx.saved_tensors
         grad = logits if ctx.overwrite else torch.empty_like(logits)
         columns, width = ctx.columns, logits.shape[-1]
-        at_label = grad_loss.masked_fill(elsewhere, 0.0).flatten()
-        flat = logits.reshape(-1, width), grad.view(-1, width), grad_loss.flatten(), log_sum.flatten(), at_label
+        at_label = grad_loss.masked_fill(elsewhere, 0.0)
+        per_token = maximum, grad_loss / total, at_label, local_labels
         step = _rows_at_a_time(width)
-        for z, out, g, lse, g_label, label in zip(
-            *(part.split(step) for part in (*flat, local_labels.flatten())), strict=True
+        for z, out, top, factor, g, label in zip(
+            logits.reshape(-1, width).split(step),
+            grad.view(-1, width).split(step),
+            *(values.flatten().split(step) for values in per_token),
+            strict=True,
         ):
             if columns:
-                softmax = z[:, :columns].to(lse.dtype).sub_(lse[:, None]).exp_().mul_(g[:, None])
-                softmax[torch.arange(len(label), device=label.device), label] -= g_label
-                out[:, :columns].copy_(softmax)
+                term = z[:, :columns].to(maximum.dtype, copy=True).sub_(top[:, None]).exp_().mul_(factor[:, None])
+                term[torch.arange(len(label), device=label.device), label] -= g
+                out[:, :columns].copy_(term)
             out[:, columns:].zero_()
         return grad.detach(), None, None, None, None
 

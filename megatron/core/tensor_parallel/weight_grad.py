@@ -47,6 +47,7 @@ class WeightGradQueue:
         assert self._key is not None, "end() without begin()"
         self._key = None
 
+    @torch.no_grad()
     def run(self, key: Hashable) -> None:
         """Does the work left under `key`, in the order of its backward pass, and frees what it needed."""
         assert key != self._key, f"{key} has not ended"

@@ -1,0 +1,106 @@
+"""Collectives as adjoint pairs: values, <Ax, y> = <x, A'y>, and the size-1 fast path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.core.tensor_parallel import mappings as m
+from tests.harness import run_world
+
+
+def operand(rank: int, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank + 1))
+
+
+def values(rank: int, size: int) -> None:
+    tp = initialize_model_parallel(size).tp
+    x = operand(rank, 4, 8, 12)
+    everyone = [operand(r, 4, 8, 12) for r in range(size)]
+    total = torch.stack(everyone).sum(0)
+    for dim in (0, 1, 2, -1):
+        assert torch.equal(m.all_gather(x, tp, dim), torch.cat(everyone, dim))
+        torch.testing.assert_close(m.reduce_scatter(x, tp, dim), total.chunk(size, dim)[rank])
+        assert torch.equal(m.local_slice(x, tp, dim), x.chunk(size, dim)[rank])
+        assert torch.equal(m.scatter_to(x, tp, dim), x.chunk(size, dim)[rank])
+        assert torch.equal(m.gather_from(x, tp, dim), torch.cat(everyone, dim))
+        assert torch.equal(m.all_gather_sequence(x, tp, dim), torch.cat(everyone, dim))
+        torch.testing.assert_close(m.reduce_scatter_sequence(x, tp, dim), total.chunk(size, dim)[rank])
+    torch.testing.assert_close(m.reduce_from(x, tp), total)
+    assert torch.equal(m.copy_to(x, tp), x)
+    assert torch.equal(x, everyone[rank])  # nothing above wrote over its operand
+    assert torch.equal(m.all_gather(x.transpose(0, 1), tp), torch.cat([e.transpose(0, 1) for e in everyone]))
+    torch.testing.assert_close(m.reduce_from(x.transpose(0, 1), tp), total.transpose(0, 1))
+    assert torch.equal(m.all_reduce_(x, tp, torch.distributed.ReduceOp.MAX), torch.stack(everyone).amax(0))
+    with pytest.raises(AssertionError, match=r"dim 1 of \(4, 7\) does not divide"):
+        m.scatter_to(x[:, :7, 0], tp, 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_values(size: int) -> None:
+    run_world(size, values)
+
+
+def low_precision(rank: int, size: int, dtype: torch.dtype) -> None:
+    tp = initialize_model_parallel(size).tp
+    x = torch.full((size, 3), rank + 1.0, dtype=dtype)
+    total = size * (size + 1) / 2
+    assert m.reduce_from(x, tp).eq(total).all()
+    assert m.reduce_scatter(x, tp).eq(total).all()
+    assert torch.equal(m.all_gather(x, tp)[:, 0], torch.arange(1, size + 1, dtype=dtype).repeat_interleave(size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision(dtype: torch.dtype) -> None:
+    run_world(2, low_precision, dtype)
+
+
+# Each map as one linear map of all ranks' operands together: its adjoint has <A x, y> = <x, A' y>, summed over the
+# ranks. gather_from and scatter_to pair "the same on every rank" with "a part on each": there <.,.> counts what the
+# ranks have in common once.
+SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
+    # name: (map, operand is common to the ranks, result is common to the ranks)
+    "copy": (m.copy_to, True, False),
+    "reduce": (m.reduce_from, False, True),
+    "scatter": (lambda x, tp: m.scatter_to(x, tp, 1), True, False),
+    "gather": (lambda x, tp: m.gather_from(x, tp, 1), False, True),
+    "all_gather_sequence": (m.all_gather_sequence, False, False),
+    "reduce_scatter_sequence": (m.reduce_scatter_sequence, False, False),
+}
+
+
+def adjointness(rank: int, size: int, name: str) -> None:
+    function, common_in, common_out = SHARDED_MAPS[name]
+    tp = initialize_model_parallel(size).tp
+    x = operand(0 if common_in else rank, 4, 8, 3).requires_grad_()
+    ax = function(x, tp)
+    y = operand(50 + (0 if common_out else rank), *ax.shape).requires_grad_()
+    (aty,) = torch.autograd.grad(ax, x, y, create_graph=True)
+
+    def inner(a: Tensor, b: Tensor, common: bool) -> Tensor:
+        product = (a * b).sum().detach()
+        return product if common else m.all_reduce_(product.clone(), tp)
+
+    torch.testing.assert_close(inner(ax, y, common_out), inner(x, aty, common_in))
+    # The backward is itself a map with an adjoint: the derivative of A'y along z is A z.
+    z = operand(100 + (0 if common_in else rank), *x.shape)
+    (az,) = torch.autograd.grad(aty, y, z)
+    torch.testing.assert_close(az, function(z, tp).detach())
+
+
+@pytest.mark.parametrize("name", list(SHARDED_MAPS))
+def test_backward_is_the_adjoint(name: str) -> None:
+    run_world(2, adjointness, name)
+
+
+@pytest.mark.parametrize("name", list(SHARDED_MAPS))
+def test_size_one_returns_its_operand(name: str) -> None:
+    x = torch.randn(2, 2, 2, requires_grad=True)
+    assert SHARDED_MAPS[name][0](x, Axis()) is x
+    assert m.all_reduce_(x, Axis()) is x
+    assert m.all_gather(x, Axis(), 1) is x
+    assert m.reduce_scatter(x, Axis(), 1) is x
