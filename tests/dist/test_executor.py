@@ -1,5 +1,6 @@
 """Real pipelines over gloo: losses and gradients equal those of one process, whatever the schedule."""
 
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -8,9 +9,12 @@ from torch import Tensor, nn
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, build_parallel_state
+from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import layout_of
+from megatron.core.pipeline_parallel.schedules import layout_of, splits_backward
+from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from tests.harness import run_world
 
 HIDDEN = (3, 2, 5)
@@ -24,27 +28,46 @@ class Batch:
 
 
 class Stage(nn.Module):
-    """A piece of a toy model; a stage in the middle may have no layer at all."""
+    """A piece of a toy model; a stage in the middle may have no layer at all.
 
-    def __init__(self, stage: int, num_stages: int, empty: bool) -> None:
+    With a queue the weights have a `main_grad`, and what adds to them notes the action that was being run.
+    """
+
+    def __init__(self, stage: int, num_stages: int, queue: WeightGradQueue) -> None:
         super().__init__()
         torch.manual_seed(stage)
-        width = HIDDEN[-1]
+        width, empty = HIDDEN[-1], stage == 1 and num_stages > 2
         self.embedding = nn.Embedding(VOCABULARY, width) if stage == 0 else None
         self.layer = None if empty else nn.Linear(width, width)
         self.head = nn.Linear(width, VOCABULARY) if stage == num_stages - 1 else None
+        self.queue = queue
+        self.outputs: list[weakref.ref] = []
         self.double()
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return LinearFunction.apply(x, layer.weight, layer.bias, LOCAL, Axis(), self.queue)
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         x = self.embedding(batch.tokens) if self.embedding else hidden
-        x = x if self.layer is None else x + torch.tanh(self.layer(x))
-        if self.head is None:
-            return x
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        x = x if self.layer is None else x + torch.tanh(self.linear(self.layer, x))
+        if self.head is not None:
+            logits = self.linear(self.head, x)
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        assert all(output() is None for output in self.outputs), "an output outlives its send"
+        if self.layer is not None:
+            self.outputs.append(weakref.ref(x))
+        return x
 
 
-def make_stages(numbers, num_stages: int) -> dict[int, nn.Module]:
-    return {stage: Stage(stage, num_stages, empty=stage == 1 and num_stages > 2) for stage in numbers}
+def make_stages(numbers, num_stages: int, queue: WeightGradQueue) -> dict[int, nn.Module]:
+    return {stage: Stage(stage, num_stages, queue) for stage in numbers}
+
+
+def give_main_grads(stages) -> None:
+    for stage in stages.values():
+        for layer in (stage.layer, stage.head):
+            if layer is not None:
+                layer.weight.main_grad = torch.zeros_like(layer.weight)
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -54,7 +77,7 @@ def make_batches(count: int) -> list[Batch]:
 
 
 def one_process(num_stages: int, m: int, seed: float):
-    stages = make_stages(range(num_stages), num_stages)
+    stages = make_stages(range(num_stages), num_stages, WeightGradQueue())
     losses = []
     for batch in make_batches(m):
         x = None
@@ -62,34 +85,63 @@ def one_process(num_stages: int, m: int, seed: float):
             x = stages[stage](x, batch)
         losses.append(x.detach())
         (x * seed).backward()
+        for stage in stages.values():
+            stage.outputs.clear()
     return losses, grads_of(stages)
 
 
 def grads_of(stages) -> dict[str, Tensor]:
-    return {f"{s}.{name}": p.grad for s, stage in stages.items() for name, p in stage.named_parameters()}
+    return {
+        f"{number}.{name}": getattr(p, "main_grad", p.grad)
+        for number, stage in stages.items()
+        for name, p in stage.named_parameters()
+    }
 
 
 def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: float):
     pp = build_parallel_state(ParallelDims(pp=world), rank).pp
-    layout = layout_of(schedule, world, v)
-    stages = make_stages(layout.stages_of(rank), layout.num_stages)
+    layout, queue = layout_of(schedule, world, v), WeightGradQueue()
+    stages = make_stages(layout.stages_of(rank), layout.num_stages, queue)
     trace: list = []
     executor = PipelineExecutor(
-        stages, layout, pp, hidden_shape=HIDDEN, dtype=torch.float64, device=torch.device("cpu"), trace=trace
+        stages,
+        layout,
+        pp,
+        hidden_shape=HIDDEN,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        queue=queue,
+        trace=trace,
     )
     evaluated = executor.run(pipeline_lists(schedule, world, m + 1, v, evaluate=True)[rank], make_batches(m + 1))
     assert all(grad is None for grad in grads_of(stages).values())
     trace.clear()
+    give_main_grads(stages)
+    added_in = note_who_adds(stages, executor)
     actions = pipeline_lists(schedule, world, m, v)[rank]
     losses = executor.run(actions, make_batches(m), loss_scale_seed=seed)
     assert [action for action, _, _ in trace] == list(actions)
+    assert all(stop >= start for _, start, stop in trace)
+    assert added_in <= {Kind.W if splits_backward(schedule) else Kind.B}
     return losses, grads_of(stages), evaluated
 
 
-CASES = [("1f1b", 1, 1, 3), ("gpipe", 1, 1, 2)]
+def note_who_adds(stages, executor) -> set[Kind]:
+    kinds: set[Kind] = set()
+    for stage in stages.values():
+        for parameter in stage.parameters():
+            if hasattr(parameter, "main_grad"):
+                parameter.on_main_grad = lambda: kinds.add(executor.current.kind)
+    return kinds
+
+
+CASES = [("1f1b", 1, 1, 3), ("gpipe", 1, 1, 2), ("zb-h1", 1, 1, 2), ("zb-v", 1, 2, 2)]
 CASES += [("1f1b", p, 1, m) for p, m in ((2, 1), (2, 5), (3, 2), (3, 4), (4, 1), (4, 2), (4, 8))]
 CASES += [("gpipe", p, 1, m) for p, m in ((2, 3), (3, 1), (4, 8))]
 CASES += [("interleaved", p, v, m) for p, v, m in ((1, 2, 3), (2, 2, 1), (2, 2, 4), (2, 3, 5), (3, 2, 4), (4, 2, 7))]
+CASES += [("zb-h1", p, 1, m) for p, m in ((2, 3), (3, 1), (3, 7), (4, 8))]
+CASES += [("zb-h2", p, 1, m) for p, m in ((2, 5), (3, 2), (4, 8))]
+CASES += [("zb-v", p, 2, m) for p, m in ((2, 1), (2, 4), (3, 3), (3, 8), (4, 7))]
 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), CASES)
@@ -113,7 +165,7 @@ def fail_in_a_stage(rank: int, world: int):
             raise ArithmeticError("no such number")
 
     executor = PipelineExecutor(
-        {0: Broken(0, 1, False)}, layout_of("1f1b", 1), Axis(), hidden_shape=HIDDEN, dtype=torch.float64,
+        {0: Broken(0, 1, WeightGradQueue())}, layout_of("1f1b", 1), Axis(), hidden_shape=HIDDEN, dtype=torch.float64,
         device=torch.device("cpu"),
     )
     executor.run(pipeline_lists("1f1b", 1, 1)[0], make_batches(1))

@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
-from megatron.core.pipeline_parallel.schedules import build_schedule, forward_only, groups_of, layout_of
+from megatron.core.pipeline_parallel.schedules import (
+    SCHEDULES,
+    build_schedule,
+    forward_only,
+    groups_of,
+    layout_of,
+    splits_backward,
+)
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 
 ONE_STAGE = ("gpipe", "1f1b")
 
 
-def stages_on_a_rank(schedule: str) -> list[int]:
-    return [1] if schedule in ONE_STAGE else [1, 2, 3, 4]
+ANY_V = {"interleaved": (1, 2, 3, 4)}
 
 
 def assert_runs(compute, layout, m, forward_only=False):
@@ -31,9 +37,9 @@ def assert_runs(compute, layout, m, forward_only=False):
     assert len(sends) == edges * m * (1 if forward_only else 2)
 
 
-@pytest.mark.parametrize("schedule", [*ONE_STAGE, "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_small_schedule_runs(schedule):
-    for v in stages_on_a_rank(schedule):
+    for v in ANY_V.get(schedule, (None,)):
         for p in range(1, 9):
             for m in range(1, 17):
                 assert_runs(build_schedule(schedule, p, m, v), layout_of(schedule, p, v), m)
@@ -69,6 +75,55 @@ def test_bubble_of_interleaved_is_smaller_by_the_stages_on_a_rank(p, rounds, mor
     assert found.makespan == 3 * (m * v + p - 1)
     if more % p == 0 and rounds > 1:  # FIGURES of arXiv 2205.05198: v stages hold 1 + (p - 1) / (p v) of 1F1B
         assert found.peak_activations[0] == pytest.approx(p * v * (1 + (p - 1) / (p * v)))
+
+
+@given(st.integers(1, 10), st.integers(0, 20), st.floats(0, 0.2), st.sampled_from([("zb-h1", 1), ("zb-h2", 2)]))
+@settings(max_examples=60, deadline=None)
+def test_bubble_of_zero_bubble_schedules(p, more, uneven, schedule_k):
+    schedule, k = schedule_k
+    m = 2 * p - 1 + more
+    forward, input_grad, weight_grad = 1.0, 1.0 + uneven, 1.0 - uneven
+    found = simulate(build_schedule(schedule, p, m), StageCosts(forward, input_grad, weight_grad))
+    idle = (p - 1) * (forward + input_grad - k * weight_grad)
+    assert max(found.spans) == pytest.approx(m * 3 + idle)
+    assert found.peak_activations == [k * (p - 1) + 1] * p
+
+
+@given(st.integers(1, 10), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p, more):
+    m = 2 * p - 1 + more
+    found = simulate(build_schedule("zb-v", p, m), StageCosts(1, 1, 1, activation=0.5))
+    assert found.bubble == 0
+    assert max(found.peak_activations) <= p
+
+
+def test_zb_h1_holds_no_more_than_1f1b():
+    for p in range(1, 9):
+        for m in range(1, 17):
+            peaks = [simulate(build_schedule(name, p, m)).peak_activations for name in ("zb-h1", "1f1b")]
+            assert max(peaks[0]) <= max(peaks[1])
+
+
+def test_halves_of_the_backward_where_the_schedule_says_so():
+    for schedule in SCHEDULES:
+        kinds = {action.kind for actions in build_schedule(schedule, 3, 4) for action in actions}
+        assert kinds == ({Kind.F, Kind.I, Kind.W} if splits_backward(schedule) else {Kind.F, Kind.B})
+
+
+def test_zb_v_starts_and_ends_on_the_first_rank():
+    layout = layout_of("zb-v", 4)
+    assert layout.stages_of(0) == [0, 7] and layout.stages_of(3) == [3, 4]
+
+
+def test_placing_messages_hardly_costs_time():
+    """A receive that is posted late would wait for its message longer than the message takes."""
+    costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
+    for schedule in SCHEDULES:
+        for p, m in ((4, 8), (8, 24), (8, 13)):
+            compute = build_schedule(schedule, p, m)
+            ideal, real = simulate(compute, costs).makespan, simulate(add_communication(compute), costs).makespan
+            assert ideal <= real <= 1.006 * ideal, (schedule, p, m)
 
 
 def test_1f1b_as_in_the_paper():
@@ -141,7 +196,7 @@ def test_a_broken_list_is_refused(change, message):
         validate_schedule(lists, PipelineLayout(2), 2)
 
 
-@pytest.mark.parametrize(("schedule", "v"), [("zigzag", 1), ("1f1b", 2), ("gpipe", 3)])
+@pytest.mark.parametrize(("schedule", "v"), [("zigzag", 1), ("1f1b", 2), ("gpipe", 3), ("zb-v", 1), ("interleaved", 0)])
 def test_a_schedule_that_is_not_there_names_the_flag(schedule, v):
     with pytest.raises(ValueError, match=f"--pipeline-schedule {schedule}"):
         build_schedule(schedule, 2, 2, v)

@@ -27,8 +27,8 @@ def add_communication(lists: Lists) -> Schedule:
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
     timeline = simulate(lists, UNIT_COSTS).timeline
-    walk = sorted((start, rank, action) for rank, timed in enumerate(timeline) for action, start, _ in timed)
-    for _, rank, action in walk:
+    walk = [(start, rank, action) for rank, timed in enumerate(timeline) for action, start, _ in timed]
+    for _, rank, action in sorted(walk, key=_walk_order):
         placed[rank].append(action)
         send = _message_of(action)
         if send is None:
@@ -39,6 +39,13 @@ def add_communication(lists: Lists) -> Schedule:
             placed[rank].append(send)
             placed[peer].append(receive)
     return placed
+
+
+def _walk_order(entry: tuple[float, int, Action]) -> tuple[float, bool, int]:
+    """By start. Of actions that start together, the one that a neighbour takes its next message from comes first,
+    so that the neighbour posts the receive before it computes: forwards by rising stage, then backwards by falling."""
+    start, _, (kind, stage, _) = entry
+    return (start, False, stage) if kind is Kind.F else (start, True, -stage)
 
 
 def _message_of(action: Action) -> Action | None:
@@ -88,14 +95,14 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
 
 @lru_cache(maxsize=64)
 def pipeline_lists(
-    schedule: str, p: int, m: int, v: int = 1, evaluate: bool = False
+    schedule: str, p: int, m: int, v: int | None = None, evaluate: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
     """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
 
     With `evaluate` the forwards alone, on the same layout. Raises ValueError if the schedule does not take v.
     """
     layout = layout_of(schedule, p, v)
-    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, v)
+    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks)
     assert num_stages_of(compute) == layout.num_stages
     lists = add_communication(compute)
     validate_schedule(lists, layout, m, forward_only=evaluate)

@@ -6,7 +6,9 @@ are added by `passes`. p is the number of pipeline ranks, m of microbatches, v o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron.core.pipeline_parallel.actions import Action, Kind
@@ -21,6 +23,14 @@ def F(stage: int, microbatch: int) -> Action:
 
 def B(stage: int, microbatch: int) -> Action:
     return Action(Kind.B, stage, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743 (the papers' letter)
+    return Action(Kind.I, stage, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Action:
+    return Action(Kind.W, stage, microbatch)
 
 
 def gpipe(p: int, m: int) -> Schedule:
@@ -55,6 +65,60 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     return lists
 
 
+def zb_h1(p: int, m: int) -> Schedule:
+    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the weight gradients put off to where it is idle.
+
+    No rank holds more than p microbatches, 1F1B's peak; the bubble is (p - 1)(F + I - W).
+    """
+    return _zero_bubble(p, m, 1)
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """ZB-H2 (arXiv 2401.10241, section 2.2): twice the forwards ahead fill the bubble to (p - 1)(F + I - 2W),
+    and a rank holds up to 2p - 1 microbatches."""
+    return _zero_bubble(p, m, 2)
+
+
+def _zero_bubble(p: int, m: int, k: int) -> Schedule:
+    """Rank r runs k (p - r - 1) forwards ahead, and its weight gradients k r microbatches behind."""
+    lists = []
+    for rank in range(p):
+        behind = k * rank
+        base = alternate([F(rank, i) for i in range(m)], [I(rank, i) for i in range(m)], k * (p - rank - 1))
+        actions = []
+        for action in base:
+            actions.append(action)
+            if action.kind is Kind.I and action.microbatch >= behind:
+                actions.append(W(rank, action.microbatch - behind))
+        lists.append(actions + [W(rank, i) for i in range(max(0, m - behind), m)])
+    return lists
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): stages r and 2p - 1 - r on rank r, so that the loss is on rank 0.
+
+    No bubble where F, I and W take equally long and m >= 2p - 1, with 1F1B's peak memory. For fewer microbatches
+    the ones beyond m are left out of the schedule of 2p - 1.
+    """
+    n = max(m, 2 * p - 1)
+    lists = []
+    for rank in range(p):
+        down, up = rank, 2 * p - 1 - rank
+        f0, i0, w0 = (Kind.F, down), (Kind.I, down), (Kind.W, down)
+        f1, i1, w1 = (Kind.F, up), (Kind.I, up), (Kind.W, up)
+        fed = n - (2 * p - 1 - rank)  # rounds of the steady state that still have a forward to start
+        order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
+        order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
+        order += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank
+        counts: Counter[tuple[Kind, int]] = Counter()
+        actions = []
+        for kind, stage in order:
+            actions.append(Action(kind, stage, counts[kind, stage]))
+            counts[kind, stage] += 1
+        lists.append([action for action in actions if action.microbatch < m])
+    return lists
+
+
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
     """Forwards alone, for evaluation: with several stages on a rank in groups of about pp microbatches."""
     return [
@@ -79,24 +143,54 @@ def groups_of(m: int, p: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+@dataclass(frozen=True)
+class _Named:
+    """A schedule that --pipeline-schedule names: `build(p, m)`, or `build(p, m, v)` if it takes `any_chunks`."""
+
+    build: Callable[..., Schedule]
+    chunks: int = 1
+    """Stages on a rank, where nobody says how many."""
+    any_chunks: bool = False
+    v_shaped: bool = False
+    splits_backward: bool = False
 
 
-def layout_of(schedule: str, p: int, v: int = 1) -> PipelineLayout:
-    """Where the stages of a schedule lie. Raises ValueError if the schedule does not take v stages on a rank."""
-    if schedule not in SCHEDULES:
+_SCHEDULES = {
+    "gpipe": _Named(gpipe),
+    "1f1b": _Named(one_f_one_b),
+    "interleaved": _Named(interleaved, chunks=2, any_chunks=True),
+    "zb-h1": _Named(zb_h1, splits_backward=True),
+    "zb-h2": _Named(zb_h2, splits_backward=True),
+    "zb-v": _Named(zb_v, chunks=2, v_shaped=True, splits_backward=True),
+}
+SCHEDULES = tuple(_SCHEDULES)
+
+
+def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
+    """Where the stages of a schedule lie; v None takes its usual number of stages on a rank.
+
+    Raises ValueError if the schedule is unknown or does not take v.
+    """
+    if schedule not in _SCHEDULES:
         raise ValueError(f"--pipeline-schedule {schedule} must be one of {', '.join(SCHEDULES)}")
-    if v != 1 and schedule != "interleaved":
+    named = _SCHEDULES[schedule]
+    v = named.chunks if v is None else v
+    if v < 1 or (v != named.chunks and not named.any_chunks):
+        rule = "at least 1" if named.any_chunks else str(named.chunks)
+        remedy = ", or use --pipeline-schedule interleaved" if v > 1 else ""
         raise ValueError(
-            f"--pipeline-schedule {schedule} runs 1 stage on a rank, not {v}: "
-            f"drop --num-virtual-stages-per-pipeline-rank, or use --pipeline-schedule interleaved"
+            f"--num-virtual-stages-per-pipeline-rank {v} must be {rule} with --pipeline-schedule {schedule}{remedy}"
         )
-    return PipelineLayout(p, v)
+    return PipelineLayout(p, v, named.v_shaped)
 
 
-def build_schedule(schedule: str, p: int, m: int, v: int = 1) -> Schedule:
-    """The compute actions of a schedule by name."""
-    layout_of(schedule, p, v)
-    if schedule == "gpipe":
-        return gpipe(p, m)
-    return interleaved(p, m, v) if schedule == "interleaved" else one_f_one_b(p, m)
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule runs I and W in place of B, and so needs a WeightGradQueue."""
+    return _SCHEDULES[schedule].splits_backward
+
+
+def build_schedule(schedule: str, p: int, m: int, v: int | None = None) -> Schedule:
+    """The compute actions of a schedule by name. Raises ValueError as `layout_of` does."""
+    v = layout_of(schedule, p, v).chunks
+    named = _SCHEDULES[schedule]
+    return named.build(p, m, v) if named.any_chunks else named.build(p, m)

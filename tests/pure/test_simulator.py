@@ -1,0 +1,83 @@
+"""The simulator against published bubble rates, and lists that cannot run."""
+
+import pytest
+
+from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.passes import add_communication
+from megatron.core.pipeline_parallel.schedules import B, F, build_schedule
+from megatron.core.pipeline_parallel.simulator import DeadlockError, StageCosts, Timed, simulate
+
+# arXiv 2401.10241, tables 5 and 6, the 1.5B model on 8 stages: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
+PUBLISHED = [
+    (24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
+    (32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
+    (64, 18.546, 18.097, 9.321, 0.762, {"1f1b": 0.1240, "zb-h1": 0.0674, "zb-h2": 0.0444}),
+]
+
+
+@pytest.mark.parametrize(("m", "forward", "input_grad", "weight_grad", "comm", "bubbles"), PUBLISHED)
+def test_published_bubble_rates(m, forward, input_grad, weight_grad, comm, bubbles):
+    costs = StageCosts(forward, input_grad, weight_grad, comm)
+    found = {schedule: simulate(build_schedule(schedule, 8, m), costs).bubble for schedule in bubbles}
+    assert {schedule: round(bubble, 4) for schedule, bubble in found.items()} == bubbles
+
+
+def test_times_of_two_stages():
+    found = simulate(build_schedule("1f1b", 2, 1), StageCosts(forward=2, input_grad=3, weight_grad=1, comm=0.5))
+    assert found.timeline[0] == [Timed(F(0, 0), 0, 2), Timed(B(0, 0), 9, 13)]
+    assert found.timeline[1] == [Timed(F(1, 0), 2.5, 4.5), Timed(B(1, 0), 4.5, 8.5)]
+    assert found.makespan == 13 and found.spans == [13, 6] and found.busy == [6, 6]
+    assert found.bubble == pytest.approx(1 - 6 / 13)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    found = simulate(build_schedule("1f1b", 3, 50), StageCosts(forward=(1, 2, 1), input_grad=(1, 2, 1)))
+    assert found.makespan == pytest.approx(50 * 5, rel=0.05)
+
+
+def test_activations_by_stage_and_what_w_still_needs():
+    lists = build_schedule("zb-h1", 2, 4)
+    assert simulate(lists, StageCosts(activation=(10, 3))).peak_activations == [20, 6]
+    assert simulate(lists, StageCosts(activation=(10, 3), kept_for_weight_grad=0)).peak_activations == [20, 3]
+    assert simulate([[F(0, 0), F(0, 1)]]).peak_activations == [1]
+
+
+def test_a_cycle_between_ranks_is_named():
+    lists = [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]
+    with pytest.raises(DeadlockError) as caught:
+        simulate(lists)
+    assert str(caught.value) == (
+        "deadlock: rank 0 waits at B(stage 0, microbatch 0) for B(stage 1, microbatch 0) of rank 1; "
+        "rank 1 waits at F(stage 1, microbatch 1) for F(stage 0, microbatch 1) of rank 0"
+    )
+    assert caught.value.cycle == [(0, B(0, 0), B(1, 0)), (1, F(1, 1), F(0, 1))]
+
+
+def test_only_the_cycle_is_named_not_who_waits_for_it():
+    lists = [[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0)], [B(2, 0), F(2, 0)]]
+    with pytest.raises(DeadlockError) as caught:
+        simulate(lists)
+    assert caught.value.cycle == [(2, B(2, 0), F(2, 0))]
+
+
+def test_an_action_that_no_list_has_is_named():
+    with pytest.raises(DeadlockError, match=r"rank 1 waits at F\(stage 1, .* for F\(stage 0, .* which is in no list"):
+        simulate([[F(0, 1)], [F(1, 0)]])
+
+
+def test_sends_in_crossed_order_block_only_at_a_rendezvous():
+    lists = add_communication(build_schedule("1f1b", 2, 2))
+    simulate(lists, rendezvous=True)
+    first = lists[0]
+    at = first.index(Action(Kind.SEND_F, 0, 1))
+    other = first.index(Action(Kind.RECV_B, 0, 0))
+    first[at], first[other] = first[other], first[at]
+    simulate(lists)
+    with pytest.raises(DeadlockError) as caught:
+        simulate(lists, rendezvous=True)
+    assert {rank for rank, _, _ in caught.value.cycle} == {0, 1}
+
+
+def test_nothing_to_do():
+    found = simulate([[], []])
+    assert found.makespan == 0 and found.bubble == 0 and found.peak_activations == [0, 0]
