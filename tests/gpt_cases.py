@@ -1,0 +1,72 @@
+"""Tiny models of each style, and random batches for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.transformer.context import Batch
+
+FP64 = ModelParallelConfig(fp64=True)
+
+GPT = TransformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=8,
+    seq_length=16,
+    vocab_size=101,
+    make_vocab_size_divisible_by=16,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+
+LLAMA = replace(
+    GPT,
+    ffn_hidden_size=48,
+    group_query_attention=True,
+    num_query_groups=4,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+
+STYLES = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "qwen2": replace(LLAMA, add_qkv_bias=True, untie_embeddings_and_output_weights=False),
+    "qwen3": replace(LLAMA, qk_layernorm=True, kv_channels=8),
+    "mistral": replace(LLAMA, window_size=5),
+    "gpt-qk-norm": replace(GPT, qk_layernorm=True, squared_relu=True),
+    "no-positions": replace(GPT, position_embedding_type="none"),
+    "partial-rotary": replace(GPT, position_embedding_type="rope", rotary_percent=0.5),
+}
+
+
+def with_dropout(config: TransformerConfig, attention: float = 0.15, hidden: float = 0.2) -> TransformerConfig:
+    return replace(config, attention_dropout=attention, hidden_dropout=hidden)
+
+
+def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **more: Any) -> Batch:
+    """Random tokens, a random loss mask, sample numbers that do not start at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(config.vocab_size, (samples, config.seq_length + 1), generator=generator)
+    loss_mask = (torch.rand(samples, config.seq_length, generator=generator) < 0.8).float()
+    return Batch(text[:, :-1], text[:, 1:], loss_mask, torch.arange(samples) + 7, **more)
+
+
+def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:
+    """Position and document ids of samples that hold three documents each, cut at other places in each sample."""
+    document_ids = torch.zeros(samples, config.seq_length, dtype=torch.int64)
+    position_ids = torch.zeros_like(document_ids)
+    for sample in range(samples):
+        cuts = [0, 3 + sample, 9 + sample, config.seq_length]
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            document_ids[sample, start:stop] = number
+            position_ids[sample, start:stop] = torch.arange(stop - start)
+    return {"position_ids": position_ids, "document_ids": document_ids}

@@ -1,0 +1,223 @@
+"""The GPT model as a plain module in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.model_math import Stage, parameter_metas, whole_model
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.transformer.block import recompute_segments
+from megatron.core.transformer.context import Batch
+from megatron.core.transformer.dot_product import KeyValueCache
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
+
+
+def loss_and_gradients(model: GPTModel, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(None, batch)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, (parameter, _) in model.named_metas().items()}
+
+
+def assert_bitwise_equal(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert torch.equal(one[0], two[0])
+    assert one[1].keys() == two[1].keys()
+    for name, grad in one[1].items():
+        assert torch.equal(grad, two[1][name]), name
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parameters_are_those_that_plans_count(style: str) -> None:
+    config = replace(STYLES[style], num_layers=4)
+    model = GPTModel(config)
+    assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config, whole_model(config))
+    pp2 = ParallelState(axes={"pp": Axis(None, 0, 2, (0, 1))})
+    sequence_parallel = ModelParallelConfig(sequence_parallel=True)
+    for stage in (Stage((0,), True, False), Stage((1, 2, 3), False, True), Stage((), False, True)):
+        part = GPTModel(
+            config, sequence_parallel, pp2, layers=stage.layers, first=stage.first, last=stage.last, initialize=False
+        )
+        planned = parameter_metas(config, stage, sequence_parallel=True, last_stage=1)
+        assert [meta for _, meta in part.named_metas().values()] == planned
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_stages_in_a_row_are_the_whole_model(style: str) -> None:
+    config = with_dropout(replace(STYLES[style], num_layers=5))
+    batch = random_batch(config)
+    whole = loss_and_gradients(GPTModel(config, FP64), batch)
+    cuts = [(0, 1), (1, 1), (1, 4), (4, 5)]
+    stages = [GPTModel(config, FP64, layers=range(*cut), first=cut is cuts[0], last=cut is cuts[-1]) for cut in cuts]
+    hidden = None
+    for stage in stages:
+        hidden = stage(hidden, batch)
+    assert hidden is not None
+    hidden.backward()
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, (parameter, _) in stage.named_metas().items():
+            gradients[name] = gradients.get(name, 0) + parameter.grad
+    assert torch.equal(hidden, whole[0])
+    for name, grad in whole[1].items():
+        torch.testing.assert_close(gradients[name], grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "mistral"])
+def test_packed_documents_have_the_losses_they_have_alone(style: str) -> None:
+    config = STYLES[style]
+    model = GPTModel(config, FP64).eval()
+    packed = random_batch(config, **packed_documents(config))
+    losses = model.token_losses(None, packed)
+    assert packed.document_ids is not None
+    for sample in range(3):
+        for number in range(3):
+            (places,) = torch.where(packed.document_ids[sample] == number)
+            tokens, labels = packed.tokens[sample, places][None], packed.labels[sample, places][None]
+            alone = model.token_losses(None, Batch(tokens, labels, torch.ones(tokens.shape), torch.zeros(1).long()))
+            torch.testing.assert_close(losses[sample, places], alone[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "full"},
+    ],
+)
+@pytest.mark.parametrize("dropout", [False, True])
+def test_recomputation_is_bitwise_the_same(style: str, recompute: dict[str, object], dropout: bool) -> None:
+    config = replace(STYLES[style], num_layers=3)
+    config = with_dropout(config) if dropout else config
+    batch = random_batch(config)
+    expected = loss_and_gradients(GPTModel(config), batch)
+    assert_bitwise_equal(loss_and_gradients(GPTModel(replace(config, **recompute)), batch), expected)
+
+
+def test_recompute_segments_cover_every_layer_once() -> None:
+    for method in ("uniform", "block"):
+        for count in (1, 2, 3, 9):
+            config = replace(GPT, recompute_granularity="full", recompute_method=method, recompute_num_layers=count)
+            for layers in range(8):
+                segments = recompute_segments(config, layers)
+                assert [i for segment in segments for i in segment.layers] == list(range(layers))
+                recomputed = sum(len(segment.layers) for segment in segments if segment.recompute)
+                assert recomputed == (layers if method == "uniform" else min(count, layers))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
+    config = with_dropout(STYLES[style])
+    model = GPTModel(config, FP64).eval()
+    batch = random_batch(config)
+    expected = model.logits(None, batch)
+    assert expected.shape == (3, config.seq_length, config.vocab_size)
+    cache = KeyValueCache(config.seq_length)
+    start = 0
+    for length in (6, 1, 1, 4, 1, 3):
+        stop = start + length
+        piece = Batch(*(x[:, start:stop] for x in (batch.tokens, batch.labels, batch.loss_mask)), batch.sample_index)
+        torch.testing.assert_close(model.logits(None, piece, cache), expected[:, start:stop], rtol=1e-12, atol=1e-12)
+        start = stop
+
+
+def test_dropout_is_a_function_of_the_sample_and_off_in_evaluation() -> None:
+    plain, config = GPTModel(GPT, FP64), with_dropout(GPT)
+    model, batch = GPTModel(config, FP64), random_batch(GPT)
+    losses = model.token_losses(None, batch)
+    assert torch.equal(losses, model.token_losses(None, batch))
+    assert not torch.equal(losses, model.token_losses(None, replace(batch, sample_index=batch.sample_index + 1)))
+    flipped = {name: getattr(batch, name).flip(0) for name in ("tokens", "labels", "loss_mask", "sample_index")}
+    torch.testing.assert_close(model.token_losses(None, Batch(**flipped)).flip(0), losses, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model.eval().token_losses(None, batch), plain.token_losses(None, batch))
+
+
+def test_no_two_dropouts_share_a_mask() -> None:
+    keys = [module.key for module in GPTModel(with_dropout(GPT)).modules() if hasattr(module, "key")]
+    assert len(keys) == 1 + 3 * GPT.num_layers
+    assert len(set(keys)) == len(keys)
+
+
+def test_loss_does_not_depend_on_the_padding_of_the_vocabulary() -> None:
+    batch = random_batch(LLAMA)
+    expected = loss_and_gradients(GPTModel(replace(LLAMA, make_vocab_size_divisible_by=1), FP64), batch)
+    padded = GPTModel(replace(LLAMA, make_vocab_size_divisible_by=128), FP64)
+    loss, gradients = loss_and_gradients(padded, batch)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-14, atol=0)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert not gradients[name][LLAMA.vocab_size :].any()
+        torch.testing.assert_close(gradients[name][: LLAMA.vocab_size], expected[1][name], rtol=1e-12, atol=1e-14)
+
+
+def test_masked_tokens_contribute_exactly_nothing() -> None:
+    batch = random_batch(GPT)
+    loss, gradients = loss_and_gradients(GPTModel(GPT), replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
+    assert loss == 0
+    assert not any(grad.any() for grad in gradients.values())
+
+
+@pytest.mark.parametrize("style", ["gpt", "qwen2"])
+def test_weight_gradients_reach_main_grad(style: str) -> None:
+    config = STYLES[style]
+    batch = random_batch(config)
+    expected = loss_and_gradients(GPTModel(config, FP64), batch)[1]
+    model = GPTModel(config, FP64)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    model(None, batch).backward()
+    for name, (parameter, _) in model.named_metas().items():
+        total = parameter.main_grad + (0 if parameter.grad is None else parameter.grad)
+        torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("style", ["gpt", "qwen3"])
+def test_half_precision_follows_single(dtype: str, style: str) -> None:
+    config = with_dropout(STYLES[style])
+    batch = random_batch(config)
+    exact = GPTModel(config)(None, batch)
+    model = GPTModel(config, ModelParallelConfig(**{dtype: True}))
+    loss, gradients = loss_and_gradients(model, batch)
+    assert loss.dtype == torch.float32
+    assert all(grad.dtype == model.embedding.word_embeddings.weight.dtype for grad in gradients.values())
+    torch.testing.assert_close(loss, exact.detach(), rtol=2e-3, atol=0)
+
+
+def test_initial_weights() -> None:
+    config = replace(GPT, num_layers=8, hidden_size=128, init_method_std=0.05)
+    found = {name: parameter.detach() for name, (parameter, _) in GPTModel(config).named_metas().items()}
+    for name, value in found.items():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "norm" in name:
+            assert bool((value == 1).all()), name
+        else:
+            std = 0.05 / 4 if "linear_proj" in name or "fc2" in name else 0.05
+            assert abs(value.std().item() / std - 1) < 0.05, name
+            assert abs(value.mean().item()) < std / 10, name
+
+
+def test_text_beyond_the_learned_positions_is_refused() -> None:
+    model = GPTModel(GPT)
+    with pytest.raises(ValueError, match="--max-position-embeddings 16"):
+        model(None, Batch.of_tokens(torch.zeros(1, 17, dtype=torch.int64)))
+
+
+def test_unknown_layer_is_an_error() -> None:
+    with pytest.raises(AssertionError):
+        GPTModel(GPT, layers=(0, 2), initialize=False)
+
+
+def test_batches_move_and_count_their_tokens() -> None:
+    batch = random_batch(TransformerConfig(seq_length=8, vocab_size=9), samples=2)
+    assert batch.num_tokens == batch.loss_mask.sum()
+    moved = batch.to("meta")
+    assert moved.tokens.device.type == "meta" and moved.position_ids is None
