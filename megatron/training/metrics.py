@@ -140,7 +140,7 @@ def progress_line(record: Record, train_iters: int) -> str:
         f"consumed tokens: {record['consumed_tokens']}",
         f"step time (ms): {1e3 * record['step_time']:.1f}",
         f"tokens/s: {record['tokens_per_second']:,.0f}",
-        f"TFLOP/s/device (causal): {record['tflops_per_device']:.2f}",
+        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
         "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
         f"learning rate: {record['learning_rate']:.4E}",
         f"global batch size: {record['global_batch_size']}",

@@ -7,8 +7,10 @@ loss and every rank takes the same decisions.
 from __future__ import annotations
 
 import math
+import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +20,11 @@ from tqdm import tqdm
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.model_math import flops_per_token
+from megatron.core.optimizer.optimizer import StepResult
 from megatron.training.arguments import save_config, to_flat_dict
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.config import RunConfig
-from megatron.training.data import TrainingData, put_on_device
+from megatron.training.data import put_on_device
 from megatron.training.initialize import StartupPhases, initialize, name_of_rank, shut_down
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
@@ -30,10 +33,10 @@ from megatron.training.setup import TrainingRun, build_run
 CONFIG_FILE = "run_config.yaml"
 
 
-def pretrain(config: RunConfig, launch: Launch, phases: StartupPhases) -> None:
+def pretrain(config: RunConfig, launch: Launch) -> None:
     """Trains as `config` says, resolved and validated for `launch.world_size`."""
     with ExitStack() as resources:
-        runtime = initialize(config, launch, phases)
+        runtime = initialize(config, launch, StartupPhases())
         resources.callback(shut_down)
         try:
             run = build_run(config, runtime)
@@ -51,11 +54,22 @@ class Interval:
     start: float = field(default_factory=time.perf_counter)
     losses: list[torch.Tensor] = field(default_factory=list)
     """Per iteration [loss sum, tokens] of this rank; zeros where another rank counts them."""
-    skipped: list[bool] = field(default_factory=list)
-    grad_norm: torch.Tensor | float = 0.0
+    results: list[StepResult] = field(default_factory=list)
+    excluded: float = 0.0
+    """Seconds that were not training."""
     learning_rate: float = 0.0
+    batch_size: int = 0
     samples: int = 0
-    iterations: int = 0
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What happens in here is not training and does not count in the step time."""
+        began = time.perf_counter()
+        yield
+        self.excluded += time.perf_counter() - began
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start - self.excluded
 
 
 def train(run: TrainingRun, resources: ExitStack) -> None:
@@ -65,33 +79,29 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
     runtime = run.runtime
     runtime.say(str(runtime.phases))
     bar = _progress_bar(run, resources)
-    interval = Interval()
-    began = time.monotonic()
-    saved_at = progress.iteration if progress.iteration else None
+    interval, began = Interval(), time.monotonic()
+    saved_at = progress.iteration or None
     while progress.iteration < run.train_iters:
         train_step(run, interval)
-        if progress.iteration % config.logging.log_interval == 0 or progress.iteration == run.train_iters:
-            record = summarize(run, interval)
-            report(run, sinks, record, bar)
+        iteration, last = progress.iteration, progress.iteration == run.train_iters
+        if last or _due(iteration, config.logging.log_interval):
+            report(run, sinks, summarize(run, interval), bar)
             interval = Interval()
         if bar is not None:
             bar.update(1)
-        if _due(progress.iteration, config.training.eval_interval) and run.data.valid is not None:
-            evaluate_and_report(run, "valid", sinks)
-            interval.start = time.perf_counter() if not interval.iterations else interval.start
-        if config.checkpoint.save and _due(progress.iteration, config.checkpoint.save_interval):
-            save(run)
-            saved_at = progress.iteration
+        with interval.outside():
+            if run.data.valid is not None and (last or _due(iteration, config.training.eval_interval)):
+                evaluate_and_report(run, "valid", sinks)
+            if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
+                save(run)
+                saved_at = iteration
         if reason := _exit_reason(run, began):
-            runtime.say(f"exiting at iteration {progress.iteration}: {reason}")
+            runtime.say(f"exiting at iteration {iteration}: {reason}")
             break
     if config.checkpoint.save and saved_at != progress.iteration:
         save(run)
-    if progress.iteration >= run.train_iters:
-        for split in ("valid", "test"):
-            already = split == "valid" and _due(progress.iteration, config.training.eval_interval)
-            if getattr(run.data, split) is not None and not already:
-                evaluate_and_report(run, split, sinks)
+    if progress.iteration >= run.train_iters and run.data.test is not None:
+        evaluate_and_report(run, "test", sinks)
 
 
 def train_step(run: TrainingRun, interval: Interval) -> None:
@@ -100,22 +110,20 @@ def train_step(run: TrainingRun, interval: Interval) -> None:
     batch_size = run.batch_sizes.at(progress.consumed_samples)
     assert run.data.train is not None
     batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime.device)
-    run.ddp.zero_grad_buffer()
-    seed = run.optimizer.backward_seed
-    losses = run.executor.run(batches, loss_scale_seed=seed)
+    run.optimizer.zero_grad()
+    # fp16: a mean over a sample's tokens, not their sum, is what the loss scale brings into range.
+    seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
+    losses = run.pipeline.train(batches, seed)
     num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
     finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed)
-    rate = run.scheduler.at(progress.consumed_samples)
-    result = run.optimizer.step(rate.lr, rate.weight_decay)
+    lr = run.scheduler.lr_at(progress.consumed_samples)
+    interval.results.append(run.optimizer.step(lr, run.scheduler.weight_decay_at(progress.consumed_samples)))
     interval.losses.append(_loss_and_tokens(run, losses, num_tokens))
-    interval.skipped.append(result.skipped)
-    interval.grad_norm, interval.learning_rate = result.grad_norm, rate.lr
+    interval.learning_rate = lr
+    interval.batch_size = batch_size
     interval.samples += batch_size
-    interval.iterations += 1
     progress.iteration += 1
     progress.consumed_samples += batch_size
-    progress.skipped_iterations += int(result.skipped)
-    del config
 
 
 def _loss_and_tokens(run: TrainingRun, losses: list[torch.Tensor], num_tokens: torch.Tensor) -> torch.Tensor:
@@ -123,42 +131,44 @@ def _loss_and_tokens(run: TrainingRun, losses: list[torch.Tensor], num_tokens: t
     a plain sum over the world counts each token once."""
     state = run.runtime.state
     if losses and state.tp.first:
-        return torch.stack([torch.stack(losses).sum().double(), num_tokens.double()])
+        return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
 
 
 def summarize(run: TrainingRun, interval: Interval) -> Record:
     """The record of an interval, equal on every rank. The one place in the loop that waits for the device."""
     config, runtime = run.config, run.runtime
-    table = torch.stack(interval.losses)
-    memory = torch.tensor([float(peak_memory_bytes(runtime.device))], dtype=torch.float64, device=runtime.device)
-    if runtime.launch.world_size > 1:
-        dist.all_reduce(table)
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX)
-    counted = table[[not skipped for skipped in interval.skipped]]
-    total, tokens = counted.sum(dim=0).tolist() if len(counted) else (0.0, 0.0)
-    grad_norm = float(interval.grad_norm)
-    seconds = time.perf_counter() - interval.start
-    tokens_per_second = interval.samples * config.model.seq_length / seconds
     world = runtime.launch.world_size
+    # One reduction for everything: each rank's memory has a slot of its own, so that a sum carries the maximum.
+    memory = torch.zeros(world, dtype=torch.float64, device=runtime.device)
+    memory[runtime.launch.rank] = peak_memory_bytes(runtime.device)
+    gathered = torch.cat([torch.stack(interval.losses).flatten(), memory])
+    if world > 1:
+        dist.all_reduce(gathered)
+    table, memory = gathered[:-world].view(-1, 2), gathered[-world:]
+    skipped = [result.skipped for result in interval.results]
+    counted = table[[not skip for skip in skipped]]
+    total, tokens = counted.sum(dim=0).tolist()
+    seconds = interval.seconds()
+    tokens_per_second = interval.samples * config.model.seq_length / seconds
     tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
     peak = peak_tflops(config.logging, runtime.device, run.dtype)
     return {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
         "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
-        "lm_loss": total / tokens if tokens else (0.0 if len(counted) else None),
-        "grad_norm": grad_norm,
+        "lm_loss": total / tokens if tokens else None,
+        "grad_norm": interval.results[-1].grad_norm,
         "learning_rate": interval.learning_rate,
-        "global_batch_size": run.batch_sizes.at(max(run.progress.consumed_samples - 1, 0)),
-        "loss_scale": run.optimizer.loss_scale,
-        "skipped_iterations": sum(interval.skipped),
+        "global_batch_size": interval.batch_size,
+        "loss_scale": interval.results[-1].loss_scale,
+        "skipped_iterations": sum(skipped),
         "nan_iterations": int((~torch.isfinite(table[:, 0])).sum()),
         "tokens_per_second": tokens_per_second,
         "tflops_per_device": tflops,
         "mfu": tflops / peak if peak else None,
-        "step_time": seconds / interval.iterations,
-        "peak_memory_bytes": int(memory.item()),
+        "step_time": seconds / len(interval.results),
+        "peak_memory_bytes": int(memory.max()),
     }
 
 
@@ -187,7 +197,7 @@ def evaluate(run: TrainingRun, split: str) -> float:
     for step in range(training.eval_iters):
         first = run.data.evaluated[split] + step * training.global_batch_size
         batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime.device)
-        losses = run.evaluator.run(batches, forward_only=True)
+        losses = run.pipeline.evaluate(batches)
         total += _loss_and_tokens(run, losses, torch.stack([batch.num_tokens for batch in batches]).sum())
     for stage in run.stages.values():
         stage.train()
@@ -205,7 +215,7 @@ def evaluate_and_report(run: TrainingRun, split: str, sinks: list[Sink]) -> None
         evaluations = (progress.iteration - 1) // training.eval_interval
         run.data.evaluated[split] = evaluations * training.eval_iters * training.global_batch_size
     loss = evaluate(run, split)
-    perplexity = math.exp(min(20.0, loss))
+    perplexity = math.exp(loss) if loss < 700 else math.inf
     for sink in sinks:
         sink.write({"iteration": progress.iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
     run.runtime.say(
@@ -240,8 +250,6 @@ def _open_sinks(run: TrainingRun, resources: ExitStack) -> list[Sink]:
 
 def _progress_bar(run: TrainingRun, resources: ExitStack) -> tqdm | None:
     """A bar with the time left, where a person is watching."""
-    import sys
-
     if not (run.runtime.is_main and sys.stderr.isatty()):
         return None
     bar = tqdm(total=run.train_iters, initial=run.progress.iteration, unit="it", dynamic_ncols=True)
@@ -266,6 +274,3 @@ def _exit_reason(run: TrainingRun, began: float) -> str | None:
         if over.item():
             return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
     return None
-
-
-__all__ = ["TrainingData", "evaluate", "pretrain", "train", "train_step"]

@@ -1,0 +1,119 @@
+"""The data of a run: how many samples each split needs, and an iterator over each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.core.datasets.build import Datasets, build_datasets
+from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.samplers import DataIterator, MicroBatch
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.transformer.context import Batch
+from megatron.training.batch_size import BatchSizes
+from megatron.training.config import RunConfig
+from megatron.training.initialize import Runtime
+
+
+@dataclass
+class TrainingData:
+    """Iterators over the splits; None where a split is not wanted."""
+
+    train: DataIterator
+    valid: DataIterator | None
+    test: DataIterator | None
+    fingerprint: str
+    """Equal where the same sample number means the same training sample."""
+
+    evaluated: dict[str, int] = field(default_factory=lambda: {"valid": 0, "test": 0})
+    """First sample of each split's next evaluation."""
+
+    def close(self) -> None:
+        for iterator in (self.train, self.valid, self.test):
+            if iterator is not None:
+                iterator.close()
+
+
+def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> tuple[TrainingData, int]:
+    """The data, and the iterations of the run: known only now where it is one epoch long.
+
+    Raises ValueError for whatever is wrong with the data the flags name.
+    """
+    training = config.training
+    samples = wanted_samples(config, batch_sizes)
+    if samples is None:
+        train = _build(config, (None, 0, 0)).train
+        assert train is not None
+        samples = len(train)
+        if not batch_sizes.iterations(samples):
+            raise ValueError(
+                f"--global-batch-size {training.global_batch_size} must be at most one epoch of the training data, "
+                f"{samples} samples of {config.model.seq_length} tokens; "
+                "make it smaller, or say how long to train with --train-iters"
+            )
+    iterations = training.train_iters if training.train_iters is not None else batch_sizes.iterations(samples)
+    datasets = _build(config, (samples, *_evaluation_samples(config, iterations)))
+    if datasets.train is None:
+        raise ValueError(
+            "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
+        )
+
+    def iterator(dataset: Dataset | None, name: str) -> DataIterator | None:
+        if dataset is None or (name != "training" and training.eval_iters == 0):
+            return None
+        return DataIterator(
+            dataset,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=runtime.state.dp.rank,
+            dp_size=runtime.state.dp.size,
+            num_workers=config.data.num_workers,
+            name=name,
+            pin_memory=runtime.device.type == "cuda",
+        )
+
+    train_iterator = iterator(datasets.train, "training")
+    assert train_iterator is not None
+    data = TrainingData(
+        train_iterator,
+        iterator(datasets.valid, "validation"),
+        iterator(datasets.test, "test"),
+        datasets.train.fingerprint,
+    )
+    return data, iterations
+
+
+def wanted_samples(config: RunConfig, batch_sizes: BatchSizes) -> int | None:
+    """Training samples that a resolved configuration asks for; None for one epoch."""
+    training = config.training
+    if training.train_iters is not None:
+        return batch_sizes.samples(training.train_iters)
+    return training.train_samples
+
+
+def _evaluation_samples(config: RunConfig, iterations: int) -> tuple[int, int]:
+    """Samples of validation and test, as Megatron-LM counts them: the order of their samples depends on it."""
+    training = config.training
+    assert training.global_batch_size is not None
+    once = training.eval_iters * training.global_batch_size
+    return (iterations // training.eval_interval + 1) * once, once
+
+
+def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
+    tokenizer = config.tokenizer
+    eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
+    return build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        sizes=sizes,
+        eod=eod,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def put_on_device(batches: list[MicroBatch], device: torch.device) -> list[Batch]:
+    """A step's micro-batches as the model takes them."""
+    fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
+    return [Batch(**values).to(device, non_blocking=True) for values in fields]

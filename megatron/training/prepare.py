@@ -1,0 +1,48 @@
+"""From a command line to a configuration that can run, or to every problem with it at once. No torch."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import CommandLine, print_problems
+from megatron.training.config import RunConfig
+from megatron.training.dry_run import print_plan
+from megatron.training.launch import Launch
+from megatron.training.validation import Problem, resolve, validate
+
+
+def prepare(command: CommandLine, launch: Launch) -> RunConfig:
+    """The resolved configuration for the world this process is in.
+
+    Raises SystemExit: with code 2 after printing every problem, with code 0 after printing the plan of a dry run.
+    One rank prints.
+    """
+    world_size = command.world_size or launch.world_size
+    if launch.rank == 0:
+        for note in command.notes:
+            print(note, file=sys.stderr)
+    config, problems = command.config, []
+    try:
+        vocab_size = tokenizer_vocabulary(config)
+    except (ValueError, OSError) as error:
+        vocab_size = None
+        problems.append(Problem.of_error("--tokenizer-type", config.tokenizer.tokenizer_type, error))
+    config = resolve(config, world_size, vocab_size)
+    problems += validate(config, world_size)
+    if problems:
+        if launch.rank == 0:
+            print_problems(problems)
+        raise SystemExit(2)
+    if command.dry_run:
+        if launch.rank == 0:
+            print_plan(config, world_size)
+        raise SystemExit(0)
+    return config
+
+
+def tokenizer_vocabulary(config: RunConfig) -> int | None:
+    """Tokens of the tokenizer that the flags name; None where they name none."""
+    if config.tokenizer.tokenizer_type is None:
+        return None
+    return build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size

@@ -1,0 +1,145 @@
+"""Builds everything a run consists of from its configuration, in the order in which the parts need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.layout import end_costs, split_layers
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import layout_of
+from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.context import Batch
+from megatron.training.batch_size import BatchSizes
+from megatron.training.checkpointing import Progress, load_checkpoint
+from megatron.training.config import RunConfig
+from megatron.training.data import TrainingData, build_data
+from megatron.training.initialize import Runtime
+
+
+@dataclass
+class TrainingRun:
+    """One rank's parts of a run. `progress` changes with every step; the rest is built once."""
+
+    config: RunConfig
+    runtime: Runtime
+    stages: dict[int, GPTModel]
+    ddp: DistributedDataParallel
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    pipeline: Pipeline
+    data: TrainingData
+    batch_sizes: BatchSizes
+    train_iters: int
+    progress: Progress
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.parallel.params_dtype)
+
+
+class Pipeline:
+    """Runs a step's micro-batches through the stages, in the order of the schedule for however many there are."""
+
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, stages: dict[int, GPTModel], queue: WeightGradQueue
+    ) -> None:
+        self.schedule, self.pp = config.parallel.pipeline_schedule, runtime.state.pp
+        self.executor = PipelineExecutor(
+            stages,
+            layout_of(self.schedule, self.pp.size),
+            self.pp,
+            hidden_shape=hidden_shape(config, runtime.state.tp.size),
+            dtype=getattr(torch, config.parallel.params_dtype),
+            device=runtime.device,
+            queue=queue,
+        )
+
+    def train(self, batches: list[Batch], seed: float) -> list[torch.Tensor]:
+        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else []."""
+        return self.executor.run(self._actions(len(batches), False), batches, loss_scale_seed=seed)
+
+    def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Forward only."""
+        return self.executor.run(self._actions(len(batches), True), batches)
+
+    def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
+        return pipeline_lists(self.schedule, self.pp.size, num_microbatches, evaluate=evaluate)[self.pp.rank]
+
+
+def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
+    """Shape of what one stage sends to the next: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+    s = config.model.seq_length // config.parallel.context_parallel_size
+    if config.parallel.sequence_parallel:
+        s //= tp_size
+    return s, config.training.micro_batch_size, config.model.hidden_size
+
+
+def build_stages(
+    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, initialize: bool = True
+) -> dict[int, GPTModel]:
+    """This rank's pipeline stages, with initial weights that do not depend on the layout."""
+    state = runtime.state
+    layout = layout_of(config.parallel.pipeline_schedule, state.pp.size)
+    layers = split_layers(config.model.num_layers, layout.num_stages, *end_costs(config.model))
+    stages = {
+        stage: GPTModel(
+            config.model,
+            config.parallel,
+            state,
+            layers=layers[stage],
+            first=stage == 0,
+            last=stage == layout.num_stages - 1,
+            queue=queue,
+            device=runtime.device,
+            seed=config.training.seed,
+        )
+        for stage in layout.stages_of(state.pp.rank)
+    }
+    if initialize:
+        for model in stages.values():
+            initialize_parameters_(list(model.parameters()), config.training.seed, state.coords)
+    return stages
+
+
+def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:
+    """The schedule, in samples if the run's length was given in samples or tokens, else in iterations."""
+    training = config.training
+    assert training.global_batch_size is not None
+    if training.train_samples is not None:
+        return OptimizerParamScheduler(
+            config.optimizer, training.global_batch_size, train_samples=training.train_samples
+        )
+    return OptimizerParamScheduler(config.optimizer, training.global_batch_size, train_iters=train_iters)
+
+
+def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
+    """Model, gradient buffers, optimizer, data; then the checkpoint, where there is one to load."""
+    phases, state = runtime.phases, runtime.state
+    queue = WeightGradQueue()
+    with phases("data"):
+        batch_sizes = BatchSizes.from_config(config.training)
+        data, train_iters = build_data(config, runtime, batch_sizes)
+    with phases("model"):
+        stages = build_stages(config, runtime, queue)
+    with phases("optimizer"):
+        ddp = DistributedDataParallel(
+            config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer
+        )
+        optimizer = build_optimizer(config.optimizer, ddp, state)
+        scheduler = build_scheduler(config, train_iters)
+    with phases("checkpoint"):
+        progress = load_checkpoint(config, state, stages, optimizer)
+    pipeline = Pipeline(config, runtime, stages, queue)
+    return TrainingRun(
+        config, runtime, stages, ddp, optimizer, scheduler, pipeline, data, batch_sizes, train_iters, progress
+    )
