@@ -1,0 +1,153 @@
+"""What tensor parallelism sends: the number, kind and size of the collectives of a layer and of a model's ends.
+
+Per layer, forward and backward together, 4 all-reduces of s*b*h elements, or under sequence parallelism 4 all-gathers
+and 4 reduce-scatters of the same, plus the gather of each column-parallel layer's input for its weight gradient. In a
+ring over t ranks an all-reduce sends 2 (t-1)/t of its operand, the other two (t-1)/t of the whole each, so the bytes
+are equal (arXiv 2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.context import Batch
+from tests.harness import run_world
+
+S, B, H, VOCAB = 8, 2, 16, 64
+STYLES = {
+    "gpt": {},
+    "llama": {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "qk_layernorm": True,
+    },
+}
+KINDS = {mappings._ALL_GATHER: "all_gather", mappings._REDUCE_SCATTER: "reduce_scatter", "all_reduce": "all_reduce"}
+OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single", "gather", "scatter")
+
+Call = tuple[str, int]
+"""Kind of a collective, and bytes of its larger operand: of the whole tensor that the ranks share."""
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """The collectives that this process starts through torch.distributed."""
+    calls: list[Call] = []
+    originals = {name: getattr(dist, name) for name in (*KINDS, *OTHERS)}
+
+    def recording(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes = [arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor)]
+            calls.append((KINDS.get(name, name), max(sizes, default=0)))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, recording(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def ring_bytes(calls: list[Call], size: int) -> Fraction:
+    """Bytes that a rank sends in ring algorithms."""
+    steps = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
+
+
+def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
+    """Collectives of one forward and one backward."""
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=H,
+        num_attention_heads=8,
+        seq_length=S,
+        vocab_size=VOCAB,
+        make_vocab_size_divisible_by=8,
+        **STYLES[style],
+    )
+    parallel = ModelParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sp, **{dtype: True})
+    model = GPTModel(config, parallel, initialize_model_parallel(size))
+    for param in model.parameters():
+        param.main_grad = torch.zeros(param.shape)
+    with recorded() as forward:
+        loss = model(None, Batch.of_tokens(torch.arange(B * S).view(B, S)))
+    with recorded() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
+    """Collectives of one layer: what a model of three layers has over a model of one, halved."""
+    one, three = (run_world(size, run_model, layers, *args) for layers in (1, 3))
+    assert all(result == one[0] for result in one) and all(result == three[0] for result in three)
+    phases = []
+    for short, long in zip(one[0], three[0], strict=True):
+        extra = Counter(long) - Counter(short)
+        assert not Counter(short) - Counter(long) and all(count % 2 == 0 for count in extra.values())
+        phases.append([call for call, count in extra.items() for _ in range(count // 2)])
+    return phases[0], phases[1]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("style", "dtype", "itemsize"), [("gpt", "fp32", 4), ("llama", "bf16", 2)])
+def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
+    forward, backward = per_layer(size, False, style, dtype)
+    sbh = S * B * H * itemsize
+    assert forward == [("all_reduce", sbh)] * 2
+    assert backward == [("all_reduce", sbh)] * 2
+    assert ring_bytes(forward + backward, size) == 4 * 2 * Fraction(size - 1, size) * sbh
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("style", "dtype", "itemsize"), [("gpt", "fp32", 4), ("llama", "bf16", 2)])
+def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
+    forward, backward = per_layer(size, True, style, dtype)
+    sbh = S * B * H * itemsize
+    regathers = 2  # the inputs of linear_qkv and linear_fc1, of which only the local part is kept
+    assert Counter(forward) == {("all_gather", sbh): 2, ("reduce_scatter", sbh): 2}
+    assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("reduce_scatter", sbh): 2}
+    hidden = regathers * Fraction(size - 1, size) * sbh
+    assert ring_bytes(forward + backward, size) - hidden == 4 * 2 * Fraction(size - 1, size) * sbh
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_ends_of_a_model(sp: bool) -> None:
+    """Embedding and head each have one collective in one direction (with sequence parallelism one in both, and the
+    regathered input of the head); the loss gathers three numbers a token. None carries the logits."""
+    size, sbh = 2, S * B * H * 4
+    ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")
+    loss = ("all_gather", size * 3 * S * B * 4)
+    if sp:
+        assert forward == [("reduce_scatter", sbh), ("all_gather", sbh), loss]
+        assert Counter(backward) == {("all_gather", sbh): 2, ("reduce_scatter", sbh): 1}
+    else:
+        assert forward == [("all_reduce", sbh), loss]
+        assert backward == [("all_reduce", sbh)]
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert run_world(1, run_model, 2, False, "gpt", "fp32") == [([], [])]
