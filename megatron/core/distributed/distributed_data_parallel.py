@@ -164,8 +164,11 @@ def _communication_device(axis: Axis) -> torch.device:
 
 
 def _move_grad(param: Tensor) -> None:
-    """Autograd hook: the gradient goes into `main_grad` and its own memory is freed."""
-    assert param.grad is not None
+    """Autograd hook: the gradient goes into `main_grad` and its own memory is freed.
+
+    It runs without a gradient too, when whoever used the parameter has accounted for it already."""
+    if param.grad is None:
+        return
     param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
     param.grad = None
     report: Callable[[], None] | None = getattr(param, "on_main_grad", None)

@@ -1,0 +1,311 @@
+"""The optimizer on any layout makes the updates of torch's own in one process."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
+
+from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_layout import buffer_bytes
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import build_parallel_state
+from tests.dist.toy import Oracle, ToyStage, add_gradients
+from tests.harness import run_world
+
+LR, DECAY = 0.01, 0.1
+LAYOUTS = [
+    ParallelDims(dp=1),
+    ParallelDims(dp=2),
+    ParallelDims(dp=3),
+    ParallelDims(dp=4),
+    ParallelDims(dp=4, ep=2),
+    ParallelDims(tp=2, dp=2, ep=2, expt_tp=2),
+    ParallelDims(tp=2, dp=1),
+    ParallelDims(tp=2, cp=2),
+    ParallelDims(pp=2, dp=2),
+    ParallelDims(pp=3),
+    ParallelDims(tp=2, pp=2, dp=2),
+]
+
+
+def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
+    parallel = ModelParallelConfig(**{dtype: True})
+    stage = ToyStage(state, getattr(torch, parallel.params_dtype))
+    ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], distributed)
+    config = OptimizerConfig(use_distributed_optimizer=distributed, **flags)
+    return ddp, build_optimizer(config, ddp, state)
+
+
+def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
+    """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
+    optimizer.zero_grad()
+    add_gradients(ddp, state, step)
+    if seed != 1.0:
+        for buffer in ddp.buffers:
+            buffer.grad_data.mul_(seed)
+    total = finalize_model_grads(ddp, torch.tensor(tokens + state.dp_cp.rank), state, seed)
+    return optimizer.step(LR, DECAY), total.item()
+
+
+def torch_optimizer(kind):
+    if kind == "adam":
+        return lambda groups: torch.optim.AdamW(groups, lr=LR, betas=(0.8, 0.95), eps=1e-6)
+    return lambda groups: torch.optim.SGD(groups, lr=LR, momentum=0.7)
+
+
+def compare_with_one_process(rank, world, dims, distributed, kind, clip):
+    state = build_parallel_state(dims, rank)
+    flags = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6, "sgd_momentum": 0.7}
+    ddp, optimizer = build(state, distributed, optimizer=kind, clip_grad=clip, **flags)
+    oracle = Oracle(state, torch_optimizer(kind))
+    norms = []
+    for step in range(3):
+        result, tokens = run_step(ddp, optimizer, state, step)
+        assert tokens == sum(10 + r for r in range(state.dp_cp.size))
+        norm = oracle.step(step, tokens, clip, DECAY)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-13)
+        assert not result.skipped
+        assert clip == 0 or norm > clip
+        norms.append(result.grad_norm)
+        for param in ddp.params:
+            torch.testing.assert_close(param.detach(), oracle.local(param.meta.name), rtol=1e-12, atol=1e-12)
+    assert (optimizer.step_count, optimizer.skipped_steps) == (3, 0)
+    return norms
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+def test_adam_equals_one_process(dims, distributed):
+    norms = run_world(dims.world_size, compare_with_one_process, dims, distributed, "adam", 0.5)
+    assert all(other == norms[0] for other in norms), "the norm must be bit-equal on all ranks"
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+def test_sgd_without_clipping_equals_one_process(distributed):
+    run_world(3, compare_with_one_process, ParallelDims(dp=3), distributed, "sgd", 0.0)
+
+
+def train_low_precision(rank, world, distributed):
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state, distributed, dtype="bf16", clip_grad=1.0)
+    oracle = Oracle(state, lambda groups: torch.optim.AdamW(groups, lr=LR), torch.float32)
+    with torch.no_grad():
+        for param in oracle.params.values():
+            param.copy_(param.bfloat16())
+    for step in range(4):
+        _, tokens = run_step(ddp, optimizer, state, step)
+        oracle.step(step, tokens, 1.0, DECAY)
+    for piece in optimizer.sharded_state():
+        if piece.key == "main_param":
+            expected = oracle.local(piece.meta.name).flatten()[piece.start : piece.stop]
+            torch.testing.assert_close(piece.data, expected, rtol=1e-5, atol=1e-6)
+    for param in ddp.params:
+        assert param.dtype == torch.bfloat16
+        torch.testing.assert_close(param.float(), oracle.local(param.meta.name), rtol=1e-2, atol=1e-3)
+    return [param.detach().float() for param in ddp.params]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+def test_bf16_has_fp32_main_parameters(distributed):
+    ranks = run_world(3, train_low_precision, distributed)
+    for other in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0], other, strict=True))
+
+
+def overflow_run(rank, world, dims, distributed, bad_rank, name):
+    """fp16: the third of four steps has an infinite gradient on one rank."""
+    state = build_parallel_state(dims, rank)
+    ddp, optimizer = build(state, distributed, dtype="fp16", initial_loss_scale=64.0, hysteresis=1, loss_scale_window=2)
+    seen = []
+    for step in range(4):
+        seed = optimizer.loss_scale / 16
+        before = [piece.data.clone() for piece in optimizer.sharded_state()]
+        params = [param.detach().clone() for param in ddp.params]
+        optimizer.zero_grad()
+        add_gradients(ddp, state, step)
+        for buffer in ddp.buffers:
+            buffer.grad_data.mul_(seed)
+        if step == 2 and rank == bad_rank:
+            (param,) = [p for p in ddp.params if p.meta.name == name]
+            param.main_grad.view(-1)[-1] = math.inf
+        finalize_model_grads(ddp, torch.tensor(10.0), state, seed)
+        result = optimizer.step(LR, DECAY)
+        seen.append((result.skipped, result.loss_scale, math.isfinite(result.grad_norm)))
+        same = [torch.equal(a, p.data) for a, p in zip(before, optimizer.sharded_state(), strict=True)]
+        same += [torch.equal(a, p) for a, p in zip(params, ddp.params, strict=True)]
+        assert all(same) if result.skipped else not all(same)
+    return seen, optimizer.loss_scale, optimizer.step_count, optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+@pytest.mark.parametrize(
+    ("bad_rank", "name"),
+    [(3, "decoder.layers.0.mlp.linear_fc2.weight"), (1, "decoder.layers.1.mlp.linear_fc2.bias")],
+    ids=["shard", "replica that no norm counts"],
+)
+def test_overflow_on_one_rank_skips_the_step_on_all(distributed, bad_rank, name):
+    ranks = run_world(4, overflow_run, ParallelDims(tp=2, dp=2), distributed, bad_rank, name)
+    expected = [(False, 64.0, True), (False, 64.0, True), (True, 128.0, False), (False, 64.0, True)]
+    for seen, scale, updates, skipped in ranks:
+        assert [s[:2] for s in seen] == [e[:2] for e in expected]
+        assert all(s[2] for s, e in zip(seen, expected, strict=True) if e[2])
+        assert (scale, updates, skipped) == (64.0, 3, 1)
+
+
+def scaled_and_unscaled_agree(rank, world):
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    results = []
+    for seed in (1.0, 2.0**20):
+        ddp, optimizer = build(state)
+        run_step(ddp, optimizer, state, 0, seed=seed)
+        results.append([param.detach().clone() for param in ddp.params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_backward_seed_is_taken_out():
+    run_world(2, scaled_and_unscaled_agree)
+
+
+def not_a_number_is_skipped(rank, world):
+    """Not only fp16 has overflow: a NaN must not reach the weights in any precision."""
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state)
+    before = [param.detach().clone() for param in ddp.params]
+    optimizer.zero_grad()
+    if rank == world - 1:
+        ddp.params[0].main_grad[0, 0] = math.nan
+    finalize_model_grads(ddp, torch.tensor(3), state)
+    result = optimizer.step(LR, DECAY)
+    assert result.skipped and math.isnan(result.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.params, strict=True))
+
+
+def test_nan_leaves_the_weights_alone():
+    run_world(2, not_a_number_is_skipped)
+
+
+def save_and_continue(rank, world, dims, distributed, dtype):
+    """Two steps, state copied through `sharded_state` into a fresh optimizer, one more step on both: bit-equal."""
+    state = build_parallel_state(dims, rank)
+    ddp, optimizer = build(state, distributed, dtype)
+    for step in range(2):
+        run_step(ddp, optimizer, state, step)
+    fresh_ddp, fresh = build(state, distributed, dtype, bucket_size=1)
+    with torch.no_grad():
+        for param in fresh_ddp.params:
+            param.fill_(7.0)
+        if dtype == "fp64":  # parameters are the main parameters
+            for source, target in zip(ddp.params, fresh_ddp.params, strict=True):
+                target.copy_(source)
+    saved = gather_pieces(optimizer.sharded_state())
+    for piece in fresh.sharded_state():
+        piece.data.copy_(_whole(saved, piece, state)[piece.start : piece.stop])
+    fresh.step_count = optimizer.step_count
+    fresh.reload_params_from_main()
+    for a, b in zip(ddp.params, fresh_ddp.params, strict=True):
+        assert torch.equal(a, b), a.meta.name
+    run_step(ddp, optimizer, state, 2)
+    run_step(fresh_ddp, fresh, state, 2)
+    for a, b in zip(ddp.params, fresh_ddp.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-15 if dtype == "fp64" else 0)
+
+
+def gather_pieces(pieces):
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, [(p.key, p.meta.name, p.start, p.stop, p.data) for p in pieces])
+    return everyone
+
+
+def _whole(saved, piece, state):
+    """The local shard of `piece` from the pieces of this rank's data-parallel group: no gap, no overlap."""
+    axis = state.axis("expt_dp") if piece.meta.expert else state.dp_cp
+    parts = [
+        (start, stop, data)
+        for rank in axis.ranks
+        for key, name, start, stop, data in saved[rank]
+        if (key, name) == (piece.key, piece.meta.name)
+    ]
+    if len({start for start, _, _ in parts}) < len(parts):  # replicated: each rank has it all
+        parts = parts[:1]
+    parts.sort(key=lambda part: part[0])
+    assert parts[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(parts))
+    whole = torch.cat([data for _, _, data in parts])
+    assert whole.numel() == math.prod(piece.meta.box(state.coords)[1])
+    return whole
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("dims", [ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)], ids=str)
+def test_state_round_trip_is_bitwise(dims, distributed, dtype):
+    run_world(dims.world_size, save_and_continue, dims, distributed, dtype)
+
+
+def weights_only(rank, world):
+    """After loading 16-bit weights alone the main parameters must follow them, or the first step undoes the load."""
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state, dtype="bf16")
+    with torch.no_grad():
+        for param in ddp.params:
+            param.fill_(3.0)
+    optimizer.reload_main_from_params()
+    optimizer.reload_params_from_main()
+    assert all(torch.equal(param, torch.full_like(param, 3.0)) for param in ddp.params)
+
+
+def test_weights_loaded_without_state():
+    run_world(2, weights_only)
+
+
+def measure(rank, world, distributed, dtype, kind):
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state, distributed, dtype, optimizer=kind)
+    run_step(ddp, optimizer, state, 0)
+    storages = {}
+    tensors = [b.param_data for b in ddp.buffers] + [b.grad_data for b in ddp.buffers] + ddp.params
+    for shard in optimizer.shards:
+        tensors += [shard.main, *shard.moments.values()]
+    for tensor in tensors:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert all(param.grad is None for param in ddp.params)
+    config = ddp.parallel_config
+    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, distributed, kind)
+    assert sum(storages.values()) == plan.total
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+def test_memory_is_what_the_plan_says(distributed, dtype, kind):
+    run_world(2, measure, distributed, dtype, kind)
+
+
+def empty_stage(rank, world):
+    """A pipeline rank may have no layers and so no parameters; it still takes part."""
+    state = build_parallel_state(ParallelDims(pp=world), rank)
+    ddp, optimizer = build(state)
+    assert bool(ddp.params) == (rank != 1)
+    result, tokens = run_step(ddp, optimizer, state, 0, tokens=4 if rank == world - 1 else 0)
+    assert tokens == 4
+    assert optimizer.step_count == 1
+    return result.grad_norm
+
+
+def test_a_rank_without_parameters():
+    norms = run_world(3, empty_stage)
+    assert norms[0] == norms[1] == norms[2] > 0
+
+
+def test_both_configurations_must_agree():
+    state = build_parallel_state(ParallelDims(), 0)
+    parallel = ModelParallelConfig(fp64=True)
+    ddp = DistributedDataParallel(DDPConfig(), parallel, state, [ToyStage(state)], use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match="use_distributed_optimizer is True in OptimizerConfig and False"):
+        build_optimizer(OptimizerConfig(), ddp, state)
