@@ -61,14 +61,14 @@ def _fill_normal_(local: Tensor, meta: ParamMeta, offset: tuple[int, ...], seed:
             if common is None:
                 continue
             if block is None:
-                block = _normal_block(seed, meta.name, start // BLOCK, stop - start).mul_(meta.init.std)
+                block = _normal_block(seed, meta.name, start // BLOCK, stop - start, meta.init.std)
             in_box, in_local = common
             local[in_local].copy_(block[box.start - start : box.stop - start].view(box.shape)[in_box])
 
 
-def _normal_block(seed: int, name: str, index: int, length: int) -> Tensor:
+def _normal_block(seed: int, name: str, index: int, length: int, std: float) -> Tensor:
     generator = torch.Generator().manual_seed(site_key(seed, f"{name}/{index}"))
-    return torch.empty(length, dtype=torch.float32).normal_(generator=generator)
+    return torch.empty(length, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
 
 # Dropout
