@@ -65,7 +65,7 @@ launch_training() {
 data_flags() {
     local vocab_size="$1" default_tokenizer="$2" paths
     if [[ -z "${DATA_PATH:-}" ]]; then
-        data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$vocab_size")
+        data=(--mock-data --vocab-size "$vocab_size")
         return
     fi
     read -r -a paths <<<"$DATA_PATH"

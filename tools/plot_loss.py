@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 TRAIN_KEY = "lm_loss"
-VALID_KEYS = ("valid_lm_loss", "validation_lm_loss", "valid_loss")
+VALID_KEY = "valid_loss"
 
 
 def read_records(path: Path) -> list[dict[str, float]]:
@@ -52,10 +52,9 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
             raise ValueError(f"{path} has no record with an iteration and {TRAIN_KEY}")
         label = path.parent.name or path.stem
         (line,) = axes.plot(iterations, losses, linewidth=1.2, label=f"{label}, training")
-        for key in VALID_KEYS:
-            at, values = series(records, key)
-            if values:
-                axes.plot(at, values, "o", markersize=4, color=line.get_color(), label=f"{label}, validation")
+        at, values = series(records, VALID_KEY)
+        if values:
+            axes.plot(at, values, "o", markersize=4, color=line.get_color(), label=f"{label}, validation")
         summary.append(f"{path}: lm loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     axes.set_xlabel("iteration")
     axes.set_ylabel("lm loss (nats per token)")

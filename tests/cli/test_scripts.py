@@ -1,0 +1,138 @@
+"""The shell scripts: their syntax, the launch lines they make, and that their settings pass validation."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(ROOT.glob("scripts/*.sh"))
+
+
+def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
+    return subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_syntax(script: Path) -> None:
+    done = run("bash", "-n", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck() -> None:
+    done = run("shellcheck", "-x", *SCRIPTS, ROOT / ".ci/run")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "world_size"), [("gpt3_175b.sh", 1024), ("llama3_8b.sh", 128), ("train_gpt_single_node.sh", 8)]
+)
+def test_settings_pass_a_dry_run(script: str, world_size: int) -> None:
+    done = run("bash", f"scripts/{script}", "--dry-run", "--world-size", str(world_size))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_further_flags_win() -> None:
+    done = run("bash", "scripts/llama3_8b.sh", "--dry-run", "--world-size", "128", "--num-layers", "0")
+    assert done.returncode == 2
+    assert "--num-layers" in done.stderr + done.stdout
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch job on three nodes; srun prints its arguments, one a line."""
+    for name, body in {
+        "scontrol": 'printf "%s\\n" gpu007 gpu008 gpu012',
+        "srun": 'echo "LAUNCH=$LAUNCH"; printf "%s\\n" "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4242",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_NODELIST": "gpu[007-008,012]",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "LOG_DIR": str(tmp_path / "logs"),
+    }
+
+
+def test_slurm_starts_one_torchrun_per_node(slurm: dict[str, str]) -> None:
+    done = run("bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--num-layers", "2", **slurm)
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.split("\n")
+    assert command[command.index("--ntasks") + 1] == "3"
+    assert command[command.index("--nnodes") + 1] == "3"
+    assert command[command.index("--nproc-per-node") + 1] == "8"
+    assert command[command.index("--rdzv-backend") + 1] == "c10d"
+    assert command[command.index("--rdzv-endpoint") + 1] == "gpu007:24242"
+    assert command[command.index("pretrain_gpt.py") + 1 :][:2] == ["--num-layers", "2"]
+
+
+def test_slurm_runs_a_script_under_its_launcher(slurm: dict[str, str]) -> None:
+    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/llama3_8b.sh", "--train-iters", "5", **slurm)
+    assert done.returncode == 0, done.stderr
+    assert "--rdzv-endpoint gpu007:24242" in done.stdout.split("LAUNCH=")[1].split("\n")[0]
+    assert "bash\nscripts/llama3_8b.sh\n--train-iters\n5\n" in done.stdout
+
+
+def test_a_script_uses_the_launcher_it_is_given() -> None:
+    done = run("bash", "scripts/gpt3_175b.sh", "--train-samples", "8", LAUNCH="echo torchrun --nnodes 3")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.strip().split("\n")[-1].split()
+    assert words[:4] == ["torchrun", "--nnodes", "3", "pretrain_gpt.py"]
+    assert words[-2:] == ["--train-samples", "8"]
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "train_gpt_slurm.sh"])
+def test_wrong_use_says_so(script: str) -> None:
+    done = run("bash", f"scripts/{script}", *(["--cleen"] if script == "quickstart.sh" else []))
+    assert done.returncode == 2
+    assert done.stderr.strip()
+
+
+def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "deep/b.jsonl"
+    for output in (first, second):
+        done = run(sys.executable, "tools/build_corpus.py", "--output", output, "--max-mb", "0.5")
+        assert done.returncode == 0, done.stderr
+    assert first.read_bytes() == second.read_bytes()
+    documents = [json.loads(line) for line in first.read_text().splitlines()]
+    assert 5e5 <= sum(len(document["text"].encode()) for document in documents) < 2e6
+    assert all(len(document["text"]) >= 200 and "site-packages" not in document["path"] for document in documents)
+
+
+def test_corpus_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
+    done = run(sys.executable, "tools/build_corpus.py", "--output", tmp_path / "out.jsonl", "--source", tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_loss_plot(tmp_path: Path) -> None:
+    metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    records = [{"iteration": i, "lm_loss": 8.0 / i} for i in range(1, 20)]
+    records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "lm_loss": 0.25}]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 20, "lm_')
+    done = run(sys.executable, "tools/plot_loss.py", metrics, "--output", picture)
+    assert done.returncode == 0, done.stderr
+    assert "8.000 -> 0.250" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_loss_plot_of_a_missing_file_names_it(tmp_path: Path) -> None:
+    done = run(sys.executable, "tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png")
+    assert done.returncode == 2
+    assert "none.jsonl" in done.stderr
