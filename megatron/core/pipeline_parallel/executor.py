@@ -74,6 +74,8 @@ class PipelineExecutor:
         without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
         the last stage, and [] elsewhere. An exception carries a note that names the action.
         """
+        microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+        assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in (Kind.B, Kind.I) for action in actions)
         self._begin(batches, loss_scale_seed, training)
         with torch.set_grad_enabled(training):

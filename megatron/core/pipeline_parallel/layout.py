@@ -6,9 +6,10 @@ A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.config import TransformerConfig
+from megatron.core.model_math import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,7 @@ def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """What the embedding and the head of a dense model cost, in layers, counted in multiplications per token.
-
-    The embedding is a look-up and counts nothing.
-    """
-    h, s = config.hidden_size, config.seq_length
-    projections = h * (2 * config.query_projection_size + 2 * config.kv_projection_size)
-    attention = min(config.window_size or s, s) * config.query_projection_size  # q k' and p v, half of each is masked
-    mlp = (3 if config.swiglu else 2) * h * config.ffn_size
-    return 0.0, h * config.padded_vocab_size / (projections + attention + mlp)
+    """What the embedding and the head cost, in layers, by their FLOPs. The embedding is a look-up and counts nothing."""
+    head = flops_per_token(replace(config, num_layers=0))
+    layer = flops_per_token(replace(config, num_layers=1)) - head
+    return 0.0, head / layer

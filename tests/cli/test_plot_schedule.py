@@ -1,0 +1,36 @@
+"""The schedule plotter's text, picture and errors."""
+
+import pytest
+
+from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from tools.plot_schedule import main
+
+
+def test_text_is_to_scale(capsys):
+    assert main(["--pipeline-schedule", "1f1b", "--pp", "2", "--num-microbatches", "2"]) == 0
+    first, last, summary, _ = capsys.readouterr().out.splitlines()
+    assert first == "  0 F0|F1|......B0---|...B1---|"
+    assert last == "  1 ...F0|B0---|F1|B1---|"
+    assert "bubble 0.3333" in summary
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_picture_of_every_schedule(schedule, tmp_path):
+    path = tmp_path / "schedule.png"
+    assert main(["--pipeline-schedule", schedule, "--messages", "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pp", "0"], "--pp and --num-microbatches"),
+        (["--forward", "0"], "--forward"),
+        (["--pipeline-schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", "2"], "must be 1"),
+    ],
+)
+def test_bad_flags_exit_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Draws a pipeline schedule, as text and as a picture, with its bubble and peak activations.
+
+    python tools/plot_schedule.py --pipeline-schedule zb-h1 --pp 4 --num-microbatches 8 --output schedule.png
+
+Times are those of one microbatch on one stage, in any unit. No GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import SCHEDULES, layout_of
+from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed, simulate
+
+COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b"}
+INCHES_PER_ACTION = 0.28
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if min(args.pp, args.num_microbatches) < 1:
+        parser.error("--pp and --num-microbatches must be at least 1")
+    if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
+        parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    try:
+        layout = layout_of(args.pipeline_schedule, args.pp, chunks)
+    except ValueError as error:
+        parser.error(str(error))
+    lists = pipeline_lists(args.pipeline_schedule, args.pp, args.num_microbatches, chunks)
+    costs = StageCosts(args.forward, args.input_grad, args.weight_grad, args.comm, activation=1 / layout.chunks)
+    found = simulate(lists, costs)
+    if args.messages:
+        for rank, actions in enumerate(lists):
+            print(f"rank {rank}: {' '.join(short(action) for action in actions)}")
+    print("\n".join(text_of(found, layout)))
+    print(summary_of(found))
+    if args.output:
+        title = f"{args.pipeline_schedule}, p = {args.pp}, m = {args.num_microbatches}, v = {layout.chunks}"
+        draw(found, layout, f"{title}: bubble {found.bubble:.1%}", args.output)
+        print(f"wrote {args.output}")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Draw a pipeline schedule and state its bubble.")
+    parser.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, help="default: what the schedule takes")
+    parser.add_argument("--forward", type=float, default=1.0, help="time of F")
+    parser.add_argument("--input-grad", type=float, default=1.0, help="time of I")
+    parser.add_argument("--weight-grad", type=float, default=1.0, help="time of W; B takes I + W")
+    parser.add_argument("--comm", type=float, default=0.0, help="time of a message between two ranks")
+    parser.add_argument("--messages", action="store_true", help="print each rank's list, sends and receives included")
+    parser.add_argument("--output", metavar="FILE.png", help="write a picture")
+    return parser
+
+
+def short(action: Action) -> str:
+    """stage.microbatch, as in F0.3 or SEND_F0.3"""
+    return f"{action.kind.value}{action.stage}.{action.microbatch}"
+
+
+def text_of(found: Simulation, layout: PipelineLayout) -> list[str]:
+    """One line a rank, to scale: kind, microbatch, and a letter for the chunk where a rank has several."""
+    timed = [entry for timeline in found.timeline for entry in timeline if entry.action.kind in COMPUTE]
+    widest = max(len(label(entry.action, layout)) for entry in timed)
+    scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
+    lines = []
+    for rank, timeline in enumerate(found.timeline):
+        line = ""
+        for action, start, stop in (entry for entry in timeline if entry.action.kind in COMPUTE):
+            line = line.ljust(round(start * scale), ".")
+            line += label(action, layout).ljust(round(stop * scale) - len(line) - 1, "-") + "|"
+        lines.append(f"{rank:>3} {line}")
+    return lines
+
+
+def label(action: Action, layout: PipelineLayout) -> str:
+    chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
+    return f"{action.kind.value}{action.microbatch}{chunk}"
+
+
+def summary_of(found: Simulation) -> str:
+    peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
+    return (
+        f"time {found.makespan:g}, longest rank {max(found.spans):g}, bubble {found.bubble:.4f}\n"
+        f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}"
+    )
+
+
+def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> None:
+    """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch where it fits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    shortest = min(t.stop - t.start for timeline in found.timeline for t in timeline if t.action.kind in COMPUTE)
+    width = min(60.0, max(6.0, INCHES_PER_ACTION * found.makespan / shortest))
+    figure, axes = pyplot.subplots(figsize=(width, 1.5 + 0.4 * layout.pp))
+    labelled = width / (found.makespan / shortest) > 0.15
+    for rank, timeline in enumerate(found.timeline):
+        for entry in timeline:
+            if entry.action.kind in COMPUTE:
+                _draw_bar(axes, rank, entry, layout, labelled)
+    kinds = sorted({t.action.kind for timeline in found.timeline for t in timeline} & COMPUTE, key=lambda k: k.value)
+    axes.legend(handles=[Patch(color=COLOURS[k], label=k.value) for k in kinds], loc="upper right", ncols=len(kinds))
+    axes.set(title=title, xlabel="time", ylabel="pipeline rank", xlim=(0, found.makespan), yticks=range(layout.pp))
+    axes.set_ylim(layout.pp - 0.5, -1.6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout, labelled: bool) -> None:
+    action, start, stop = entry
+    opacity = 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks
+    look = {"color": COLOURS[action.kind], "alpha": opacity, "edgecolor": "black", "linewidth": 0.4}
+    axes.barh(rank, stop - start, left=start, height=0.85, **look)
+    if labelled:
+        axes.text((start + stop) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
