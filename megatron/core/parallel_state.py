@@ -140,6 +140,10 @@ def build_parallel_state(dims: ParallelDims, rank: int, timeout: timedelta | Non
     axes |= {name: axis_of(mine(*parts)) for name, parts in JOINT_AXES.items()}
     pipeline = mine("pp")
     ends = (pipeline[0], pipeline[-1]) if dims.pp > 1 else (rank,)
+    if dims.pp > 2 and rank not in ends:
+        # torch names a group after the number of groups that its ranks have made. Ranks in between have no use for one
+        # here, but without it their next group would not find its peers.
+        dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     axes["embd"] = axis_of(ends if rank in ends else (rank,))
     size = dims.world_size
     world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
