@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
@@ -115,11 +115,6 @@ class _Builder:
         fc1, dim = ((2, c.ffn_size), 1) if c.swiglu else ((c.ffn_size,), 0)
         yield from self.column_linear(f"{prefix}.mlp.linear_fc1", fc1, dim, c.add_bias_linear)
         yield from self.row_linear(f"{prefix}.mlp.linear_fc2", c.ffn_size)
-
-
-def local_numel(meta: ParamMeta, tp: int) -> int:
-    """Elements of a parameter that one TP rank holds."""
-    return prod(meta.global_shape) // (tp if "tp" in meta.sharded else 1)
 
 
 @dataclass(frozen=True)

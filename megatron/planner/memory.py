@@ -1,0 +1,79 @@
+"""Memory of training states per rank, from the shapes of the parameters. No torch.
+
+Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig, TransformerConfig
+from megatron.core.distributed.param_layout import BufferBytes, buffer_bytes, plan_buffers
+from megatron.core.model_math import Stage, parameter_metas
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.layout import end_costs, split_layers
+from megatron.core.pipeline_parallel.schedules import layout_of
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What each rank of one pipeline rank holds; ranks that differ in tp, cp and dp hold as much."""
+
+    pp_rank: int
+    stages: tuple[Stage, ...]
+    metas: tuple[ParamMeta, ...]
+    parameters: int
+    """Elements of the rank's own shards, padding not included."""
+
+    memory: BufferBytes
+
+
+def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
+    """What every global pipeline stage holds."""
+    count = layout_of(parallel.pipeline_schedule, parallel.pipeline_model_parallel_size).num_stages
+    layers = split_layers(model.num_layers, count, *end_costs(model))
+    return [Stage(layers[stage], first=stage == 0, last=stage == count - 1) for stage in range(count)]
+
+
+def states_of_rank(
+    model: TransformerConfig,
+    parallel: ModelParallelConfig,
+    optimizer: OptimizerConfig,
+    ddp: DDPConfig,
+    dims: ParallelDims,
+    pp_rank: int,
+) -> RankStates:
+    """Parameters and bytes of states of the ranks at `pp_rank`."""
+    stages = pipeline_stages(model, parallel)
+    mine = [stages[s] for s in layout_of(parallel.pipeline_schedule, dims.pp).stages_of(pp_rank)]
+    metas = _metas_of(model, parallel, mine, len(stages) - 1)
+    shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
+    buffers = plan_buffers(shapes, dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size)
+    memory = buffer_bytes(
+        buffers,
+        parallel.params_dtype,
+        parallel.main_dtype,
+        optimizer.use_distributed_optimizer,
+        optimizer.optimizer,
+    )
+    elements = sum(p.stop - p.start for buffer in buffers for p in buffer.params)
+    return RankStates(pp_rank, tuple(mine), metas, elements, memory)
+
+
+def _metas_of(
+    model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], last_stage: int
+) -> tuple[ParamMeta, ...]:
+    """The parameters of a rank's stages; a tied embedding that two of them share is held once."""
+    found: dict[str, ParamMeta] = {}
+    for stage in stages:
+        metas = parameter_metas(model, stage, sequence_parallel=parallel.sequence_parallel, last_stage=last_stage)
+        for meta in metas:
+            found.setdefault(meta.name, meta)
+    return tuple(found.values())
+
+
+def _local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
+    """Shape of the part of a parameter that each rank holds; all parts are equal."""
+    return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]

@@ -1,0 +1,142 @@
+"""The plan of a run, printed without starting it: no GPU, no process group, no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from megatron.core.model_math import count_parameters, model_flops
+from megatron.core.parallel_dims import ParallelDims
+from megatron.planner.memory import RankStates, states_of_rank
+from megatron.training.batch_size import BatchSizes, num_microbatches
+from megatron.training.config import RunConfig
+from megatron.training.rules import length_of_run
+
+GROUPS_SHOWN = 4
+RANKS_SHOWN = 8
+
+
+def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -> None:
+    """Prints what a resolved and validated configuration will build and do on `world_size` ranks."""
+    out = sys.stdout if file is None else file
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    for title, lines in (
+        ("Model", model_lines(config)),
+        (f"Groups of {world_size} ranks", group_lines(dims)),
+        ("Pipeline stages and memory of states on each rank", memory_lines(config, dims)),
+        ("Batch and length", batch_lines(config, dims)),
+    ):
+        print(title, file=out)
+        for line in lines:
+            print(f"  {line}", file=out)
+
+
+def model_lines(config: RunConfig) -> Iterator[str]:
+    """Shape, parameters and FLOPs of the model."""
+    m = config.model
+    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
+    if m.query_groups != m.num_attention_heads:
+        heads += f" in {m.query_groups} groups"
+    yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
+    window = f", window {m.window_size}" if m.window_size else ""
+    yield f"sequence length {m.seq_length}, positions {m.position_embedding_type}{window}, {m.normalization}"
+    tied = "tied to" if m.tied_embeddings else "not tied to"
+    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
+    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    count = count_parameters(m)
+    yield f"parameters {count.total:,}"
+    for part, number in vars(count).items():
+        yield f"    {part.replace('_', ' '):<14}{number:>22,}"
+    flops = model_flops(m)
+    yield (
+        f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
+        f"(6 x parameters), {flops.attention:.6g} attention (causal: half of the square)"
+    )
+
+
+def group_lines(dims: ParallelDims) -> Iterator[str]:
+    """The groups along each axis that is cut."""
+    axes = (("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep"))
+    yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
+    for name, axis in axes:
+        if dims.size(axis) > 1:
+            groups = dims.groups(axis)
+            shown = " ".join(_ranks(group) for group in groups[:GROUPS_SHOWN])
+            more = f" ... {_ranks(groups[-1])}" if len(groups) > GROUPS_SHOWN else ""
+            yield f"{name:<3}{len(groups)} groups of {dims.size(axis)}: {shown}{more}"
+
+
+def _ranks(group: tuple[int, ...]) -> str:
+    """`[0,1]`, and for many ranks the first few and the last."""
+    if len(group) <= RANKS_SHOWN:
+        return "[" + ",".join(map(str, group)) + "]"
+    return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
+
+
+def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
+    """One line for each pipeline rank: what it holds, and bytes of parameters, gradients and optimizer state."""
+    plans = [
+        states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        for rank in range(dims.pp)
+    ]
+    owned = f"sharded over {dims.dp * dims.cp} ranks" if config.optimizer.use_distributed_optimizer else "on every rank"
+    yield (
+        f"parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
+        f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
+    )
+    yield "{:<4}{:<44}{:>18}{:>16}{:>12}{:>12}{:>12}{:>12}".format(
+        "pp", "holds", "stage parameters", "rank parameters", "weights", "gradients", "optimizer", "total"
+    )
+    for plan in plans:
+        memory = plan.memory
+        sizes = (memory.parameters, memory.gradients, memory.main_parameters + memory.moments, memory.total)
+        stage = sum(meta.numel for meta in plan.metas)
+        shown = "".join(f"{_bytes(size):>12}" for size in sizes)
+        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
+    most = max(plans, key=lambda plan: plan.memory.total)
+    yield f"most on pp {most.pp_rank}: {most.memory.total:,} bytes of states; activations come on top"
+
+
+def _holdings(plan: RankStates) -> str:
+    """`embedding, layers 0-7` and `layers 24-29, norm, head`."""
+    parts = []
+    for stage in plan.stages:
+        parts += ["embedding"] if stage.first else []
+        if len(stage.layers):
+            first, last = stage.layers[0], stage.layers[-1]
+            parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
+        parts += ["norm", "head"] if stage.last else []
+    return ", ".join(parts) or "nothing"
+
+
+def _bytes(size: int) -> str:
+    """In the largest binary unit that keeps the number at or above 1."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.2f} {unit}"
+    return f"{size} B"
+
+
+def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
+    t, s = config.training, config.model.seq_length
+    sizes = BatchSizes.from_config(t)
+    micro = num_microbatches(sizes.final, t.micro_batch_size, dims.dp)
+    yield (
+        f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
+        f"{sizes.final * s:,} tokens a step"
+    )
+    if t.rampup_batch_size:
+        yield f"ramp-up from {sizes.start} by {sizes.increment} over {sizes.ramp_samples:,} samples"
+    if dims.pp > 1:
+        yield f"pipeline bubble {(dims.pp - 1) / micro:.1%} of the ideal time, were all stages equal ({config.parallel.pipeline_schedule})"
+    samples = length_of_run(config)
+    if t.train_iters is None and samples is None:
+        yield "length: one epoch of the training data"
+        return
+    iterations = t.train_iters if t.train_iters is not None else sizes.iterations(samples or 0)
+    tokens = sizes.samples(iterations) * s
+    flops = model_flops(config.model).total * tokens
+    consumed = sizes.samples(iterations)
+    yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"

@@ -1,0 +1,378 @@
+"""Megatron-LM flags that are not configuration here: accepted with one line, refused, or another spelling.
+
+Tables only. When a feature lands, its flag becomes a dataclass field and its row here goes; a test fails while a flag
+stands in both places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A flag without meaning here: `arity` is 0, 1 or "*", `reason` the line that says so.
+
+    With `values`, only these ask for what happens anyway; any other value asks for something not built.
+    """
+
+    arity: int | str
+    reason: str
+    values: tuple[str, ...] | None = None
+
+
+def _accept(
+    reason: str, *flags: str, arity: int | str = 0, values: tuple[str, ...] | None = None
+) -> dict[str, Accepted]:
+    return {flag: Accepted(arity, reason, values) for flag in flags}
+
+
+MEANINGLESS: dict[str, Accepted] = {
+    **_accept("there is one implementation of the model", "--use-mcore-models", "--use-legacy-models"),
+    **_accept("there is one implementation of the model", "--transformer-impl", arity=1),
+    **_accept("attention picks its kernel by itself", "--use-flash-attn"),
+    **_accept("attention picks its kernel by itself", "--attention-backend", arity=1),
+    **_accept(
+        "which kernels are fused is not a setting",
+        "--no-masked-softmax-fusion",
+        "--no-bias-gelu-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
+        "--cross-entropy-loss-fusion",
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+        "--use-te-activation-func",
+        "--no-clone-scatter-output-in-embedding",
+    ),
+    **_accept("which kernels are fused is not a setting", "--cross-entropy-fusion-impl", arity=1),
+    **_accept("attention scores and probabilities are always computed in fp32", "--attention-softmax-in-fp32"),
+    **_accept(
+        "it leaves the result as it is, and fp32 scores do not overflow",
+        "--apply-query-key-layer-scaling",
+        "--no-query-key-layer-scaling",
+    ),
+    **_accept("gradients are always accumulated and reduced in fp32", "--accumulate-allreduce-grads-in-fp32"),
+    **_accept("the cross entropy is always computed in fp32", "--fp16-lm-cross-entropy"),
+    **_accept(
+        "losses are token sums, divided once by the global count of valid tokens",
+        "--calculate-per-token-loss",
+        "--ddp-average-in-collective",
+        "--no-gradient-reduce-div-fusion",
+    ),
+    **_accept(
+        "initial weights depend on the seed, the name and the position only, on any device and layout",
+        "--use-cpu-initialization",
+        "--te-rng-tracker",
+        "--init-model-with-meta-device",
+        "--no-initialization",
+    ),
+    **_accept("the launcher's environment says it", "--local-rank", "--lazy-mpu-init", arity=1),
+    **_accept("Megatron-LM ignores it too", "--no-async-tensor-model-parallel-allreduce"),
+    **_accept(
+        "the pipeline schedule decides when sends and receives start",
+        "--no-overlap-p2p-communication",
+        "--no-scatter-gather-tensors-in-pipeline",
+        "--no-align-grad-reduce",
+        "--no-align-param-gather",
+    ),
+    **_accept(
+        "layers are always split so that the embedding and the head are balanced",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+    ),
+    **_accept(
+        "the overlap it turns off is not there",
+        "--disable-tp-comm-overlap-ag",
+        "--disable-tp-comm-overlap-rs",
+        "--disable-tp-comm-bulk-dgrad",
+        "--disable-tp-comm-bulk-wgrad",
+        "--disable-tp-comm-split-ag",
+        "--disable-tp-comm-split-rs",
+    ),
+    **_accept("it is the default of torch", "--pipeline-model-parallel-comm-backend", arity=1, values=("nccl",)),
+    **_accept("attention builds its own mask", "--no-create-attention-mask-in-dataloader"),
+    **_accept("token files are always mapped", "--no-mmap-bin-files"),
+    **_accept("index files are built in one thread", "--num-dataset-builder-threads", arity=1),
+    **_accept("samples always come in one pass", "--dataloader-type", arity=1, values=("single",)),
+    **_accept("it is the surplus that blends always have", "--mid-level-dataset-surplus", arity=1, values=("0.005",)),
+    **_accept(
+        "checkpoints are torch.distributed.checkpoint folders, written by all ranks, that load at any layout",
+        "--use-dist-ckpt",
+        "--auto-detect-ckpt-format",
+        "--ckpt-fully-parallel-save",
+        "--no-ckpt-fully-parallel-save",
+        "--ckpt-fully-parallel-load",
+        "--ckpt-assume-constant-structure",
+        "--dist-ckpt-optim-fully-reshardable",
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        "--dist-ckpt-save-pre-mcore-014",
+    ),
+    **_accept("checkpoints are torch.distributed.checkpoint folders", "--ckpt-format", "--dist-ckpt-format", arity=1),
+    **_accept("missing and extra keys are always an error", "--dist-ckpt-strictness", arity=1),
+    **_accept("random-number state is part of every checkpoint", "--no-save-rng"),
+    **_accept(
+        "the schedule is always that of the flags", "--override-opt_param-scheduler", "--override-opt-param-scheduler"
+    ),
+    **_accept(
+        "it is always logged",
+        "--log-loss-scale-to-tensorboard",
+        "--log-learning-rate-to-tensorboard",
+        "--log-batch-size-to-tensorboard",
+        "--log-memory-to-tensorboard",
+        "--log-progress",
+    ),
+    **_accept("the loss scale is always logged", "--no-log-loss-scale-to-tensorboard"),
+    **_accept("the resolved configuration says it", "--log-world-size-to-tensorboard"),
+    **_accept("the resolved configuration is saved beside the checkpoints", "--config-logger-dir", arity=1),
+    **_accept(
+        "the time of a step is always logged, and nothing is timed within it",
+        "--no-barrier-with-level-1-timing",
+        "--log-timers-to-tensorboard",
+    ),
+    **_accept(
+        "the time of a step is always logged, and nothing is timed within it",
+        "--timing-log-level",
+        "--timing-log-option",
+        arity=1,
+    ),
+    **_accept(
+        "TensorBoard gets a record every --log-interval",
+        "--tensorboard-log-interval",
+        "--tensorboard-queue-size",
+        arity=1,
+    ),
+    **_accept("there is one level of logging", "--logging-level", arity=1),
+    **_accept("nothing is sent to One Logger", "--no-one-logger", "--one-logger-async"),
+    **_accept(
+        "nothing is sent to One Logger",
+        "--one-logger-project",
+        "--one-logger-run-name",
+        "--app-tag-run-name",
+        "--app-tag-run-version",
+        arity=1,
+    ),
+    **_accept("non-finite losses are always counted and logged", "--no-check-for-nan-in-loss-and-grad"),
+    **_accept("results are not recomputed to validate them", "--rerun-mode", arity=1, values=("disabled",)),
+    **_accept("garbage collection is not a setting", "--manual-gc", "--no-manual-gc-eval"),
+    **_accept("garbage collection is not a setting", "--manual-gc-interval", arity=1),
+    **_accept("the allocator's cache is never emptied", "--empty-unused-memory-level", arity=1, values=("0",)),
+    **_accept("there is one set of tokenizers", "--legacy-tokenizer"),
+    **_accept("no remote code is ever run", "--trust-remote-code"),
+    **_accept("no token is added", "--vocab-extra-ids", arity=1, values=("0",)),
+    **_accept("rotary frequencies are those of RoPE", "--rope-type", arity=1, values=("rope",)),
+    **_accept("the softmax is the ordinary one", "--softmax-type", arity=1, values=("vanilla",)),
+    **_accept(
+        "gradients, main parameters and moments are always fp32",
+        "--main-grads-dtype",
+        "--main-params-dtype",
+        "--exp-avg-dtype",
+        "--exp-avg-sq-dtype",
+        arity=1,
+        values=("fp32",),
+    ),
+    **_accept("there is one copy of the optimizer", "--num-distributed-optimizer-instances", arity=1, values=("1",)),
+    **_accept("nothing is offloaded", "--cpu-offloading-num-layers", arity=1, values=("0",)),
+}
+"""Accepted: they choose an implementation, or ask for what is so in any case."""
+
+
+CONSTANTS: dict[str, tuple[str, Any]] = {
+    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--no-position-embedding": ("position_embedding_type", "none"),
+    "--recompute-activations": ("recompute_granularity", "selective"),
+}
+"""Older switches that set one field to one value."""
+
+
+RENAMED: dict[str, str] = {
+    "--batch-size": "use --micro-batch-size",
+    "--model-parallel-size": "use --tensor-model-parallel-size",
+    "--warmup": "use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
+    "--checkpoint-activations": "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--encoder-num-layers": "use --num-layers",
+    "--decoder-num-layers": "use --num-layers",
+    "--encoder-seq-length": "use --seq-length",
+    "--decoder-seq-length": "use --seq-length",
+    "--padded-vocab-size": "use --vocab-size and --make-vocab-size-divisible-by",
+    "--yaml-cfg": "use --config with the names of flags",
+    "--data-args-path": "use --data-path with the file's contents",
+    "--per-split-data-args-path": "use --train-data-path, --valid-data-path and --test-data-path",
+    "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
+    "--ddp-num-buckets": "use --ddp-bucket-size",
+}
+"""Flags whose meaning another flag carries: an error that names it."""
+
+
+def _refuse(feature: str, *flags: str) -> dict[str, str]:
+    return dict.fromkeys(flags, feature)
+
+
+NOT_BUILT: dict[str, str] = {
+    **_refuse("mixture of experts", "--num-experts", "--expert-interval", "--overlap-moe-expert-parallel-comm"),
+    **_refuse("context parallelism", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
+    **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
+    **_refuse(
+        "interleaved pipelining",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "--overlap-p2p-communication-warmup-flush",
+    ),
+    **_refuse(
+        "a pipeline layout by hand",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--pipeline-model-parallel-layout",
+        "--pipeline-model-parallel-split-rank",
+    ),
+    **_refuse(
+        "overlap of data-parallel communication",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--overlap-param-gather-with-optimizer-step",
+        "--delay-grad-reduce",
+        "--delay-param-gather",
+    ),
+    **_refuse("overlap of tensor-parallel communication in user buffers", "--use-ring-exchange-p2p"),
+    **_refuse(
+        "tuning of the communication library",
+        "--nccl-communicator-config-path",
+        "--use-nccl-ub",
+        "--use-sharp",
+        "--sharp-enabled-group",
+        "--high-priority-stream-groups",
+        "--disable-gloo-process-groups",
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ),
+    **_refuse("deferral of the head's weight gradient", "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit"),
+    **_refuse(
+        "fully sharded data parallelism",
+        "--use-megatron-fsdp",
+        "--use-custom-fsdp",
+        "--use-torch-fsdp2",
+        "--data-parallel-sharding-strategy",
+        "--fsdp-double-buffer",
+        "--enable-full-sharding-in-hsdp",
+    ),
+    **_refuse("16-bit reduction of gradients", "--grad-reduce-in-bf16"),
+    **_refuse("optimizer state below fp32", "--use-precision-aware-optimizer", "--store-param-remainders"),
+    **_refuse(
+        "optimizer state in host memory",
+        "--optimizer-cpu-offload",
+        "--optimizer-offload-fraction",
+        "--use-torch-optimizer-for-cpu-offload",
+        "--overlap-cpu-optimizer-d2h-h2d",
+    ),
+    **_refuse("activations in host memory", "--cpu-offloading", "--distribute-saved-activations"),
+    **_refuse("a choice of modules to recompute", "--recompute-modules"),
+    **_refuse("a residual stream in fp32", "--fp32-residual-connection"),
+    **_refuse("a choice of precision in matrix multiplications", "--disable-bf16-reduced-precision-matmul"),
+    **_refuse("this activation function", "--openai-gelu", "--quick-geglu", "--glu-linear-offset", "--onnx-safe"),
+    **_refuse("this norm", "--apply-layernorm-1p", "--apply-residual-connection-post-layernorm", "--qk-l2-norm"),
+    **_refuse(
+        "this position embedding",
+        "--rotary-interleaved",
+        "--rotary-seq-len-interpolation-factor",
+        "--no-rope-freq",
+        "--mrope-section",
+        "--relative-attention-num-buckets",
+        "--relative-attention-max-distance",
+    ),
+    **_refuse("a window in some layers only", "--window-attn-skip-freq"),
+    **_refuse(
+        "multi-latent attention",
+        "--multi-latent-attention",
+        "--q-lora-rank",
+        "--kv-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+    ),
+    **_refuse("layers given as a module specification", "--spec"),
+    **_refuse(
+        "this initialisation",
+        "--embedding-init-method-std",
+        "--init-method-xavier-uniform",
+        "--data-parallel-random-init",
+    ),
+    **_refuse("a learning rate of its own for some layers", "--decoupled-lr", "--decoupled-min-lr", "--head-lr-mult"),
+    **_refuse("taking the schedule from a checkpoint", "--use-checkpoint-opt_param-scheduler"),
+    **_refuse("taking the schedule from a checkpoint", "--use-checkpoint-opt-param-scheduler"),
+    **_refuse(
+        "taking flags from a checkpoint",
+        "--use-checkpoint-args",
+        "--use-mp-args-from-checkpoint-args",
+        "--no-use-tokenizer-model-from-checkpoint-args",
+    ),
+    **_refuse(
+        "this way of saving or loading",
+        "--async-save",
+        "--use-persistent-ckpt-worker",
+        "--save-retain-interval",
+        "--pretrained-checkpoint",
+        "--ckpt-step",
+        "--load-main-params-from-ckpt",
+        "--replication",
+        "--replication-jump",
+        "--replication-factor",
+    ),
+    **_refuse("saving on a signal", "--exit-signal-handler", "--exit-signal-handler-for-dataloader"),
+    **_refuse(
+        "restarts within a job", "--enable-ft-package", "--calc-ft-timeouts", "--result-rejected-tracker-filename"
+    ),
+    **_refuse("skipping iterations", "--iterations-to-skip", "--skip-train", "--test-mode"),
+    **_refuse("a batch size that follows the number of ranks", "--decrease-batch-size-if-needed"),
+    **_refuse("this kind of evaluation", "--full-validation", "--multiple-validation-sets"),
+    **_refuse(
+        "this log",
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
+        "--log-validation-ppl-to-tensorboard",
+        "--log-energy",
+        "--log-straggler",
+        "--check-for-spiky-loss",
+        "--check-for-large-grads",
+        "--wandb-entity",
+        "--wandb-save-dir",
+    ),
+    **_refuse("comparing replicas while training", "--check-weight-hash-across-dp-replicas-interval"),
+    **_refuse("profiling", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--memory-snapshot-path"),
+    **_refuse("CUDA graphs", "--enable-cuda-graph", "--external-cuda-graph"),
+    **_refuse("a choice of when ranks wait for each other", "--train-sync-interval"),
+    **_refuse("this data format", "--fim-data", "--sft", "--object-storage-cache-path", "--tokenizer-metadata"),
+    **_refuse("models other than GPT", "--bert-no-binary-head", "--mask-prob", "--short-seq-prob", "--is-hybrid-model"),
+}
+"""Refused: flag -> the feature that it asks for."""
+
+
+NOT_BUILT_FAMILIES: dict[str, str] = {
+    "--moe-": "mixture of experts",
+    "--fp8-": "8-bit floating point",
+    "--fp4-": "4-bit floating point",
+    "--tp-comm-": "overlap of tensor-parallel communication in user buffers",
+    "--cuda-graph-": "CUDA graphs",
+    "--profile-": "profiling",
+    "--mtp-": "multi-token prediction",
+    "--muon-": "the Muon optimizer",
+    "--mamba-": "state-space layers",
+    "--hybrid-": "state-space layers",
+    "--non-persistent-": "checkpoints that are not kept",
+    "--ckpt-convert-": "this way of saving or loading",
+    "--inprocess-": "restarts within a job",
+    "--straggler-": "this log",
+    "--tiktoken-": "this tokenizer",
+    "--retro-": "retrieval models",
+    "--retriever-": "retrieval models",
+    "--rl-": "reinforcement learning",
+    "--grpo-": "reinforcement learning",
+    "--inference-": "inference in a training run",
+    "--vision-": "models other than GPT",
+    "--dino-": "models other than GPT",
+    "--heterogeneous-": "layers that differ from each other",
+    "--adlr-": "another scheduler's restarts",
+    "--error-injection-": "fault injection",
+}
+"""Refused: every flag that starts so and is not a field."""

@@ -1,0 +1,46 @@
+"""What is wrong with a configuration, one item at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A flag, its value (None: not given), the rule that it breaks and what to do about it."""
+
+    flag: str
+    value: Any
+    rule: str
+    remedy: str
+
+    @classmethod
+    def of_error(cls, flag: str, value: Any, error: Exception) -> Problem:
+        """A problem that reading a file brought up."""
+        return cls(flag, value, str(error) or type(error).__name__, "correct the flag or the file it names")
+
+    @classmethod
+    def of_message(cls, flag: str, value: Any, message: str) -> Problem:
+        """A problem from the message of a ValueError of the form `flag value: rule; remedy`."""
+        rule, _, remedy = message.partition(": ")[2].partition("; ")
+        return cls(flag, value, rule or message, remedy or "correct it")
+
+    def __str__(self) -> str:
+        if self.value is None:
+            value = ""
+        elif isinstance(self.value, tuple | list):
+            value = " " + " ".join(str(v) for v in self.value)
+        else:
+            value = f" {self.value}"
+        return f"{self.flag}{value}: {self.rule}; {self.remedy}"
+
+
+def print_problems(problems: Sequence[Problem], file: TextIO | None = None) -> None:
+    """One line each, under a line that counts them."""
+    out = sys.stderr if file is None else file
+    print(f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}.", file=out)
+    for problem in problems:
+        print(f"  {problem}", file=out)
