@@ -98,7 +98,7 @@ def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """What the embedding and the head cost, in layers, by their FLOPs. The embedding is a look-up and counts nothing."""
+    """What the embedding and the head cost, in layers, by their FLOPs: the embedding is a look-up and costs nothing."""
     head = flops_per_token(replace(config, num_layers=0))
     layer = flops_per_token(replace(config, num_layers=1)) - head
     return 0.0, head / layer
