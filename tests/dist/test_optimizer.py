@@ -173,11 +173,13 @@ def test_the_backward_seed_is_taken_out():
     run_world(2, scaled_and_unscaled_agree)
 
 
-def not_a_number_is_skipped(rank, world):
+def not_a_number_is_skipped(rank, world, kind):
     """Not only fp16 has overflow: a NaN must not reach the weights in any precision."""
     state = build_parallel_state(ParallelDims(dp=world), rank)
-    ddp, optimizer = build(state)
+    ddp, optimizer = build(state, optimizer=kind)
+    run_step(ddp, optimizer, state, 0)
     before = [param.detach().clone() for param in ddp.params]
+    moments = [piece.data.clone() for piece in optimizer.sharded_state()]
     optimizer.zero_grad()
     if rank == world - 1:
         ddp.params[0].main_grad[0, 0] = math.nan
@@ -185,10 +187,13 @@ def not_a_number_is_skipped(rank, world):
     result = optimizer.step(LR, DECAY)
     assert result.skipped and math.isnan(result.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.params, strict=True))
+    assert all(torch.equal(a, b.data) for a, b in zip(moments, optimizer.sharded_state(), strict=True))
+    assert (optimizer.step_count, optimizer.skipped_steps) == (1, 1)
 
 
-def test_nan_leaves_the_weights_alone():
-    run_world(2, not_a_number_is_skipped)
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_nan_leaves_weights_and_moments_alone(kind):
+    run_world(2, not_a_number_is_skipped, kind)
 
 
 def save_and_continue(rank, world, dims, distributed, dtype):

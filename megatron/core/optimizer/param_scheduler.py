@@ -114,7 +114,7 @@ class OptimizerParamScheduler:
         if samples > length.decay:
             return config.min_lr
         if config.lr_decay_style == "inverse-square-root":
-            return max(config.min_lr, self.max_lr * math.sqrt(max(length.warmup, 1.0) / max(samples, 1)))
+            return max(config.min_lr, self.max_lr * max(length.warmup, 1.0) ** 0.5 / max(samples, 1) ** 0.5)
         return config.min_lr + self._decay_left(samples) * (self.max_lr - config.min_lr)
 
     def _decay_left(self, samples: int) -> float:
