@@ -73,6 +73,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
         reading.problems.append(Problem("--world-size", reading.world_size, rule, remedy))
     config = _config_of(reading.values)
+    if reading.world_size is None and reading.dry_run and launch.launcher == "none":
+        parallel = config.parallel
+        reading.world_size = max(1, parallel.model_parallel_size * (parallel.data_parallel_size or 1))
+        reading.notes.append(f"planned for {reading.world_size} ranks; --world-size says otherwise")
     if reading.problems:
         world_size = reading.world_size or launch.world_size
         found = validate(resolve(config, world_size), world_size)
@@ -267,7 +271,9 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
     name = "--" + key.lstrip("-").replace("_", "-")
     where = f"{path}: {key}"
     flag, on = spelling_table().get(name, (None, True))
-    if isinstance(value, dict):
+    if name in ("--config", "--dry-run", "--world-size"):
+        reading.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
+    elif isinstance(value, dict):
         reading.problems.append(Problem(where, None, "must be a value", "write names flat, without sections"))
     elif flag is None:
         if value not in (None, False):  # a switch that is off asks for nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config import TrainingConfig
+from megatron.training.config import RunConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,19 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
     """Forward passes of each replica in one step."""
     assert global_batch_size % (micro_batch_size * data_parallel_size) == 0, "validate() checks divisibility"
     return global_batch_size // (micro_batch_size * data_parallel_size)
+
+
+def samples_of_run(config: RunConfig) -> int | None:
+    """Samples of a run given in samples or tokens; None where it is given in iterations, or is one epoch."""
+    training = config.training
+    if training.train_tokens is not None and config.model.seq_length > 0:
+        return training.train_tokens // config.model.seq_length
+    return training.train_samples
+
+
+def iterations_of_run(config: RunConfig) -> int | None:
+    """Steps of a resolved run; None where it is one epoch, whose length the data knows."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    samples = samples_of_run(config)
+    return None if samples is None else BatchSizes.from_config(config.training).iterations(samples)

@@ -9,9 +9,8 @@ from typing import TextIO
 from megatron.core.model_math import count_parameters, model_flops
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.memory import RankStates, states_of_rank
-from megatron.training.batch_size import BatchSizes, num_microbatches
+from megatron.training.batch_size import BatchSizes, iterations_of_run, num_microbatches
 from megatron.training.config import RunConfig
-from megatron.training.rules import length_of_run
 
 GROUPS_SHOWN = 4
 RANKS_SHOWN = 8
@@ -130,12 +129,12 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     if t.rampup_batch_size:
         yield f"ramp-up from {sizes.start} by {sizes.increment} over {sizes.ramp_samples:,} samples"
     if dims.pp > 1:
-        yield f"pipeline bubble {(dims.pp - 1) / micro:.1%} of the ideal time, were all stages equal ({config.parallel.pipeline_schedule})"
-    samples = length_of_run(config)
-    if t.train_iters is None and samples is None:
+        bubble = f"{(dims.pp - 1) / micro:.1%} of the ideal time, were all stages equal"
+        yield f"pipeline bubble ({config.parallel.pipeline_schedule}) {bubble}"
+    iterations = iterations_of_run(config)
+    if iterations is None:
         yield "length: one epoch of the training data"
         return
-    iterations = t.train_iters if t.train_iters is not None else sizes.iterations(samples or 0)
     tokens = sizes.samples(iterations) * s
     flops = model_flops(config.model).total * tokens
     consumed = sizes.samples(iterations)

@@ -44,3 +44,14 @@ def print_problems(problems: Sequence[Problem], file: TextIO | None = None) -> N
     print(f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}.", file=out)
     for problem in problems:
         print(f"  {problem}", file=out)
+
+
+def multiples(value: int, divisor: int) -> str:
+    """The nearest legal values: `nearest: 996 or 1008`."""
+    below = value // divisor * divisor
+    return f"nearest: {below} or {below + divisor}" if below > 0 else f"nearest: {divisor}"
+
+
+def divides(divisor: int | None, value: int | None) -> bool:
+    """Whether `divisor` divides `value`; True where either is missing or not positive, which another rule reports."""
+    return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.training.batch_size import samples_of_run
 from megatron.training.config import RunConfig
 from megatron.training.problem import Problem
-from megatron.training.rules import RULES, length_of_run, single_values
+from megatron.training.rules import RULES, single_values
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "resolve", "validate"]
 
@@ -83,5 +84,5 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     if training.train_tokens is not None and config.model.seq_length > 0:
-        training = _filled(training, train_samples=length_of_run(config))
+        training = _filled(training, train_samples=samples_of_run(config))
     return training
