@@ -1,0 +1,1 @@
+"""Exchange of weights and configurations with Hugging Face model folders."""

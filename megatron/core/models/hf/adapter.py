@@ -1,0 +1,264 @@
+"""Weights and configurations from Hugging Face's form to ours and back: pure functions over the tables of `families`.
+
+What a family cannot express is an error that names it, never a silent approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+from megatron.core.model_math import parameter_metas, whole_model
+from megatron.core.models.hf.families import FAMILIES, Family, Rule
+from megatron.core.param_meta import ParamMeta
+
+# Fields that say how a model is trained or stored, not what it computes.
+TRAINING_ONLY = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+LLAMA3_SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_scaling_low_freq_factor",
+    "high_freq_factor": "rope_scaling_high_freq_factor",
+    "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
+}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. ValueError for one that has no table."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+# Configurations
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
+    """The model that a config.json describes; seq_length becomes its longest context.
+
+    ValueError listing every setting that cannot be expressed.
+    """
+    family = family_of(hf_config)
+    hf = {**family.defaults, **hf_config}
+    problems = [
+        f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
+        for key, legal in family.only.items()
+        if hf[key] not in legal
+    ]
+    problems += [f"{key} is missing" for key in family.keys if key not in hf]
+    if hf.get("embd_pdrop", hf.get("resid_pdrop")) != hf.get("resid_pdrop"):
+        problems.append(f"embd_pdrop = {hf['embd_pdrop']!r} differs from resid_pdrop = {hf['resid_pdrop']!r}")
+    if problems:
+        raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
+    fields = {ours: hf[key] for key, ours in family.keys.items()}
+    fields |= family.fixed
+    fields["seq_length"] = fields["max_position_embeddings"]
+    fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
+    if fields.get("num_query_groups") == fields["num_attention_heads"]:
+        fields["num_query_groups"] = None
+    fields["group_query_attention"] = fields.get("num_query_groups") is not None
+    if fields["position_embedding_type"] == "rope":
+        fields |= _rotary_from_hf(hf)
+    fields.setdefault("window_size", _window_from_hf(hf))
+    return TransformerConfig(**fields)
+
+
+def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings: `rope_theta` and `rope_scaling`, or both in `rope_parameters` as newer files have them."""
+    merged = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    fields: dict[str, Any] = {
+        "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rotary_percent": float(merged.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))),
+    }
+    if kind == "llama3":
+        fields["use_rope_scaling"] = True
+        fields |= {ours: merged[key] for key, ours in LLAMA3_SCALING.items()}
+    elif kind != "default":
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are default, llama3")
+    return fields
+
+
+def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
+    """The sliding window of all layers, or None. ValueError if some layers have one and some not."""
+    window, layers = hf.get("sliding_window"), hf.get("num_hidden_layers", 0)
+    if not window or not hf.get("use_sliding_window", True):
+        return None
+    first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
+    kinds = hf.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) != {"sliding_attention"}:
+        raise ValueError("config.json: a sliding window in some layers only is not supported")
+    return window
+
+
+def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
+    """The config.json of a model. ValueError naming what the family cannot express."""
+    family = family_of({"model_type": model_type})
+    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    hf |= {key: legal[0] for key, legal in family.only.items()}
+    stated = replace(config, **_stated(config))
+    hf |= {key: getattr(stated, ours) for key, ours in family.keys.items()}
+    hf["tie_word_embeddings"] = config.tied_embeddings
+    if family.fixed["position_embedding_type"] == "rope":
+        hf |= _rotary_to_hf(config)
+    else:
+        hf["embd_pdrop"] = config.hidden_dropout
+    if "window_size" not in family.fixed and model_type != "gpt2":
+        hf["sliding_window"] = config.window_size
+        if model_type != "mistral":
+            hf["use_sliding_window"] = config.window_size is not None
+            hf |= {"max_window_layers": 0} if config.window_size else {}
+    expected, found = _computed(config), _computed(config_from_hf(hf))
+    lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+    if lost:
+        raise ValueError(f"a {model_type} model cannot have {', '.join(lost)}")
+    return hf
+
+
+def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    hf: dict[str, Any] = {"rope_theta": config.rotary_base}
+    if config.rotary_percent != 1:
+        hf["partial_rotary_factor"] = config.rotary_percent
+    if config.use_rope_scaling:
+        hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
+        hf["rope_scaling"]["rope_type"] = "llama3"
+    return hf
+
+
+def _stated(config: TransformerConfig) -> dict[str, Any]:
+    """Fields with defaults that follow from others, as values."""
+    return {
+        "ffn_hidden_size": config.ffn_size,
+        "kv_channels": config.head_dim,
+        "num_query_groups": config.query_groups,
+        "group_query_attention": True,
+        "max_position_embeddings": config.max_positions,
+        "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+    }
+
+
+def _computed(config: TransformerConfig) -> dict[str, Any]:
+    """The fields that decide what the model computes; those without effect are left at their defaults."""
+    fields = asdict(replace(config, **_stated(config)))
+    rotary = config.position_embedding_type == "rope"
+    idle = list(TRAINING_ONLY)
+    idle += [name for name in fields if name.startswith("rotary_") and not rotary]
+    idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
+    idle += ["max_position_embeddings"] if rotary else []
+    return {name: value for name, value in fields.items() if name not in idle}
+
+
+# Weights
+
+
+def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Their tensors as whole parameters of ours, by name. ValueError naming every missing, unknown or misshapen one."""
+    family = family_of({"model_type": model_type})
+    tensors = _checkpoint_names(state_dict, family)
+    found: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for meta, rule in _rules_of(config, family):
+        missing = [name for name in rule.theirs if name not in tensors]
+        if missing:
+            problems += [f"{name} is missing" for name in missing]
+            continue
+        parts = tuple(tensors.pop(name) for name in rule.theirs)
+        problems += _place(found, meta, rule, config, parts)
+    problems += _check_tied_head(tensors, found, config)
+    problems += [f"{name} has no place in the model" for name in tensors]
+    if problems:
+        raise ValueError(f"weights of a {model_type} model: " + "; ".join(problems))
+    return found
+
+
+def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Our whole parameters, by name, as their tensors. A tied head is left out, as in their files."""
+    family = family_of({"model_type": model_type})
+    rules = _rules_of(config, family)
+    missing = [meta.name for meta, _ in rules if meta.name not in parameters]
+    if missing:
+        raise ValueError(f"parameters missing: {', '.join(missing)}")
+    return {
+        name: tensor
+        for meta, rule in rules
+        for name, tensor in zip(rule.theirs, rule.layout.theirs(config, parameters[meta.name]), strict=True)
+    }
+
+
+@torch.no_grad()
+def copy_shards_(
+    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
+) -> None:
+    """Fills each parameter with its part of the whole one of its name."""
+    for parameter in parameters:
+        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        offset, shape = meta.box(coords)
+        box = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        parameter.copy_(whole[meta.name][box])
+
+
+def _checkpoint_names(state_dict: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """Their tensors under full names, without those that hold no weights."""
+    bare = not any(name.startswith(family.prefix) for name in state_dict)
+    return {
+        family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
+        for name, tensor in state_dict.items()
+        if not name.endswith(family.ignored)
+    }
+
+
+def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta, Rule]]:
+    """Each parameter of the model with the rule for it, the layer number filled in."""
+    rules = {rule.ours: rule for rule in family.rules}
+    found = []
+    for meta in parameter_metas(config, whole_model(config)):
+        parts = meta.name.split(".")
+        layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
+        pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
+        if pattern not in rules:
+            raise ValueError(f"a {family.model_type} model has no place for {meta.name}")
+        rule = rules[pattern]
+        found.append((meta, replace(rule, theirs=tuple(name.replace("{i}", layer) for name in rule.theirs))))
+    return found
+
+
+def _place(
+    found: dict[str, Tensor], meta: ParamMeta, rule: Rule, config: TransformerConfig, parts: tuple[Tensor, ...]
+) -> list[str]:
+    """Adds a parameter to `found`, or says what is wrong with its parts."""
+    names = ", ".join(rule.theirs)
+    shapes = ", ".join(str(list(part.shape)) for part in parts)
+    try:
+        parameter = rule.layout.ours(config, parts)
+    except RuntimeError:
+        return [f"{names} of shape {shapes} do not fit the configuration"]
+    if tuple(parameter.shape) != meta.global_shape:
+        return [f"{names} of shape {shapes} make {list(parameter.shape)}, not {list(meta.global_shape)} of {meta.name}"]
+    found[meta.name] = parameter
+    return []
+
+
+def _check_tied_head(tensors: dict[str, Tensor], found: dict[str, Tensor], config: TransformerConfig) -> list[str]:
+    """A tied head may be stored a second time; then it must be the embedding."""
+    if not config.tied_embeddings or "lm_head.weight" not in tensors:
+        return []
+    head, embedding = tensors.pop("lm_head.weight"), found.get("embedding.word_embeddings.weight")
+    if embedding is None or torch.equal(head, embedding[: config.vocab_size]):
+        return []
+    return ["lm_head.weight differs from the word embeddings that config.json says it is tied to"]

@@ -1,0 +1,282 @@
+"""Hugging Face's names and layouts of weights, family by family, as tables.
+
+A `Rule` pairs one parameter of ours with the tensors that make it up there; its `Layout` turns one into the other,
+both ways and bit for bit. A `Settings` table does the same for the keys of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, cat, stack
+
+from megatron.core.config import TransformerConfig
+
+
+class Layout:
+    """One tensor on both sides, the same."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The parameter that their tensors make up."""
+        return tensors[0]
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that our parameter comes apart into."""
+        return (parameter,)
+
+
+class Transposed(Layout):
+    """GPT-2 stores [in, out] where we store [out, in]."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0].t().contiguous()
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter.t().contiguous(),)
+
+
+class VocabularyRows(Layout):
+    """Ours has rows of zeros below, up to the padded vocabulary."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        (rows,) = tensors
+        return cat((rows, rows.new_zeros(config.padded_vocab_size - rows.shape[0], *rows.shape[1:])))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter[: config.vocab_size].contiguous(),)
+
+
+class Stacked(Layout):
+    """Several tensors of one shape, stacked along a new first dim: gate and up of a gated MLP."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return stack(tensors)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in parameter.unbind())
+
+
+class QueryGroups(Layout):
+    """q [heads * d, ...], k and v [groups * d, ...] there; here [groups, q_per_group + 2, d, ...]."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return cat([x.unflatten(0, (config.query_groups, -1, config.head_dim)) for x in tensors], dim=1)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        parts = parameter.split((config.queries_per_group, 1, 1), dim=1)
+        return tuple(part.flatten(0, 2).contiguous() for part in parts)
+
+
+class JointHeads(Layout):
+    """GPT-2: all queries, all keys, all values side by side in one tensor, in the last dim."""
+
+    groups = QueryGroups()
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.groups.ours(config, tensors[0].t().chunk(3))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (cat(self.groups.theirs(config, parameter)).t().contiguous(),)
+
+
+class JointHeadsBias(Layout):
+    """The bias of `JointHeads`."""
+
+    groups = QueryGroups()
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.groups.ours(config, tensors[0].chunk(3))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (cat(self.groups.theirs(config, parameter)),)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of ours, and what it is made of there. `{i}` stands for the layer number."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Layout = field(default_factory=Layout)
+
+
+OUR_LAYER = "decoder.layers.{i}"
+
+
+def _linear(ours: str, theirs: str, weight: Layout, bias: Layout) -> tuple[Rule, Rule]:
+    """Weight and bias; `theirs` names the parts, separated by blanks."""
+    parts = theirs.split()
+    return (
+        Rule(f"{OUR_LAYER}.{ours}.weight", tuple(f"{part}.weight" for part in parts), weight),
+        Rule(f"{OUR_LAYER}.{ours}.bias", tuple(f"{part}.bias" for part in parts), bias),
+    )
+
+
+def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    return Rule(f"{ours}.weight", (f"{theirs}.weight",)), Rule(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+SAME, TRANSPOSED = Layout(), Transposed()
+
+GPT2_RULES = (
+    Rule("embedding.word_embeddings.weight", ("transformer.wte.weight",), VocabularyRows()),
+    Rule("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
+    *_norm(f"{OUR_LAYER}.input_layernorm", "transformer.h.{i}.ln_1"),
+    *_linear("self_attention.linear_qkv", "transformer.h.{i}.attn.c_attn", JointHeads(), JointHeadsBias()),
+    *_linear("self_attention.linear_proj", "transformer.h.{i}.attn.c_proj", TRANSPOSED, SAME),
+    *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
+    *_linear("mlp.linear_fc1", "transformer.h.{i}.mlp.c_fc", TRANSPOSED, SAME),
+    *_linear("mlp.linear_fc2", "transformer.h.{i}.mlp.c_proj", TRANSPOSED, SAME),
+    *_norm("decoder.final_layernorm", "transformer.ln_f"),
+    Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
+)
+
+_HF_LAYER = "model.layers.{i}"
+_HEADS = " ".join(f"{_HF_LAYER}.self_attn.{x}_proj" for x in "qkv")
+_GATED = f"{_HF_LAYER}.mlp.gate_proj {_HF_LAYER}.mlp.up_proj"
+
+LLAMA_RULES = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabularyRows()),
+    Rule(f"{OUR_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",)),
+    *_linear("self_attention.linear_qkv", _HEADS, QueryGroups(), QueryGroups()),
+    Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.self_attn.q_norm.weight",)),
+    Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.self_attn.k_norm.weight",)),
+    *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", SAME, SAME),
+    Rule(f"{OUR_LAYER}.pre_mlp_layernorm.weight", (f"{_HF_LAYER}.post_attention_layernorm.weight",)),
+    *_linear("mlp.linear_fc1", _GATED, Stacked(), Stacked()),
+    *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", SAME, SAME),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of Hugging Face."""
+
+    model_type: str
+    architecture: str
+    rules: tuple[Rule, ...]
+
+    prefix: str
+    """What their names begin with; files of the bare decoder leave it out."""
+
+    keys: Mapping[str, str]
+    """Key of config.json -> field of TransformerConfig, for values that are the same on both sides."""
+
+    fixed: Mapping[str, Any]
+    """Fields of TransformerConfig that are the same throughout the family."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config.json may leave out."""
+
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of which only these values can be expressed here; the first is what we write."""
+
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    """Ends of names of tensors that hold no weights."""
+
+
+_SHARED_KEYS = {"vocab_size": "vocab_size", "initializer_range": "init_method_std"}
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    GPT2_RULES,
+    prefix="transformer.",
+    keys={
+        **_SHARED_KEYS,
+        "n_layer": "num_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "ffn_hidden_size",
+        "layer_norm_epsilon": "norm_epsilon",
+        "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "hidden_dropout",
+    },
+    fixed={"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "add_bias_linear": True},
+    defaults={
+        "tie_word_embeddings": True,
+        "n_inner": None,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    only={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)
+
+_LLAMA_KEYS = {
+    **_SHARED_KEYS,
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+    "attention_dropout": "attention_dropout",
+}
+_LLAMA_FIXED = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+}
+_LLAMA_DEFAULTS = {
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "hidden_act": "silu",
+}
+
+
+def _llama_like(
+    model_type: str,
+    architecture: str,
+    fixed: dict[str, Any],
+    *,
+    without: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Family:
+    """`without` names switches of biases that must be off."""
+    return Family(
+        model_type,
+        architecture,
+        LLAMA_RULES,
+        prefix="model.",
+        keys=_LLAMA_KEYS,
+        fixed={**_LLAMA_FIXED, **fixed},
+        defaults={**_LLAMA_DEFAULTS, **dict.fromkeys(without, False), **(defaults or {})},
+        only={"hidden_act": ("silu", "swish"), **dict.fromkeys(without, (False,))},
+    )
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        GPT2,
+        _llama_like("llama", "LlamaForCausalLM", {"window_size": None}, without=("attention_bias", "mlp_bias")),
+        _llama_like("mistral", "MistralForCausalLM", {}, defaults={"sliding_window": 4096}),
+        _llama_like("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
+        _llama_like("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, without=("attention_bias",)),
+    )
+}

@@ -1,0 +1,209 @@
+"""Logits equal those of `transformers` for random tiny models of each family; weights and settings go both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hf.adapter import config_from_hf, config_to_hf, copy_shards_, from_hf, to_hf
+from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.context import Batch
+from tests.gpt_cases import FP64, GPT, LLAMA
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 83,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2-untied": ("gpt2", {**GPT2_SIZES, "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "llama2": ("llama", {**SIZES, "num_key_value_heads": 4}),
+    "llama3": ("llama", {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}),
+    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 12}),
+    "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen2-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-5}),
+    "mistral": ("mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
+    "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
+}
+
+
+def random_model(case: str) -> Any:
+    """A model of `transformers` in fp64 in which no weight, norm or bias is left at a special value.
+
+    Its RMSNorm and eager softmax are fp32 whatever the model's dtype; here both are as precise as the rest.
+    """
+    model_type, settings = CASES[case]
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
+    return model
+
+
+def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """The tensors that a file of the model holds: without a tied head."""
+    tied = model.config.tie_word_embeddings
+    return {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+
+def ours(model: Any) -> GPTModel:
+    hf_config = model.config.to_dict()
+    config = config_from_hf(hf_config)
+    mine = GPTModel(config, FP64, initialize=False).eval()
+    copy_shards_(mine.parameters(), from_hf(weights(model), config, hf_config["model_type"]), ParallelState().coords)
+    return mine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str) -> None:
+    theirs = random_model(case)
+    tokens = torch.randint(83, (2, 24))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    found = ours(theirs).logits(None, Batch.of_tokens(tokens))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_there_and_back_are_byte_equal(case: str) -> None:
+    theirs = random_model(case)
+    config, model_type = config_from_hf(theirs.config.to_dict()), CASES[case][0]
+    stored = {name: value.to(torch.bfloat16) for name, value in weights(theirs).items()}
+    back = to_hf(from_hf(stored, config, model_type), config, model_type)
+    assert back.keys() == stored.keys()
+    for name, value in stored.items():
+        assert torch.equal(back[name], value) and back[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_there_and_back(case: str) -> None:
+    model_type = CASES[case][0]
+    original = random_model(case).config
+    config = config_from_hf(original.to_dict())
+    written = config_to_hf(config, model_type)
+    assert config_from_hf(written) == replace(
+        config, **{name: getattr(config_from_hf(written), name) for name in ("kv_channels", "ffn_hidden_size")}
+    )
+    read = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"}).to_dict()
+    ignored = {"bos_token_id", "eos_token_id", "head_dim", "n_inner", "architectures"}
+    for key, value in original.to_dict().items():
+        if key not in ignored and (key in written or key in ("rope_parameters", "layer_types")):
+            assert read[key] == value, key
+
+
+def test_published_files_that_leave_keys_out() -> None:
+    llama2 = config_from_hf(
+        {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 32000,
+        }
+    )
+    assert (llama2.query_groups, llama2.head_dim, llama2.rotary_base) == (32, 128, 10000.0)
+    assert not llama2.tied_embeddings and not llama2.group_query_attention
+
+
+def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
+    theirs = random_model("gpt2")
+    config = config_from_hf(theirs.config.to_dict())
+    bare = {name.removeprefix("transformer."): value for name, value in weights(theirs).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    found, expected = from_hf(bare, config, "gpt2"), from_hf(theirs.state_dict(), config, "gpt2")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"model_type": "gemma"}, "'gemma' is not supported"),
+    ],
+)
+def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({"model_type": "llama", **SIZES, **change})
+
+
+def test_window_in_some_layers_only_is_refused() -> None:
+    settings = {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    with pytest.raises(ValueError, match="some layers only"):
+        config_from_hf({"model_type": "qwen2", **settings})
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "message"),
+    [
+        (GPT, "llama", "normalization = 'LayerNorm'"),
+        (LLAMA, "gpt2", "swiglu = True"),
+        (replace(LLAMA, window_size=3), "llama", "window_size = 3"),
+        (replace(LLAMA, qk_layernorm=True), "qwen2", "qk_layernorm = True"),
+        (replace(GPT, squared_relu=True), "gpt2", "squared_relu = True"),
+    ],
+)
+def test_models_that_a_family_cannot_express(config: TransformerConfig, model_type: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_to_hf(config, model_type)
+
+
+def test_every_problem_with_weights_is_named() -> None:
+    theirs = random_model("llama2")
+    config = config_from_hf(theirs.config.to_dict())
+    tensors = weights(theirs)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 55)
+    tensors["model.layers.7.mlp.down_proj.weight"] = torch.zeros(32, 56)
+    with pytest.raises(ValueError, match=r"norm.weight is missing") as error:
+        from_hf(tensors, config, "llama")
+    assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight has no place" in str(error.value)
+
+
+def test_tied_head_that_differs_is_refused() -> None:
+    theirs = random_model("qwen2")
+    config = config_from_hf(theirs.config.to_dict())
+    with pytest.raises(ValueError, match="differs from the word embeddings"):
+        from_hf({**theirs.state_dict(), "lm_head.weight": torch.zeros(83, 32)}, config, "qwen2")
