@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +104,8 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
         evaluate_and_report(run, "test", sinks)
 
 
-def train_step(run: TrainingRun, interval: Interval) -> None:
-    """One optimizer step on one global batch."""
+def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:
+    """One optimizer step on one global batch. `before_update` is called when the gradients are final."""
     config, progress = run.config, run.progress
     batch_size = run.batch_sizes.at(progress.consumed_samples)
     assert run.data.train is not None
@@ -116,6 +116,8 @@ def train_step(run: TrainingRun, interval: Interval) -> None:
     losses = run.pipeline.train(batches, seed)
     num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
     finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed)
+    if before_update is not None:
+        before_update()
     lr = run.scheduler.lr_at(progress.consumed_samples)
     interval.results.append(run.optimizer.step(lr, run.scheduler.weight_decay_at(progress.consumed_samples)))
     interval.losses.append(_loss_and_tokens(run, losses, num_tokens))
