@@ -1,0 +1,172 @@
+"""Counts of parameters, FLOPs and bytes against published models and against the model that is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.model_math import (
+    Stage,
+    activation_bytes_per_layer,
+    attended_tokens,
+    count_parameters,
+    flops_per_token,
+    model_flops,
+    parameter_metas,
+    whole_model,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.transformer.context import Batch
+
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def gqa(groups: int) -> dict[str, Any]:
+    return {"group_query_attention": True, "num_query_groups": groups}
+
+
+def shape(layers: int, hidden: int, heads: int, ffn: int, vocab: int, s: int = 4096) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        "seq_length": s,
+    }
+
+
+PUBLISHED = {
+    "GPT-2": (TransformerConfig(**shape(12, 768, 12, 3072, 50257, 1024), make_vocab_size_divisible_by=1), 124_439_808),
+    "Llama-2-7B": (TransformerConfig(**shape(32, 4096, 32, 11008, 32000), **LLAMA), 6_738_415_616),
+    "Llama-3-8B": (TransformerConfig(**shape(32, 4096, 32, 14336, 128256, 8192), **LLAMA, **gqa(8)), 8_030_261_248),
+    "Mistral-7B": (TransformerConfig(**shape(32, 4096, 32, 14336, 32000), **LLAMA, **gqa(8)), 7_241_732_096),
+    "Qwen2-0.5B": (
+        TransformerConfig(
+            **shape(24, 896, 14, 4864, 151936),
+            **LLAMA | {"untie_embeddings_and_output_weights": False, "add_qkv_bias": True},
+            **gqa(2),
+        ),
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        TransformerConfig(
+            **shape(28, 1024, 16, 3072, 151936),
+            **LLAMA | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "kv_channels": 128},
+            **gqa(8),
+        ),
+        596_049_920,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    assert count_parameters(config).total == parameters
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {**LLAMA, **gqa(2)},
+    "qwen": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "squared_relu": True},
+    "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
+}
+CUTS = [(1, False, [range(4)]), (2, False, [range(4)]), (2, True, [range(4)])]
+CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), range(3, 4)])]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("tp", "sequence_parallel", "stages"), CUTS)
+def test_parameters_are_those_of_the_built_model(
+    style: str, tp: int, sequence_parallel: bool, stages: list[range]
+) -> None:
+    config = TransformerConfig(**shape(4, 32, 4, 64, 300, 16), **STYLES[style])
+    pp = len(stages)
+    parallel = ModelParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sequence_parallel
+    )
+    for number, layers in enumerate(stages):
+        axes = {"tp": Axis(None, 0, tp, tuple(range(tp))), "pp": Axis(None, number, pp, tuple(range(pp)))}
+        state = ParallelState(ParallelDims(tp=tp, pp=pp), 0, axes)
+        stage = Stage(layers, first=number == 0, last=number == pp - 1)
+        ends = {"first": stage.first, "last": stage.last}
+        model = GPTModel(config, parallel, state, layers=layers, **ends, device="meta", initialize=False)
+        metas = parameter_metas(config, stage, sequence_parallel=sequence_parallel, last_stage=pp - 1)
+        assert [parameter.meta for parameter in model.parameters()] == metas
+        for parameter, meta in zip(model.parameters(), metas, strict=True):
+            assert tuple(parameter.shape) == meta.box({"tp": (0, tp)})[1], meta.name
+
+
+def test_every_stage_together_holds_the_whole_model_once() -> None:
+    config = TransformerConfig(**shape(7, 32, 4, 64, 300, 16))
+    stages = [Stage(range(3), last=False), Stage(range(3, 7), first=False)]
+    held = [meta for stage in stages for meta in parameter_metas(config, stage, last_stage=1)]
+    names = [meta.name for meta in held]
+    tied = [meta for meta in held if meta.shared_stages]
+    assert [meta.name for meta in tied] == ["embedding.word_embeddings.weight"] * 2
+    assert {meta.shared_stages for meta in tied} == {(0, 1)}
+    assert set(names) == {meta.name for meta in parameter_metas(config, whole_model(config))}
+    assert len(names) == len(set(names)) + 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_flops_agree_with_torch(style: str) -> None:
+    """The unfused attention multiplies the whole square: twice what the causal count says."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES[style])
+    model = GPTModel(config).train()
+    tokens = torch.zeros(3, 16, dtype=torch.int64)
+    batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
+    with FlopCounterMode(display=False) as counter:
+        model(None, batch).backward()
+    counted = model_flops(config)
+    assert counter.get_total_flops() == (counted.matmul + 2 * counted.attention) * tokens.numel()
+
+
+def test_flops_of_published_runs() -> None:
+    """10,682 tokens/s are 550 causal TFLOP/s for Llama-3.1-8B at s = 8192."""
+    llama = PUBLISHED["Llama-3-8B"][0]
+    assert 10_682 * flops_per_token(llama) / 1e12 == pytest.approx(550, abs=0.5)
+    full = 6.0 * 32 * 4096 * 8192
+    assert model_flops(llama).attention == full
+
+
+@pytest.mark.parametrize("window", [1, 7, 31, 32])
+def test_window_counts_what_is_seen(window: int) -> None:
+    """The continuous count is the exact one up to half a token, as for the causal half of the square."""
+    config = TransformerConfig(**shape(1, 8, 1, 8, 8, 32), window_size=window)
+    exact = sum(min(i + 1, window) for i in range(32)) / 32
+    assert attended_tokens(config) == pytest.approx(exact, abs=0.5)
+    assert attended_tokens(TransformerConfig(**shape(1, 8, 1, 8, 8, 32))) == 16
+
+
+def test_activation_formulas() -> None:
+    """Table 2 of arXiv 2205.05198, for its 22B model at t = 8, b = 4."""
+    config = TransformerConfig(**shape(48, 6144, 64, 4 * 6144, 51200, 2048))
+    sbh, scores = 2048 * 4 * 6144, 5 * 64 * 2048 / 6144
+    assert activation_bytes_per_layer(config, 4) == sbh * (34 + scores)
+    assert activation_bytes_per_layer(config, 4, tp=8) == sbh * (10 + 24 / 8 + scores / 8)
+    assert activation_bytes_per_layer(config, 4, tp=8, sequence_parallel=True) == sbh / 8 * (34 + scores)
+    selective = activation_bytes_per_layer(config, 4, tp=8, sequence_parallel=True, recompute="selective")
+    assert selective == 34 * sbh / 8
+    assert activation_bytes_per_layer(config, 4, tp=8, recompute="full") == 2 * sbh
+
+
+def test_imports_no_torch() -> None:
+    modules = ("megatron.core.model_math", "megatron.planner.memory", "megatron.training.dry_run", "pretrain_gpt")
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
