@@ -8,8 +8,8 @@ seed it was saved with, at any layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -38,9 +38,9 @@ from megatron.core.dist_checkpointing.storage import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.config import RunConfig
+from megatron.training.flags import field_table
 
 __all__ = [
     "Progress",
@@ -75,7 +75,7 @@ class Progress:
 def save_checkpoint(
     config: RunConfig,
     state: ParallelState,
-    stages: Sequence[nn.Module],
+    stages: Mapping[int, nn.Module],
     optimizer: MixedPrecisionOptimizer,
     progress: Progress,
 ) -> Path:
@@ -84,7 +84,7 @@ def save_checkpoint(
     Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
     """
     assert config.checkpoint.save is not None
-    tensors = model_state(stages, state)
+    tensors = model_state(stages.values(), state)
     if config.checkpoint.save_optim:
         tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)
     payload = {
@@ -100,7 +100,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    config: RunConfig, state: ParallelState, stages: Sequence[nn.Module], optimizer: MixedPrecisionOptimizer
+    config: RunConfig, state: ParallelState, stages: Mapping[int, nn.Module], optimizer: MixedPrecisionOptimizer
 ) -> Progress:
     """Loads the latest checkpoint of --load, saved at any layout, into the parameters and the optimizer.
 
@@ -114,7 +114,7 @@ def load_checkpoint(
     checkpoint = open_checkpoint(folder, state.world)
     load_optimizer = options.load_optim and not options.finetune
     _check_fits(checkpoint, config, load_optimizer)
-    targets = load_targets(stages, optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
+    targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
     checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
     if load_optimizer:
         _load_counters(checkpoint, optimizer)
@@ -137,21 +137,18 @@ def load_model_for_inference(
     checkpoint = Checkpoint(folder)
     config, state = saved_config(checkpoint), ParallelState()
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
-    model = GPTModel(
-        config.model,
-        ModelParallelConfig(**dtypes),
-        state,
-        layers=range(config.model.num_layers),
-        first=True,
-        last=True,
-        queue=WeightGradQueue(),
-        device=torch.device(device),
-        seed=config.training.seed,
-    )
+    model = GPTModel(config.model, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
     targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
     checkpoint.load(targets, Axis(), ignore=_unused(checkpoint, load_optimizer=False))
     model.eval()
-    return model, build_tokenizer(tokenizer_config or config.tokenizer, config.model.vocab_size), config
+    return model, _tokenizer_of(tokenizer_config or config.tokenizer, config.model), config
+
+
+def _tokenizer_of(tokenizer: TokenizerConfig, model: TransformerConfig) -> Tokenizer:
+    """The tokenizer that a resolved configuration was resolved with: its vocabulary counts NullTokenizer's EOD, which
+    --vocab-size does not."""
+    assert model.vocab_size is not None
+    return build_tokenizer(tokenizer, model.vocab_size - (tokenizer.tokenizer_type == "NullTokenizer"))
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -216,19 +213,13 @@ EFFECTIVE = {
 
 def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
     """Every field in which two models differ, with both values. Recomputation changes no result and is no field."""
-    changed = []
+    changed, table = [], field_table()
     for field in fields(TransformerConfig):
         effective = EFFECTIVE.get(field.name, field.name)
         before, now = getattr(saved, effective), getattr(run, effective)
         if before != now and not field.name.startswith("recompute_"):
-            changed.append(f"{_flag_of(field)} {before} in the checkpoint, {now} in the run")
+            changed.append(f"{table[field.name].name} {before} in the checkpoint, {now} in the run")
     return changed
-
-
-def _flag_of(field: Field[Any]) -> str:
-    flag = "--" + field.name.replace("_", "-")
-    spec = field.metadata.get("flag")
-    return f"{field.name} ({spec.name})" if spec and spec.name else flag
 
 
 def _unused(checkpoint: Checkpoint, load_optimizer: bool) -> Callable[[str], bool]:

@@ -108,8 +108,16 @@ class TensorInfo:
     boxes: int
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 class Checkpoint:

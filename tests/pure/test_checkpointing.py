@@ -1,0 +1,250 @@
+"""Saving and loading a run in one process: what goes on, what is refused, what a stranger's file can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config import ModelParallelConfig, OptimizerConfig, TokenizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpointing import (
+    Progress,
+    changed_fields,
+    load_checkpoint,
+    load_model_for_inference,
+    read_latest,
+    save_checkpoint,
+)
+from megatron.training.config import CheckpointConfig, RunConfig, TrainingConfig
+from tests.gpt_cases import GPT, LLAMA, random_batch
+from tools import inspect_checkpoint
+
+STATE = ParallelState()
+
+
+@dataclass
+class Run:
+    """A model with its optimizer, of which a step is a made-up gradient."""
+
+    config: RunConfig
+    stages: dict[int, GPTModel] = field(init=False)
+    optimizer: MixedPrecisionOptimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.stages = {0: GPTModel(config.model, config.parallel, seed=config.training.seed)}
+        ddp = DistributedDataParallel(
+            config.ddp, config.parallel, STATE, list(self.stages.values()), config.optimizer.use_distributed_optimizer
+        )
+        self.optimizer = build_optimizer(config.optimizer, ddp, STATE)
+
+    def step(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for param in self.stages[0].parameters():
+            param.main_grad.copy_(torch.randn(param.shape, generator=generator))
+        self.optimizer.step(1e-2, 0.01)
+
+    def save(self, progress: Progress) -> Path:
+        return save_checkpoint(self.config, STATE, self.stages, self.optimizer, progress)
+
+    def load(self) -> Progress:
+        return load_checkpoint(self.config, STATE, self.stages, self.optimizer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}
+        return pieces | dict(self.stages[0].named_parameters())
+
+
+def config(root: Path, **changes: object) -> RunConfig:
+    """Changes are those of CheckpointConfig, or whole sections."""
+    sections = {name: changes.pop(name) for name in ("model", "parallel", "optimizer", "training") if name in changes}
+    base = RunConfig(
+        model=LLAMA,
+        optimizer=OptimizerConfig(lr=1e-2),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer"),
+        checkpoint=CheckpointConfig(save=str(root), load=str(root), **changes),
+    )
+    return replace(base, **sections)
+
+
+def assert_same(one: Run, two: Run) -> None:
+    a, b = one.tensors(), two.tensors()
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+BF16, FP16, FP32 = ModelParallelConfig(bf16=True), ModelParallelConfig(fp16=True), ModelParallelConfig()
+
+
+@pytest.mark.parametrize("parallel", [FP32, BF16, FP16, ModelParallelConfig(fp64=True)], ids=["32", "b16", "f16", "64"])
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, parallel: ModelParallelConfig) -> None:
+    one = Run(config(tmp_path, parallel=parallel))
+    for number in range(2):
+        one.step(number)
+    progress = Progress(iteration=2, consumed_samples=16, skipped_iterations=1, data_fingerprint="f")
+    one.save(progress)
+    two = Run(replace(one.config, training=TrainingConfig(micro_batch_size=2)))
+    assert two.load() == progress and read_latest(tmp_path) == 2
+    assert_same(one, two)
+    for run in (one, two):
+        run.step(7)
+    assert_same(one, two)
+    assert two.optimizer.step_count == one.optimizer.step_count
+    assert two.optimizer.scaler.state_dict() == one.optimizer.scaler.state_dict()
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert Run(config(tmp_path)).load() == Progress()
+    assert Run(replace(config(tmp_path), checkpoint=CheckpointConfig())).load() == Progress()
+    with pytest.raises(ValueError, match="drop --exit-on-missing-checkpoint"):
+        Run(config(tmp_path, exit_on_missing_checkpoint=True)).load()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    with pytest.raises(ValueError, match="must hold the number of an iteration"):
+        Run(config(tmp_path)).load()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(ValueError, match="iter_0000012 is not a readable checkpoint"):
+        Run(config(tmp_path)).load()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(BF16, FP32), (FP32, BF16), (BF16, FP16)], ids=["up", "down", "across"])
+def test_precision_may_change(tmp_path: Path, saved: ModelParallelConfig, loaded: ModelParallelConfig) -> None:
+    one, two = Run(config(tmp_path, parallel=saved)), Run(config(tmp_path, parallel=loaded))
+    one.step(0)
+    one.save(Progress(1, 8))
+    two.load()
+    a, b = one.tensors(), two.tensors()
+    dtype = getattr(torch, loaded.params_dtype)
+    for name, param in two.stages[0].named_parameters():
+        main = f"main_param {param.meta.name}"
+        highest = a.get(main, a[name].reshape(-1))
+        assert torch.equal(param.reshape(-1), highest.to(dtype)), name
+        assert main not in b or torch.equal(b[main], highest.float()), name
+        assert torch.equal(b[f"exp_avg {param.meta.name}"], a[f"exp_avg {param.meta.name}"])
+
+
+@pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
+def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
+    one = Run(config(tmp_path, parallel=BF16, save_optim=False))
+    one.step(0)
+    one.save(Progress(5, 40))
+    with pytest.raises(ValueError, match="give --no-load-optim"):
+        Run(config(tmp_path, parallel=BF16)).load()
+    two = Run(config(tmp_path, parallel=BF16, **options))
+    assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
+    assert two.optimizer.step_count == 0
+    for name, param in two.stages[0].named_parameters():
+        assert torch.equal(param, one.tensors()[name])
+        assert torch.equal(two.tensors()[f"main_param {param.meta.name}"], param.reshape(-1).float())
+        assert not two.tensors()[f"exp_avg {param.meta.name}"].any()
+
+
+def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> None:
+    Run(config(tmp_path)).save(Progress(1, 8))
+    model = replace(LLAMA, hidden_size=64, rotary_base=5e5, recompute_granularity="full")
+    other = config(tmp_path, model=model, training=TrainingConfig(seed=1), optimizer=OptimizerConfig("sgd", lr=1e-2))
+    with pytest.raises(ValueError, match="does not fit") as error:
+        Run(other).load()
+    message = str(error.value)
+    for part in (
+        "--hidden-size 32 in the checkpoint, 64 in the run",
+        "--rotary-base 10000.0 in the checkpoint, 500000.0 in the run",
+        "--seed is 1234 in the checkpoint and 1 in the run",
+        "--no-load-rng",
+        "--optimizer is adam in the checkpoint and sgd in the run",
+    ):
+        assert part in message
+    assert "recompute" not in message
+    with pytest.raises(ValueError, match=r"of another shape: .*model\.decoder\.final_layernorm\.weight \(32,\)"):
+        Run(config(tmp_path, model=model, finetune=True)).load()
+    longer = replace(LLAMA, seq_length=32)
+    assert Run(config(tmp_path, model=longer, finetune=True)).load() == Progress()
+    assert Run(config(tmp_path, training=TrainingConfig(seed=1), load_rng=False)).load() == Progress(1, 8)
+    deeper = replace(LLAMA, num_layers=3)
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.decoder\.layers\.2\."):
+        Run(config(tmp_path, model=deeper, finetune=True)).load()
+    shallower = replace(LLAMA, num_layers=1)
+    with pytest.raises(ValueError, match=r"in the checkpoint but not in the run: model\.decoder\.layers\.1\."):
+        Run(config(tmp_path, model=shallower, finetune=True)).load()
+
+
+def test_equal_models_said_differently_are_equal() -> None:
+    said = replace(LLAMA, kv_channels=LLAMA.head_dim, max_position_embeddings=LLAMA.seq_length)
+    assert changed_fields(LLAMA, said) == []
+    assert changed_fields(GPT, replace(GPT, add_bias_linear=False)) == [
+        "--disable-bias-linear True in the checkpoint, False in the run"
+    ]
+
+
+@pytest.mark.parametrize("parallel", [FP32, BF16], ids=["fp32", "bf16"])
+def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParallelConfig) -> None:
+    run = Run(config(tmp_path, model=GPT, parallel=replace(parallel, sequence_parallel=True)))
+    run.step(0)
+    run.save(Progress(1, 8))
+    for path in (tmp_path, tmp_path / "iter_0000001"):
+        model, tokenizer, saved = load_model_for_inference(path)
+        assert saved == run.config and tokenizer.vocab_size == GPT.vocab_size and not model.training
+        batch = random_batch(GPT)
+        run.stages[0].eval()
+        assert torch.equal(model.logits(None, batch), run.stages[0].logits(None, batch))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_model_for_inference(tmp_path / "elsewhere")
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    folder = Run(config(tmp_path)).save(Progress(1, 8))
+    payload = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(payload | {"format_version": 99}))
+    with pytest.raises(ValueError, match="format version 99"):
+        Run(config(tmp_path)).load()
+
+
+class Malicious:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
+    folder = Run(config(tmp_path)).save(Progress(1, 8))
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "harmed")))
+    with pytest.raises(ValueError, match=r"asks for posix\.system"):
+        Run(config(tmp_path)).load()
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage"], ids=["empty", "garbage"])
+def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
+    folder = Run(config(tmp_path)).save(Progress(1, 8))
+    (folder / ".metadata").write_bytes(damage)
+    with pytest.raises(ValueError, match="iter_0000001 is not a readable checkpoint"):
+        Run(config(tmp_path)).load()
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, other = (Run(config(tmp_path / name)) for name in ("one", "two", "other"))
+    for run in (one, two, other):
+        run.step(0)
+    with torch.no_grad():
+        other.stages[0].decoder.layers[1].mlp.linear_fc1.weight[1, 5, 3] += 1
+    for run in (one, two, other):
+        run.save(Progress(1, 8))
+    assert inspect_checkpoint.main([str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out
+    assert "iteration          1" in shown and "tp=1" in shown
+    assert "model.decoder.layers.0.mlp.linear_fc2.weight" in shown and "(32, 48)" in shown
+    assert inspect_checkpoint.main([str(tmp_path / "one"), str(tmp_path / "two" / "iter_0000001")]) == 0
+    assert "equal" in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(tmp_path / "one"), str(tmp_path / "other")]) == 1
+    assert "model.decoder.layers.1.mlp.linear_fc1.weight differs in 1 of" in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(tmp_path / "none")]) == 2
