@@ -1,0 +1,73 @@
+"""Layouts against one process: the same model, to rounding, through the real training step.
+
+Every weight, gradient, moment, loss and gradient norm of two steps is compared as a global tensor. Dropout is on,
+the batch is cut differently at every layout, and embeddings are tied or not.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from megatron.training.snapshot import first_difference
+from tests.harness import Snapshot, train_in_world
+
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 12 "
+    "--train-iters 2 --eval-iters 0 --num-workers 0 --fp64 --cpu"
+)
+STYLES = {
+    "gpt": COMMON,
+    "llama": COMMON
+    + " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
+    " --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --attention-dropout 0",
+    "qwen": COMMON
+    + " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias"
+    " --qk-layernorm --window-size 5 --num-layers 7",
+}
+LAYOUTS = [
+    (2, "--tp 2"),
+    (2, "--tp 2 --sequence-parallel"),
+    (4, "--tp 2 --pp 2 --sequence-parallel"),
+    (4, "--pp 4"),
+    (4, "--pp 4 --pipeline-schedule gpipe --micro-batch-size 3"),
+    (3, "--pp 3"),
+    (4, "--dp 4"),
+    (3, "--dp 3 --no-use-distributed-optimizer --micro-batch-size 2"),
+    (8, "--tp 2 --pp 2 --dp 2"),
+    (8, "--tp 2 --pp 2 --dp 2 --use-tp-pp-dp-mapping --micro-batch-size 2"),
+    (8, "--tp 2 --pp 4 --no-use-distributed-optimizer"),
+]
+
+
+@lru_cache
+def one_process(style: str) -> Snapshot:
+    return train_in_world(1, STYLES[style].split())
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=lambda value: str(value).replace("--", ""))
+def test_layout_computes_what_one_process_does(world_size: int, layout: str, style: str) -> None:
+    snapshot = train_in_world(world_size, [*STYLES[style].split(), *layout.split()])
+    assert not snapshot.replica_errors
+    assert first_difference(one_process(style), snapshot, tolerance=1e-9) is None
+
+
+def test_initial_weights_are_bit_identical() -> None:
+    expected = one_process("gpt")
+    names = [key for key in expected.tensors if key.startswith("initial weight")]
+    assert len(names) > 40
+    for world_size, layout in LAYOUTS[:6]:
+        snapshot = train_in_world(world_size, [*STYLES["gpt"].split(), *layout.split()], steps=0)
+        for name in names:
+            assert torch.equal(snapshot[name], expected[name]), (layout, name)
+
+
+def test_two_runs_of_one_command_are_bitwise_equal() -> None:
+    argv = [*STYLES["qwen"].split(), *"--tp 2 --pp 2 --sequence-parallel".split()]
+    first, second = train_in_world(4, argv), train_in_world(4, argv)
+    for key, value in first.tensors.items():
+        assert torch.equal(value, second[key]), key
