@@ -76,10 +76,10 @@ def describe(checkpoint: Checkpoint) -> str:
 
 def first_difference(one: Checkpoint, two: Checkpoint) -> str | None:
     """The first tensor, parameters before optimizer state, in which two checkpoints differ, and how; else None."""
-    for a, b in ((one, two), (two, one)):
-        only = sorted(a.tensors.keys() - b.tensors.keys())
+    for here, there in ((one, two), (two, one)):
+        only = sorted(here.tensors.keys() - there.tensors.keys())
         if only:
-            return f"only in {a.folder}: {only[0]}" + (f" and {len(only) - 1} more" if len(only) > 1 else "")
+            return f"only in {here.folder}: {only[0]}" + (f" and {len(only) - 1} more" if len(only) > 1 else "")
     for key in sorted(one.tensors, key=lambda key: (not key.startswith(MODEL), key)):
         a, b = one.tensors[key], two.tensors[key]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
