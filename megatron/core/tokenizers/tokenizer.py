@@ -61,7 +61,7 @@ class ByteTokenizer:
     bos = None
 
     def tokenize(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
+        return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Special tokens have no text; bytes that are no UTF-8 become replacement characters."""

@@ -1,0 +1,80 @@
+"""What the data tools share: flags taken from the configuration's fields, user errors, and whole-file writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.training.flags import field_docs, field_table, sections
+
+Config = TypeVar("Config")
+
+TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
+    """Flags of these configuration fields, with the name, type and help they have in training."""
+    group = parser.add_argument_group(title)
+    for name in names:
+        flag = field_table()[name]
+        cls = sections()[flag.section]
+        text = field_docs(cls).get(f"{cls.__name__}.{name}", "").replace("%", "%%")
+        spellings = (flag.name, *flag.spec.aliases)
+        if flag.kind is bool:
+            group.add_argument(*spellings, dest=name, action="store_true", help=text)
+            continue
+        if flag.default is not None:
+            text += f" (default: {flag.default})"
+        group.add_argument(
+            *spellings,
+            dest=name,
+            type=flag.kind,
+            default=flag.default,
+            choices=flag.spec.choices,
+            nargs="+" if flag.spec.many else None,
+            metavar=None if flag.spec.choices else flag.kind.__name__.upper(),
+            help=text,
+        )
+
+
+def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
+    """A configuration section from the flags that the parser has of it; other fields keep their default."""
+    values: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        if hasattr(args, field.name):
+            value = getattr(args, field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def refuse_existing(paths: list[Path], overwrite: bool) -> None:
+    """Raises ValueError if output would replace a file, unless that was asked for."""
+    present = [str(path) for path in paths if path.exists()]
+    if present and not overwrite:
+        raise ValueError(
+            f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "
+            "choose another prefix, or replace with --overwrite"
+        )
+
+
+def run_tool(main: Callable[[], int]) -> None:
+    """Runs a tool's main: exit code 2 and one line per problem for what the user can mend, 130 when interrupted."""
+    try:
+        code = main()
+    except ValueError as error:
+        for line in str(error).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
+        code = 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        code = 141
+    sys.exit(code)

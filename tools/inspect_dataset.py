@@ -1,0 +1,193 @@
+"""Describes and verifies indexed datasets, and writes the samples that training would draw from them.
+
+    python tools/inspect_dataset.py data/corpus_text_document
+    python tools/inspect_dataset.py data/corpus_text_document --show 3 \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
+    python tools/inspect_dataset.py --data-path data/corpus_text_document --split 90,5,5 --seq-length 1024 \\
+        --train-samples 1000 --dump samples.npz
+
+The exit code is 1 where a dataset contradicts itself. With --dump the data flags mean what they mean in training; the
+file has arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, of the splits that there are, and
+`train_len` and so on, the number of samples in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+
+from megatron.core.config import DatasetConfig, TokenizerConfig
+from megatron.core.datasets.build import build_datasets, parse_blend
+from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
+from megatron.core.datasets.indices import parse_split
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+
+SPLITS = ("train", "valid", "test")
+DATA_FIELDS = (
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "split",
+    "data_cache_path",
+    "seed",
+    "seq_length",
+)
+
+
+def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
+    """Lines about a whole dataset; reads all of it."""
+    lengths = dataset.lengths
+    yield f"{dataset.prefix}: {dataset.dtype.name}, {dataset.num_tokens * dataset.dtype.itemsize:,} bytes of tokens"
+    yield f"  documents {dataset.num_documents:,}, sequences {len(dataset):,}, tokens {dataset.num_tokens:,}"
+    if not len(dataset):
+        return
+    yield (
+        f"  tokens in a sequence: {lengths.min():,} to {lengths.max():,}, "
+        f"mean {dataset.num_tokens / len(dataset):,.1f}, median {np.median(lengths):,.0f}"
+    )
+    empty = int((np.diff(dataset.document_boundaries) == 0).sum())
+    yield f"  documents without tokens: {empty:,}"
+    if dataset.num_tokens:
+        low, high = token_range(dataset.tokens)
+        yield f"  token ids: {low} to {high}"
+    if eod is not None:
+        yield f"  sequences that do not end with EOD ({eod}): {count_without_end(dataset, eod):,}"
+
+
+def token_range(tokens: NDArray) -> tuple[int, int]:
+    blocks = [tokens[start : start + BLOCK] for start in range(0, len(tokens), BLOCK)]
+    return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
+
+
+def count_without_end(dataset: IndexedDataset, eod: int) -> int:
+    found = 0
+    for start in range(0, len(dataset), BLOCK):
+        lengths = dataset.lengths[start : start + BLOCK].astype(np.int64)
+        firsts = dataset.offsets[start : start + BLOCK] // dataset.dtype.itemsize
+        lasts = (firsts + lengths - 1)[lengths > 0]
+        found += int((dataset.tokens[lasts] != eod).sum()) + int((lengths == 0).sum())
+    return found
+
+
+def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """The beginnings of the first sequences, decoded where there is a tokenizer."""
+    for number in range(min(count, len(dataset))):
+        ids = dataset.get(number, 0, min(length, int(dataset.lengths[number]))).tolist()
+        yield f"  sequence {number}, {int(dataset.lengths[number]):,} tokens: {ids}"
+        if tokenizer is not None:
+            yield f"    {tokenizer.detokenize(ids)!r}"
+
+
+def inspect(prefixes: Sequence[str], args: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
+    """Prints what there is to say about each dataset; returns the number of contradictions found."""
+    eod = tokenizer.eod if tokenizer is not None and args.eod is None else args.eod
+    found = 0
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        problems = dataset.verify()
+        if problems:
+            print(f"{prefix}: damaged")
+        else:
+            for line in (*describe(dataset, eod), *show(dataset, args.show, args.show_tokens, tokenizer)):
+                print(line)
+        if tokenizer is not None and not problems and dataset.num_tokens:
+            high = token_range(dataset.tokens)[1]
+            if high >= tokenizer.vocab_size:
+                problems.append(f"token id {high} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
+        for problem in problems:
+            print(f"error: {prefix}: {problem}", file=sys.stderr)
+        found += len(problems)
+    return found
+
+
+def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    """Writes every sample of every split to `--dump`."""
+    if not args.seq_length:
+        raise ValueError("--dump needs --seq-length, the tokens in a sample")
+    config = config_of(DatasetConfig, args)
+    datasets = build_datasets(
+        config,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        sizes=sizes(args, config),
+        vocab_size=tokenizer.vocab_size if tokenizer else None,
+    )
+    arrays: dict[str, NDArray] = {}
+    for split, dataset in datasets._asdict().items():
+        if dataset is not None:
+            arrays[split] = samples(dataset, args.seq_length)
+            arrays[f"{split}_len"] = np.array(len(dataset))
+            print(f"{split}: {len(dataset):,} samples of {args.seq_length} tokens, fingerprint {dataset.fingerprint}")
+    with open(args.dump, "wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+    print(f"{args.dump}: {', '.join(arrays)}")
+
+
+def sizes(args: argparse.Namespace, config: DatasetConfig) -> tuple[int | None, int | None, int | None]:
+    """Samples asked of each split. Raises ValueError where a weighted blend is given none."""
+    found = (args.train_samples, args.valid_samples, args.test_samples)
+    shares = parse_split(config.split)
+    for number, split in enumerate(SPLITS):
+        flag, values = "--data-path", config.data_path if shares[number] else None
+        if config.per_split:
+            flag, values = f"--{split}-data-path", getattr(config, f"{split}_data_path")
+        blend = parse_blend(flag, values) if values else None
+        weighted = blend is not None and blend.weights and not (config.per_split and len(blend.prefixes) == 1)
+        if weighted and found[number] is None:
+            raise ValueError(f"{flag} has weights, and a weighted blend has no epoch: give --{split}-samples N")
+    return found
+
+
+def samples(dataset: Dataset, seq_length: int) -> NDArray[np.int32]:
+    array = np.empty((len(dataset), seq_length + 1), np.int32)
+    for number in range(len(dataset)):
+        array[number] = dataset.text(number)
+    return array
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
+    parser.add_argument("--show", type=int, default=0, help="show the first so many sequences")
+    parser.add_argument("--show-tokens", type=int, default=64, help="tokens of each to show")
+    parser.add_argument("--eod", type=int, help="EOD token, where no tokenizer is given")
+    parser.add_argument("--dump", metavar="FILE.npz", help="write the samples of the data flags")
+    for split in SPLITS:
+        parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
+    add_config_flags(parser, "data, as in training", *DATA_FIELDS)
+    add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    config = config_of(DatasetConfig, args)
+    named = [(f"--{name.replace('_', '-')}", getattr(config, name)) for name in DATA_FIELDS[:4]]
+    from_flags = [prefix for flag, values in named if values for prefix in parse_blend(flag, values).prefixes]
+    if not args.prefix and not from_flags:
+        raise ValueError("no dataset: give prefixes, or --data-path")
+    if args.dump and not from_flags:
+        raise ValueError("--dump needs data flags, as --data-path PREFIX")
+    tokenizer = None
+    if args.tokenizer_type:
+        tokenizer = build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size)
+    problems = inspect(list(dict.fromkeys([*args.prefix, *from_flags])), args, tokenizer)
+    if args.dump and not problems:
+        dump(args, tokenizer)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

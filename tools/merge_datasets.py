@@ -1,0 +1,86 @@
+"""Joins indexed datasets into one, documents in the order of the inputs.
+
+    python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
+
+An input is a prefix, or a folder: then all datasets in it, sorted by name. Memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
+from tools.common import refuse_existing, run_tool
+
+
+def find_prefixes(inputs: Sequence[str]) -> list[str]:
+    """Prefixes of the datasets named. Raises ValueError with every input that has none."""
+    found, problems = [], []
+    for value in inputs:
+        folder = Path(value)
+        if not folder.is_dir():
+            found.append(strip_suffix(value))
+            continue
+        inside = sorted(str(path)[:-4] for path in folder.glob("*.idx"))
+        if not inside:
+            problems.append(f"--input {value}: the folder has no dataset (no .idx file)")
+        found += inside
+    twice = sorted({prefix for prefix in found if found.count(prefix) > 1})
+    if twice:
+        problems.append(f"--input: {', '.join(twice)} given more than once")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
+    """Opens every input. Raises ValueError with all that cannot be merged."""
+    datasets, problems = [], []
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"{prefix}: {problem}" for problem in dataset.verify()]
+        datasets.append(dataset)
+    kinds: dict[str, list[str]] = {}
+    for dataset in datasets:
+        kinds.setdefault(dataset.dtype.name, []).append(dataset.prefix)
+    if len(kinds) > 1:
+        shown = "; ".join(f"{kind}: {', '.join(members)}" for kind, members in kinds.items())
+        problems.append(f"--input: token ids are stored in different types ({shown}); merge data of one tokenizer only")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return datasets
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, help="prefixes, or folders of datasets")
+    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
+    args = parser.parse_args(argv)
+    output = strip_suffix(args.output_prefix)
+    prefixes = find_prefixes(args.input)
+    if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+        raise ValueError(f"--output-prefix {output} is one of the inputs; write elsewhere")
+    refuse_existing([Path(output + ".bin"), Path(output + ".idx")], args.overwrite)
+    datasets = open_all(prefixes)
+    with IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
+        for dataset in datasets:
+            builder.add_dataset(dataset)
+            print(f"{dataset.prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens")
+    print(f"{output}: {builder.num_documents:,} documents, {builder.num_tokens:,} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,167 @@
+"""Trains a SentencePiece tokenizer on JSON lines or plain text.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
+
+writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs whose name has .json or .jsonl
+are JSON lines, others plain text, each .gz or .zst if need be. By default the tokenizer loses nothing: text is taken
+as it is, and a character outside the vocabulary becomes its bytes. With --tokenizer-type SentencePieceTokenizer
+documents end with <EOD>, with Llama2Tokenizer with --eos-token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+
+from tools.common import refuse_existing, run_tool
+from tools.reading import find_inputs, parse_line, read_chunks
+
+CHUNK_BYTES = 1 << 20
+# SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.
+SENTENCE_CHARACTERS = 4096
+# Fixed, since unigram models depend on it in the last digits.
+THREADS = 8
+
+
+def sentences(paths: Sequence[Path], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
+    """Lines of all documents; what cannot be read goes into `bad`."""
+    for chunk in read_chunks(paths, CHUNK_BYTES):
+        is_json = any(suffix in (".json", ".jsonl") for suffix in Path(chunk.path).suffixes)
+        for number, line in enumerate(chunk.lines, chunk.first_line):
+            if not line.strip():
+                continue
+            try:
+                texts = parse_line(line, keys) if is_json else [line.decode("utf-8")]
+                for text in texts:
+                    text.encode()
+            except UnicodeError as error:
+                bad.append(f"{chunk.path}:{number}: not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
+                continue
+            except ValueError as error:
+                bad.append(f"{chunk.path}:{number}: {error}")
+                continue
+            for text in texts:
+                yield from cut(text)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Lines of a text, none too long for SentencePiece and none empty."""
+    for line in text.splitlines():
+        for start in range(0, len(line), SENTENCE_CHARACTERS):
+            if piece := line[start : start + SENTENCE_CHARACTERS].replace("\0", " "):
+                yield piece
+
+
+def train(args: argparse.Namespace, inputs: Sequence[Path], prefix: str) -> list[str]:
+    """Writes the model under `prefix`, and returns what was wrong with the input."""
+    import sentencepiece
+
+    bad: list[str] = []
+    options = {
+        "model_prefix": prefix,
+        "vocab_size": args.vocab_size,
+        "model_type": args.model_type,
+        "character_coverage": args.character_coverage,
+        "byte_fallback": args.byte_fallback,
+        "normalization_rule_name": args.normalization_rule_name,
+        "remove_extra_whitespaces": args.normalization_rule_name != "identity",
+        "allow_whitespace_only_pieces": True,
+        "split_digits": args.split_digits,
+        "max_sentence_length": 4 * SENTENCE_CHARACTERS + 1,
+        "input_sentence_size": args.max_sentences,
+        "shuffle_input_sentence": True,
+        "num_threads": THREADS,
+        "unk_piece": args.unk_token,
+        "bos_piece": args.bos_token,
+        "eos_piece": args.eos_token,
+        "pad_piece": args.pad_token,
+        "unk_id": 0,
+        "bos_id": 1,
+        "eos_id": 2,
+        "pad_id": 3,
+        "control_symbols": [args.eod_token],
+        "user_defined_symbols": args.user_defined_symbols,
+        "minloglevel": 0 if args.verbose else 2,
+    }
+    try:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences(inputs, args.json_keys, bad), **options)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(explain(str(error), args, bad)) from None
+    return bad
+
+
+def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
+    """What a user can do about SentencePiece's message."""
+    # The part after the failed condition, without the source line it stands on.
+    reason = message.rsplit("] ", 1)[-1].strip() or message
+    if "too high" in message:
+        reason += f" (--vocab-size {args.vocab_size} is more than this much text supports; lower it or add text)"
+    elif "smaller than required_chars" in message or "too small" in message.lower():
+        reason += (
+            f" (--vocab-size {args.vocab_size} must hold every character kept, and 256 bytes with --byte-fallback; "
+            "raise it, or lower --character-coverage)"
+        )
+    elif "sentences_.empty()" in message:
+        reason = "the input has no text" + "".join(f"\n{problem}" for problem in bad[:10])
+    return f"SentencePiece: {reason}"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help="files or globs")
+    add("--json-keys", nargs="+", default=["text"], help="keys whose text to take from JSON lines")
+    add("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
+    add("--overwrite", action="store_true", help="replace output files that exist")
+    add("--vocab-size", type=int, required=True, help="tokens, special ones and bytes included")
+    add("--model-type", choices=("unigram", "bpe", "char", "word"), default="bpe", help="default: bpe")
+    add("--character-coverage", type=float, default=0.9995, help="share of characters kept (default: 0.9995)")
+    add("--byte-fallback", action=argparse.BooleanOptionalAction, default=True, help="bytes for unknown characters")
+    add("--normalization-rule-name", default="identity", help="identity (default), nfkc, nmt_nfkc, ...")
+    add("--split-digits", action="store_true", help="each digit is a token of its own")
+    add("--max-sentences", type=int, default=2_000_000, help="lines drawn for training, as memory holds them; 0: all")
+    add("--unk-token", default="<unk>", help="token 0")
+    add("--bos-token", default="<s>", help="token 1")
+    add("--eos-token", default="</s>", help="token 2")
+    add("--pad-token", default="<pad>", help="token 3")
+    add("--eod-token", default="<EOD>", help="token 4; SentencePieceTokenizer looks for <EOD>")
+    add("--user-defined-symbols", nargs="+", default=[], help="texts that are always one token")
+    add("--max-bad-lines", type=int, default=0, help="unreadable lines that still give exit code 0")
+    add("--verbose", action="store_true", help="show SentencePiece's own log")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if not 0 < args.character_coverage <= 1:
+        raise ValueError(f"--character-coverage {args.character_coverage}: must be above 0 and at most 1")
+    inputs = find_inputs(args.input)
+    targets = {suffix: Path(args.output_prefix + suffix) for suffix in (".model", ".vocab")}
+    refuse_existing(list(targets.values()), args.overwrite)
+    targets[".model"].parent.mkdir(parents=True, exist_ok=True)
+    temporary = str(targets[".model"].parent / f".{Path(args.output_prefix).name}.{os.getpid()}.tmp")
+    try:
+        bad = train(args, inputs, temporary)
+        for suffix, target in targets.items():
+            os.replace(temporary + suffix, target)
+    finally:
+        for suffix in targets:
+            Path(temporary + suffix).unlink(missing_ok=True)
+    for problem in bad[:100]:
+        print(f"{problem}; line left out", file=sys.stderr)
+    print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")
+    if len(bad) > args.max_bad_lines:
+        print(f"error: {len(bad)} bad lines, --max-bad-lines allows for {args.max_bad_lines}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
