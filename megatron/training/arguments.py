@@ -262,9 +262,8 @@ def _read_file(reading: _Reading, path: str) -> None:
         reading.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
         return
     reading.given = {}
-    constructor = yaml.constructor.SafeConstructor()
     for key, value in node.value:
-        _read_entry(reading, path, str(key.value), constructor.construct_object(value, deep=True))
+        _read_entry(reading, path, str(key.value), _plain(value))
 
 
 def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
@@ -299,6 +298,15 @@ def _read_entry(reading: _Reading, path: str, key: str, value: Any) -> None:
         else:
             _set_value(reading, flag, where, _texts(value))
             reading.given[flag.field] = name
+
+
+def _plain(node: Any) -> Any:
+    """A YAML node as None, a bool, a list, a dict, or text as it stands: fields know their own types."""
+    if isinstance(node.value, list):
+        return {} if node.tag.endswith(":map") else [_plain(item) for item in node.value]
+    if node.tag.endswith(":bool"):
+        return node.value.lower() in ("true", "yes", "on")
+    return None if node.tag.endswith(":null") else node.value
 
 
 def _texts(value: Any) -> list[str]:

@@ -267,18 +267,9 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
                 yield Problem("--split", d.split, "leaves nothing to train on", "give training a share, as 969,30,1")
 
 
-NEEDS = {
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "NullTokenizer": (),
-    "ByteTokenizer": (),
-}
-"""Files that each kind of tokenizer is made from."""
-
-
 def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    from megatron.core.tokenizers.build import NEEDED_FILES
+
     t = c.tokenizer
     if t.tokenizer_type is None:
         if c.model.vocab_size is None:
@@ -290,7 +281,7 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
                 rule = "needs the end-of-document token, which only the tokenizer knows"
                 yield Problem(name, None, rule, "give --tokenizer-type")
         return
-    for field in NEEDS.get(t.tokenizer_type, ()):
+    for field in NEEDED_FILES.get(t.tokenizer_type, ()):
         if not getattr(t, field):
             name = f"--{field.replace('_', '-')}"
             yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", "name the file")

@@ -1,0 +1,306 @@
+"""The command line: its frozen surface, what it makes of Megatron's flags, files, and errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.training.arguments import CommandLine, command_line, parse_args, save_config, to_flat_dict
+from megatron.training.config import RunConfig
+from megatron.training.flags import all_flags, field_docs, sections, spelling_table
+from megatron.training.launch import Launch
+from megatron.training.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
+from megatron.training.validation import resolve, validate
+
+GOLDEN = Path(__file__).with_name("golden_flags.txt")
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data --train-iters 10"
+
+
+def surface() -> str:
+    """One line for each spelling: what it is set to, or the kind of value it takes."""
+    lines = []
+    for spelling, (flag, on) in spelling_table().items():
+        kind = ("on" if on else "off") if flag.kind is bool else flag.kind.__name__ + ("..." if flag.spec.many else "")
+        lines.append(f"{spelling} {flag.section}.{flag.field} {kind}")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The problems printed for a command line that cannot run."""
+    with pytest.raises(SystemExit) as exit:
+        command_line(argv.split(), Launch())
+    assert exit.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return [line.strip() for line in err.splitlines()[1:]]
+
+
+def test_surface_is_frozen() -> None:
+    """Scripts rely on these names. If a change is meant, write surface() to the file and say so in CHANGELOG."""
+    assert surface() == GOLDEN.read_text()
+
+
+def test_every_field_has_help_and_a_unique_name() -> None:
+    names = [field.name for cls in sections().values() for field in fields(cls)]
+    assert len(names) == len(set(names)) == len(all_flags())
+    for section, cls in sections().items():
+        docs = field_docs(cls)
+        for flag in (flag for flag in all_flags() if flag.section == section):
+            assert docs.get(f"{cls.__name__}.{flag.field}"), f"{flag.field} has no help"
+
+
+def test_tables_do_not_overlap() -> None:
+    """A feature that lands leaves the tables of what is not there."""
+    tables: list[Any] = [spelling_table(), MEANINGLESS, NOT_BUILT, RENAMED, CONSTANTS]
+    for i, one in enumerate(tables):
+        for other in tables[i + 1 :]:
+            assert not set(one) & set(other)
+    for start in NOT_BUILT_FAMILIES:
+        assert not [name for name in (*spelling_table(), *MEANINGLESS, *RENAMED) if name.startswith(start)]
+    fields_of_values = {name for name, _ in CONSTANTS.values()}
+    assert fields_of_values <= {flag.field for flag in all_flags()}
+    assert all(name.startswith("--") and row.reason for name, row in MEANINGLESS.items())
+
+
+def test_defaults_without_flags() -> None:
+    assert parse_args([]) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "field", "value"),
+    [
+        ("--tp 4", "parallel", "tensor_model_parallel_size", 4),
+        ("--tensor-model-parallel-size=4", "parallel", "tensor_model_parallel_size", 4),
+        ("--learning-rate 1.0e-4", "optimizer", "lr", 1e-4),
+        ("--train-tokens 300e9", "training", "train_tokens", 300_000_000_000),
+        ("--train-samples 1_000_000", "training", "train_samples", 1_000_000),
+        ("--loss-scale-window 1000.0", "optimizer", "loss_scale_window", 1000),
+        ("--lr-warmup-init -1", "optimizer", "lr_warmup_init", -1.0),
+        ("--rotary-base 500000", "model", "rotary_base", 500000.0),
+        ("--lr-warmup-fraction .01", "optimizer", "lr_warmup_fraction", 0.01),
+        ("--use-distributed-optimizer", "optimizer", "use_distributed_optimizer", True),
+        ("--no-use-distributed-optimizer", "optimizer", "use_distributed_optimizer", False),
+        ("--disable-bias-linear", "model", "add_bias_linear", False),
+        ("--no-load-optim", "checkpoint", "load_optim", False),
+        ("--swiglu --no-swiglu", "model", "swiglu", False),
+        ("--disable-bias-linear --add-bias-linear", "model", "add_bias_linear", True),
+        ("--deterministic-mode", "training", "deterministic", True),
+        ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+        ("--window-size 4096", "model", "window_size", 4096),
+        ("--window-size 4095,0", "model", "window_size", 4096),
+        ("--data-path 0.3 a 0.7 b --bf16", "data", "data_path", ("0.3", "a", "0.7", "b")),
+        ("--rampup-batch-size 16 8 300000", "training", "rampup_batch_size", (16, 8, 300000)),
+    ],
+)
+def test_values(argv: str, section: str, field: str, value: Any) -> None:
+    found = getattr(getattr(parse_args(argv.split()), section), field)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_command_of_a_published_example() -> None:
+    argv = (
+        "--num-layers 24 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --num-microbatches 8 "
+        "--optimizer adam --learning-rate 1.0e-4 --weight-decay 0.01 --clip-grad 1.0 --train-data-path T "
+        "--valid-data-path V --tokenizer-type SentencePieceTokenizer --tokenizer-model M --distributed-backend gloo "
+        "--save C --load C --log-interval 10 --save-interval 1000 --eval-interval 100 --num-workers 2 --train-iters 20"
+    )
+    assert validate(parse_args(argv.split()), 8) == []
+
+
+def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--num-layer 30: unknown flag; did you mean --num-layers?" in failure("--num-layer 30", capsys)
+
+
+def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = failure(
+        "--num-layer 30 --hidden-size x --num-experts 8 --moe-router-topk 2 --batch-size 8 --dataloader-type cyclic "
+        "--pipeline-schedule 1f1 --learning_rate 3 --swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
+        "--cp-comm-type p2p",
+        capsys,
+    )
+    for line in (
+        "--num-layer 30: unknown flag; did you mean --num-layers?",
+        "--hidden-size x: must be a whole number; for example 1000000, 1_000_000 or 1e6",
+        "--num-experts 8: asks for mixture of experts, which is not built; leave it out",
+        "--moe-router-topk 2: asks for mixture of experts, which is not built; leave it out",
+        "--batch-size 8: is not a flag here; use --micro-batch-size",
+        "--dataloader-type cyclic: asks for something that is not built; only single is",
+        "--pipeline-schedule 1f1: must be one of gpipe, 1f1b; nearest: 1f1b",
+        "--learning_rate 3: unknown flag; did you mean --learning-rate?",
+        "--swiglu yes: takes no value; give the flag alone",
+        "--gibberish: unknown flag; --help lists all flags",
+        "--seed 1 2: takes one value; given: 2",
+        "--cp-comm-type p2p: asks for context parallelism, which is not built; leave it out",
+    ):
+        assert line in lines
+    # The validation's problems come with them, but not those that follow from a misspelt flag.
+    assert any(line.startswith("world size 8: must be a multiple of TP 3") for line in lines)
+    assert any(line.startswith("--num-attention-heads: is required") for line in lines)
+    assert not any(line.startswith(("--num-layers:", "--hidden-size:", "--lr:")) for line in lines)
+
+
+def test_unknown_flags_raise_from_parse_args() -> None:
+    with pytest.raises(ValueError, match=r"(?s)--hiden-size 3: unknown flag.*--hidden-size.*\n--nope"):
+        parse_args(["--hiden-size", "3", "--nope"])
+
+
+def test_meaningless_flags_get_one_line_each() -> None:
+    command = command_line(f"{TINY} --use-mcore-models --transformer-impl local --attention-backend flash".split())
+    assert len(command.notes) == 3
+    assert command.notes[0].startswith("--use-mcore-models has no effect: ")
+    assert command.notes[1].startswith("--transformer-impl local has no effect: ")
+    assert command.config == parse_args(TINY.split())
+
+
+@pytest.mark.parametrize("name", [*MEANINGLESS, *NOT_BUILT, *RENAMED])
+def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    accepted = MEANINGLESS.get(name)
+    if accepted:
+        value = [] if not accepted.arity else [accepted.values[0] if accepted.values else "1"]
+        assert command_line([*TINY.split(), name, *value], Launch()).notes[0].startswith(name)
+    else:
+        assert failure(f"{TINY} {name}", capsys)[0].startswith(name)
+
+
+def test_the_last_of_two_values_counts_and_that_is_said() -> None:
+    command = command_line(f"{TINY} --lr 1 --learning-rate 2".split(), Launch())
+    assert command.config.optimizer.lr == 2
+    said = "--lr and --learning-rate are given with different values: the last one, --learning-rate, counts"
+    assert command.notes[-1] == said
+
+
+def test_command_line_options() -> None:
+    command = command_line(f"{TINY} --dry-run --world-size 64".split(), Launch())
+    assert (command.dry_run, command.world_size) == (True, 64)
+    assert command_line(TINY.split(), Launch()) == CommandLine(parse_args(TINY.split()))
+    planned = command_line(f"{TINY} --dry-run --tp 2 --dp 3".split(), Launch())
+    assert planned.world_size == 6
+
+
+def test_world_size_without_a_launcher_is_for_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = failure(f"{TINY} --world-size 4", capsys)
+    assert lines[0].startswith("--world-size 4: the launcher started 1 process; start 4 processes")
+
+
+def test_one_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        command_line(["--nope"], Launch(rank=1, world_size=2, local_rank=1, launcher="torchrun"))
+    assert exit.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_config_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "num-layers: 4\nhidden_size: 64\nlr: 1e-4\nswiglu: true\ndisable-bias-linear: true\nload_optim: false\n"
+        "data-path: [0.5, a, 0.5, b]\nsplit: 90,5,5\nrampup-batch-size: [2, 2, 100]\nno-load-rng: false\nfp16:\n"
+        "use-mcore-models: true\noverlap-grad-reduce: false\n",
+    )
+    command = command_line(["--config", path, "--hidden-size", "32"], Launch())
+    config = command.config
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (4, 32, 1e-4)
+    assert config.model.swiglu and not config.model.add_bias_linear and not config.checkpoint.load_optim
+    assert config.checkpoint.load_rng and not config.parallel.fp16
+    assert config.data.data_path == ("0.5", "a", "0.5", "b")
+    assert config.data.split == "90,5,5"
+    assert config.training.rampup_batch_size == (2, 2, 100)
+    assert len(command.notes) == 1
+
+
+def test_later_files_win(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("lr: 1\nmin-lr: 0.5\n")
+    two.write_text("lr: 2\n")
+    optimizer = parse_args(["--config", str(one), "--config", str(two)]).optimizer
+    assert (optimizer.lr, optimizer.min_lr) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("hiden-size: 3", "hiden-size 3: unknown flag; did you mean --hidden-size?"),
+        ("hidden-size: x", "hidden-size x: must be a whole number"),
+        ("seed: true", "seed True: must be a whole number"),
+        ("swiglu: 1", "swiglu 1: must be true or false"),
+        ("model: {hidden-size: 3}", "model: must be a value; write names flat, without sections"),
+        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file says it twice, as --lr too"),
+        ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
+        ("- 3", "must be a mapping"),
+        ("a: [", "give a readable YAML file"),
+        ("num-experts: 8", "num-experts 8: asks for mixture of experts"),
+        ("dry-run: true", "dry-run: is not configuration"),
+        ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
+    ],
+)
+def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=r"run\.yaml") as error:
+        parse_args(["--config", path])
+    assert problem in str(error.value)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ValueError, match=r"--config /nowhere\.yaml: .*No such file"):
+        parse_args(["--config", "/nowhere.yaml"])
+
+
+def test_saved_configuration_reads_back(tmp_path: Path) -> None:
+    argv = (
+        f"{TINY} --tp 2 --disable-bias-linear --no-load-rng --no-use-distributed-optimizer --window-size 8 "
+        "--adam-eps 1e-12 --micro-batch-size 2 --fp16 --save checkpoints --split 90,5,5"
+    )
+    config = resolve(parse_args(argv.split()), 8)
+    save_config(config, tmp_path / "deep" / "run.yaml")
+    again = parse_args(["--config", str(tmp_path / "deep" / "run.yaml")])
+    assert resolve(again, 8) == config
+    # The file names the batch, not the ranks, so that it serves another layout.
+    assert again.training.global_batch_size == 8
+    assert validate(again, 4) == validate(resolve(again, 4), 4) == []
+    text = (tmp_path / "deep" / "run.yaml").read_text()
+    assert "\n# derived: data-parallel-size: 4\n" in text
+    assert yaml.safe_load(text)["no-load-rng"] is True
+
+
+def test_saved_length_in_tokens_reads_back(tmp_path: Path) -> None:
+    config = replace(parse_args(TINY.split()))
+    config = replace(config, training=replace(config.training, train_iters=None, train_tokens=1600))
+    resolved = resolve(config, 1)
+    assert resolved.training.train_samples == 100
+    save_config(resolved, tmp_path / "run.yaml")
+    assert resolve(parse_args(["--config", str(tmp_path / "run.yaml")]), 1) == resolved
+
+
+def test_flat_dict_has_every_field() -> None:
+    flat = to_flat_dict(parse_args(["--lr", "3", "--tp", "2"]))
+    assert len(flat) == len(all_flags())
+    assert (flat["lr"], flat["tensor_model_parallel_size"], flat["add_bias_linear"]) == (3.0, 2, True)
+
+
+def test_help_is_fast_and_complete() -> None:
+    code = (
+        "import sys\nfrom megatron.training.arguments import command_line\n"
+        "try: command_line(['--help'])\n"
+        "except SystemExit as exit: sys.exit(exit.code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for flag in all_flags():
+        for spelling in flag.shown:
+            assert f"{spelling}" in done.stdout
+    assert "Width h of the residual stream." in done.stdout
+    assert "--use-distributed-optimizer, --no-use-distributed-optimizer" in done.stdout
