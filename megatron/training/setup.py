@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.layout import end_costs, split_layers
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of
-from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import Batch
 from megatron.training.batch_size import BatchSizes
@@ -91,7 +90,7 @@ def build_stages(
     state = runtime.state
     layout = layout_of(config.parallel.pipeline_schedule, state.pp.size)
     layers = split_layers(config.model.num_layers, layout.num_stages, *end_costs(config.model))
-    stages = {
+    return {
         stage: GPTModel(
             config.model,
             config.parallel,
@@ -102,13 +101,10 @@ def build_stages(
             queue=queue,
             device=runtime.device,
             seed=config.training.seed,
+            initialize=initialize,
         )
         for stage in layout.stages_of(state.pp.rank)
     }
-    if initialize:
-        for model in stages.values():
-            initialize_parameters_(list(model.parameters()), config.training.seed, state.coords)
-    return stages
 
 
 def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:

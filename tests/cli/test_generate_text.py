@@ -1,0 +1,67 @@
+"""The text generator, from a checkpoint that training wrote."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.common import run_tool
+from tools.generate_text import main
+
+ROOT = Path(__file__).parents[2]
+TRAINING = """--cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
+    --tokenizer-type ByteTokenizer --train-iters 2 --lr 1e-3 --global-batch-size 2 --eval-iters 0 --num-workers 0"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    command = [sys.executable, "pretrain_gpt.py", *TRAINING.split(), "--save", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return str(folder)
+
+
+def test_several_prompts(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "6"]
+    assert main([*flags, "--prompt", "one", "a longer prompt", ""]) == 0
+    first, second, third = capsys.readouterr().out.split("-" * 40 + "\n")
+    assert first.startswith("one") and second.startswith("a longer prompt") and third
+    assert main([*flags, "--prompt", "one", "--prompt", "a longer prompt", "", "--batch-size", "1"]) == 0
+    assert capsys.readouterr().out.split("-" * 40 + "\n") == [first, second, third]
+
+
+def test_lines_of_standard_input(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("alpha\n\nbeta\n"))
+        flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "6", "--top-k", "50", "--seed", seed]
+        assert main(flags) == 0
+        found.append(capsys.readouterr().out)
+    assert "alpha" in found[0] and "beta" in found[0]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x" * 60], "prompt 1 has 60 tokens, and the model reads at most 48"),
+        (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
+        (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
+        (["--prompt", "x", "--load", "/nowhere"], "/nowhere holds no checkpoint"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+    ],
+)
+def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", *flags]))
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

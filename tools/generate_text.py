@@ -1,0 +1,111 @@
+"""Continues text with a trained model, on one process, from a checkpoint saved at any layout.
+
+    python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def read(self):" "class Lock:"
+    python tools/generate_text.py --load runs/quickstart/checkpoints --temperature 0.8 --top-p 0.9 < prompts.txt
+
+Each line of standard input is a prompt where --prompt is not given. The most likely token is taken unless
+--temperature, --top-k or --top-p asks for sampling. The tokenizer is the one that the model was trained with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron.core.config import TokenizerConfig
+from megatron.core.models.gpt.generation import Sampling, generate
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers import Tokenizer
+from megatron.training.checkpointing import load_model_for_inference
+from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    sampling = sampling_of(args)
+    tokenizer_config = config_of(TokenizerConfig, args) if args.tokenizer_type else None
+    model, tokenizer, _ = load_model_for_inference(args.load, args.device, tokenizer_config)
+    shown = 0
+    for prompts in batches_of_prompts(args):
+        for text in continuations(model, tokenizer, prompts, sampling, args, shown):
+            if shown and len(args.prompt) > 1:
+                print("-" * 40)
+            print(text, flush=True)
+            shown += 1
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
+    parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="text to continue; several are legal")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest continuation (default: 64)")
+    parser.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
+    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens that have this probability together")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts continued side by side (default: 8)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, or cpu"
+    )
+    add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
+    args = parser.parse_args(argv)
+    problems = [
+        f"{flag} {value} must be at least 1"
+        for flag, value in (("--max-new-tokens", args.max_new_tokens), ("--batch-size", args.batch_size))
+        if value < 1
+    ]
+    files = [
+        f"--{name.replace('_', '-')}" for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)
+    ]
+    if files and not args.tokenizer_type:
+        problems.append(f"{', '.join(files)} needs --tokenizer-type beside it")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return args
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """Greedy if nothing is said; a limit alone samples at temperature 1."""
+    limited = args.top_k is not None or args.top_p is not None
+    default = 1.0 if limited else 0.0
+    return Sampling(default if args.temperature is None else args.temperature, args.top_k, args.top_p)
+
+
+def batches_of_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
+    """--prompt in batches, or standard input line by line, so that a person can write to the model."""
+    if args.prompt:
+        for start in range(0, len(args.prompt), args.batch_size):
+            yield args.prompt[start : start + args.batch_size]
+        return
+    if sys.stdin.isatty():
+        print("a prompt per line, Ctrl-D to end", file=sys.stderr)
+    for line in sys.stdin:
+        if line.strip():
+            yield [line.rstrip("\n")]
+
+
+def continuations(
+    model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, args: argparse.Namespace, first: int
+) -> list[str]:
+    """Each prompt with its continuation. An empty prompt begins a document."""
+    start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
+    ids = [tokenizer.tokenize(prompt) or ([] if start is None else [start]) for prompt in prompts]
+    stop = {token for token in (tokenizer.eod, tokenizer.eos) if token is not None}
+    found = generate(model, ids, args.max_new_tokens, sampling, seed=args.seed, first=first, stop=stop)
+    texts = []
+    for prompt, prompt_ids, new in zip(prompts, ids, found, strict=True):
+        # Decoded together, as the first new token may complete a word or a character; the prompt stands as written.
+        before, whole = tokenizer.detokenize(prompt_ids), tokenizer.detokenize([*prompt_ids, *new])
+        texts.append(prompt + whole[len(before) :] if prompt and whole.startswith(before) else whole)
+    return texts
+
+
+if __name__ == "__main__":
+    run_tool(main)
