@@ -76,7 +76,8 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     if reading.world_size is None and reading.dry_run and launch.launcher == "none":
         parallel = config.parallel
         reading.world_size = max(1, parallel.model_parallel_size * (parallel.data_parallel_size or 1))
-        reading.notes.append(f"planned for {reading.world_size} ranks; --world-size says otherwise")
+        if reading.world_size > 1:
+            reading.notes.append(f"planned for {reading.world_size} ranks; --world-size says otherwise")
     if reading.problems:
         world_size = reading.world_size or launch.world_size
         found = validate(resolve(config, world_size), world_size)

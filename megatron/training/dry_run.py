@@ -22,7 +22,7 @@ def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -
     dims = ParallelDims.from_config(config.parallel, world_size)
     for title, lines in (
         ("Model", model_lines(config)),
-        (f"Groups of {world_size} ranks", group_lines(dims)),
+        (f"Groups, world size {world_size}", group_lines(dims)),
         ("Pipeline stages and memory of states on each rank", memory_lines(config, dims)),
         ("Batch and length", batch_lines(config, dims)),
     ):

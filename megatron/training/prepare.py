@@ -11,6 +11,9 @@ from megatron.training.dry_run import print_plan
 from megatron.training.launch import Launch
 from megatron.training.validation import Problem, resolve, validate
 
+TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
+"""Where one of these is wrong there is no tokenizer to read."""
+
 
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """The resolved configuration for the world this process is in.
@@ -22,12 +25,12 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     if launch.rank == 0:
         for note in command.notes:
             print(note, file=sys.stderr)
-    config, problems = command.config, []
-    try:
-        vocab_size = tokenizer_vocabulary(config)
-    except (ValueError, OSError) as error:
-        vocab_size = None
-        problems.append(Problem.of_error("--tokenizer-type", config.tokenizer.tokenizer_type, error))
+    config, problems, vocab_size = command.config, [], None
+    if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
+        try:
+            vocab_size = tokenizer_vocabulary(config)
+        except (ValueError, OSError) as error:
+            problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)
     problems += validate(config, world_size)
     if problems:

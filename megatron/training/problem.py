@@ -18,9 +18,20 @@ class Problem:
     remedy: str
 
     @classmethod
-    def of_error(cls, flag: str, value: Any, error: Exception) -> Problem:
-        """A problem that reading a file brought up."""
-        return cls(flag, value, str(error) or type(error).__name__, "correct the flag or the file it names")
+    def of_errors(cls, flag: str, value: Any, error: Exception) -> list[Problem]:
+        """The problems that reading a file brought up, one for each line of the error's message.
+
+        A line of the form `--flag value: rule; remedy` speaks for itself, any other of `flag`.
+        """
+        found = []
+        for line in str(error).splitlines() or [type(error).__name__]:
+            named, colon, rest = line.partition(": ")
+            if colon and named.startswith("--"):
+                rule, _, remedy = rest.partition("; ")
+                found.append(cls(named, None, rule, remedy or "correct it"))
+            else:
+                found.append(cls(flag, value, line, "correct the flag or the file it names"))
+        return found
 
     @classmethod
     def of_message(cls, flag: str, value: Any, message: str) -> Problem:

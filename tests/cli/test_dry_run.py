@@ -1,0 +1,125 @@
+"""`--dry-run`: the plan it prints and the errors it stops with, as a user meets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
+WRONG = (
+    "--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 --tp 8 "
+    "--pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data"
+)
+RIGHT = (
+    "--dry-run --world-size 8 --num-layers 7 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --tp 2 --pp 2 "
+    "--micro-batch-size 2 --global-batch-size 16 --mock-data --vocab-size 1000 --lr 1e-3 --train-iters 10"
+)
+
+
+def pretrain(flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | environ
+    command = [sys.executable, "pretrain_gpt.py", *flags.split()]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_all_problems_at_once() -> None:
+    done = pretrain(WRONG)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines() == [
+        "This configuration cannot run: 5 problems.",
+        "  --lr: is required; give the peak learning rate, for example --lr 3e-4",
+        "  --hidden-size 1000: must be a multiple of --num-attention-heads 12; nearest: 984 or 1008, or give "
+        "--kv-channels",
+        "  --num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 8; nearest: 8 or 16",
+        "  --global-batch-size 64: must be a multiple of --micro-batch-size 3 * data-parallel size 2 = 6; nearest: "
+        "60 or 66",
+        "  --mock-data: made-up data has no epoch to end after; give --train-iters, --train-samples or --train-tokens",
+    ]
+
+
+def test_its_remedies_work() -> None:
+    fixed = WRONG.replace("1000", "1008").replace("heads 12", "heads 16").replace("64 --mock", "66 --mock")
+    done = pretrain(f"{fixed} --lr 3e-4 --train-iters 10")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_misspelt_flag() -> None:
+    done = pretrain(f"{RIGHT} --num-atention-heads 8 --sequence_parallel")
+    assert done.returncode == 2
+    assert "  --num-atention-heads 8: unknown flag; did you mean --num-attention-heads?" in done.stderr.splitlines()
+    assert "  --sequence_parallel: unknown flag; did you mean --sequence-parallel?" in done.stderr.splitlines()
+
+
+def test_plan() -> None:
+    done = pretrain(RIGHT)
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    # Tokens and positions; per layer 12 h^2 in matrices, 13 h in biases and norms; the last norm.
+    assert f"parameters {1024 * 64 + 128 * 64 + 7 * (12 * 64**2 + 13 * 64) + 2 * 64:,}" in lines
+    assert "TP 2, CP 1, DP 2, PP 2, EP 1" in lines
+    assert "TP 4 groups of 2: [0,1] [2,3] [4,5] [6,7]" in lines
+    assert "DP 4 groups of 2: [0,2] [1,3] [4,6] [5,7]" in lines
+    assert "PP 4 groups of 2: [0,4] [1,5] [2,6] [3,7]" in lines
+    assert "global batch 16 = micro-batch 2 x 4 micro-batches x 2 replicas; 2,048 tokens a step" in lines
+    assert any(line.startswith("10 iterations, 160 samples, 20,480 tokens, ") for line in lines)
+    stages = [line for line in lines if re.match(r"[01]   ", line)]
+    assert len(stages) == 2
+    assert "embedding, layers 0-" in stages[0] and "norm, head" in stages[1]
+    layers = [int(count) for line in stages for count in re.findall(r"\((\d+)\)", line)]
+    assert sum(layers) == 7
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --no-use-distributed-optimizer --optimizer sgd", "--fp64"])
+def test_bytes_of_states(flags: str) -> None:
+    """Without padding to speak of: 4 + 4 + 8 bytes a parameter in fp32, 2 + 4 + 12 in bf16, optimizer over DP."""
+    size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096"
+    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {flags}")
+    assert done.returncode == 0, done.stderr
+    parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
+    found = int(re.search(r"most on pp 0: ([\d,]+) bytes", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
+    expected = {"": 8 + 8 / 4, "--bf16": 6 + 12 / 4, "--fp64": 16 + 16 / 4}.get(flags, 6 + 8)
+    assert found == pytest.approx(parameters * expected, rel=1e-3)
+    assert found >= parameters * expected
+
+
+def test_groups_are_abbreviated_at_scale() -> None:
+    done = pretrain(RIGHT.replace("--world-size 8", "--world-size 4096").replace("batch-size 16", "batch-size 2048"))
+    assert done.returncode == 0, done.stderr
+    assert "DP 4 groups of 1024: [0,2,4,...,2046] [1,3,5,...,2047] [2048,2050,2052,...,4094] " in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) < 250
+
+
+def test_notes_go_to_stderr() -> None:
+    done = pretrain(f"{RIGHT} --use-mcore-models")
+    assert done.returncode == 0
+    assert done.stderr.startswith("--use-mcore-models has no effect: ")
+
+
+def test_only_the_first_rank_speaks() -> None:
+    done = pretrain(WRONG, RANK="3", WORLD_SIZE="64", LOCAL_RANK="3")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_vocabulary_comes_from_the_tokenizer() -> None:
+    done = pretrain(f"{RIGHT.replace('--vocab-size 1000', '')} --tokenizer-type ByteTokenizer")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"vocabulary \d+, padded to 384", done.stdout)
+
+
+def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
+    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere.model --tp 3")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("/nowhere.model") == 1
+    assert "world size 8" in done.stderr
+    done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 2, done.stderr

@@ -1,0 +1,303 @@
+"""Every rule of a configuration: what breaks it, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.training.arguments import parse_args
+from megatron.training.flags import Flag, all_flags
+from megatron.training.validation import MOCK_VOCAB_SIZE, resolve, validate
+
+GOOD = {
+    "num-layers": "4",
+    "hidden-size": "48",
+    "num-attention-heads": "12",
+    "seq-length": "16",
+    "lr": "1e-3",
+    "mock-data": "",
+    "train-iters": "100",
+}
+
+
+def argv(flags: str, without: str = "") -> list[str]:
+    """GOOD without some of its flags, and with `flags`."""
+    words = []
+    for name, value in GOOD.items():
+        if name not in without.split():
+            words += [f"--{name}", *value.split()]
+    return words + flags.split()
+
+
+def problems(flags: str, world_size: int = 1, without: str = "") -> list[str]:
+    config = parse_args(argv(flags, without))
+    found = [str(problem) for problem in validate(config, world_size)]
+    assert found == [str(problem) for problem in validate(resolve(config, world_size), world_size)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("", 1),
+        ("--tp 2 --sequence-parallel", 2),
+        ("--tp 4 --pp 2", 16),
+        ("--pp 3", 3),
+        ("--pp 4 --num-layers 2", 4),
+        ("--dp 4 --global-batch-size 8 --num-microbatches 2", 4),
+        ("--num-microbatches 3", 2),
+        ("--group-query-attention --num-query-groups 4 --tp 4", 4),
+        ("--num-query-groups 12", 1),
+        ("--hidden-size 50 --kv-channels 8", 1),
+        ("--position-embedding-type rope --kv-channels 5 --rotary-percent 0.8", 1),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 10", 1),
+        ("--lr-warmup-iters 10 --lr-decay-iters 50 --min-lr 1e-4", 1),
+        ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", 1),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1),
+        ("--fp64 --clip-grad 0 --attention-dropout 0 --eval-iters 0 --num-workers 0", 1),
+        ("--use-distributed-optimizer --bf16 --distributed-backend gloo --cpu", 2),
+        ("--ep 1 --cp 1 --etp 1", 1),
+    ],
+)
+def test_legal(flags: str, world_size: int) -> None:
+    assert problems(flags, world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        # one value
+        ("--num-layers 0", 1, "--num-layers: is required"),
+        ("--num-layers -1", 1, "--num-layers -1: must be above 0"),
+        ("--micro-batch-size 0", 1, "--micro-batch-size 0: must be above 0; the default is 1"),
+        ("--adam-beta2 1", 1, "--adam-beta2 1.0: must be in [0, 1); the default is 0.999"),
+        ("--hidden-dropout 1.0", 1, "--hidden-dropout 1.0: must be in [0, 1)"),
+        ("--rotary-percent 0", 1, "--rotary-percent 0.0: must be in (0, 1]"),
+        ("--lr inf", 1, "--lr inf: must be finite"),
+        ("--clip-grad -1", 1, "--clip-grad -1.0: must not be negative"),
+        ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 2^32 - 1]"),
+        ("--window-size 0", 1, "--window-size 0: must be above 0"),
+        ("--rampup-batch-size 1 0 3", 1, "--rampup-batch-size 1 0 3: must be above 0"),
+        # layout
+        ("--tp 2", 3, "world size 3: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 4 ranks"),
+        ("--tp 2", 1, "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks"),
+        ("--dp 3", 4, "--data-parallel-size 3: must be world size 4 / (TP 1 * PP 1 * CP 1) = 4; leave it out"),
+        ("--cp 2", 2, "--context-parallel-size 2: asks for context parallelism, which is not built"),
+        ("--ep 2", 2, "--expert-model-parallel-size 2: asks for expert parallelism, which is not built"),
+        ("--pp 7", 7, "--pipeline-model-parallel-size 7: 4 layers, the embedding and the head fill at most 6 stages"),
+        ("--cpu --distributed-backend nccl", 1, "--distributed-backend nccl: runs on GPUs only"),
+        # tensor parallel
+        ("--tp 5 --num-attention-heads 4 --hidden-size 40", 5, "--num-attention-heads 4: must be a multiple of"),
+        (
+            "--tp 8",
+            8,
+            "--num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 8; nearest: 8 or 16",
+        ),
+        ("--tp 4 --hidden-size 54 --kv-channels 4", 4, "--hidden-size 54: must be a multiple of"),
+        (
+            "--tp 4 --ffn-hidden-size 50",
+            4,
+            "--ffn-hidden-size 50: must be a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            "--tp 4 --group-query-attention --num-query-groups 2",
+            4,
+            "--num-query-groups 2: must be a multiple of --tensor-model-parallel-size 4; nearest: 4",
+        ),
+        (
+            "--tp 3 --vocab-size 100",
+            3,
+            "--make-vocab-size-divisible-by 128: the vocabulary of 100 padded to 128 must be a multiple of "
+            "--tensor-model-parallel-size 3; nearest: 384",
+        ),
+        ("--sequence-parallel", 1, "--sequence-parallel: needs --tensor-model-parallel-size above 1"),
+        (
+            "--tp 3 --sequence-parallel --make-vocab-size-divisible-by 3",
+            3,
+            "--seq-length 16: must be a multiple of --tensor-model-parallel-size 3 under --sequence-parallel; "
+            "nearest: 15 or 18",
+        ),
+        # model
+        ("--hidden-size 50", 1, "--hidden-size 50: must be a multiple of --num-attention-heads 12; nearest: 48 or 60"),
+        ("--group-query-attention", 1, "--group-query-attention: needs --num-query-groups"),
+        (
+            "--group-query-attention --num-query-groups 5",
+            1,
+            "--num-query-groups 5: must divide --num-attention-heads 12; nearest: 4 or 6",
+        ),
+        ("--num-query-groups 4", 1, "--num-query-groups 4: counts only with --group-query-attention"),
+        ("--swiglu --squared-relu", 1, "--swiglu: and --squared-relu exclude each other"),
+        (
+            "--max-position-embeddings 8",
+            1,
+            "--max-position-embeddings 8: must be at least --seq-length 16; nearest: 16",
+        ),
+        ("--position-embedding-type rope --kv-channels 5", 1, "--rotary-percent 1.0: a head of 5 rotates 5 channels"),
+        ("--use-rope-scaling", 1, "--use-rope-scaling: scales rotary embeddings, which this model has not"),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
+            1,
+            "--rope-scaling-low-freq-factor 4.0: must be below",
+        ),
+        ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
+        ("--bf16 --fp16", 1, "--fp16: and --bf16 exclude each other"),
+        ("--fp32 --fp64 --bf16", 1, "--bf16: and --fp32, --fp64 exclude each other"),
+        ("--loss-scale 8", 1, "--loss-scale 8.0: counts only with --fp16"),
+        ("--fp16 --min-loss-scale 8 --initial-loss-scale 4", 1, "--min-loss-scale 8.0: must be at most"),
+        # batch
+        (
+            "--global-batch-size 64 --micro-batch-size 3",
+            2,
+            "--global-batch-size 64: must be a multiple of --micro-batch-size 3 * data-parallel size 2 = 6; "
+            "nearest: 60 or 66",
+        ),
+        ("--global-batch-size 8 --num-microbatches 3", 1, "--num-microbatches 3: must be --global-batch-size 8"),
+        ("--rampup-batch-size 2 2", 1, "--rampup-batch-size 2 2: takes three numbers"),
+        (
+            "--global-batch-size 8 --rampup-batch-size 2 2 9",
+            1,
+            "--rampup-batch-size 2 2 9: cannot go with --train-iters",
+        ),
+        ("--global-batch-size 8 --rampup-batch-size 3 2 9", 2, "START 3 must be a multiple of"),
+        ("--global-batch-size 8 --rampup-batch-size 2 3 9", 2, "INCREMENT 3 must be a multiple of"),
+        ("--global-batch-size 8 --rampup-batch-size 9 1 9", 1, "START 9 must be at most --global-batch-size 8"),
+        ("--global-batch-size 8 --rampup-batch-size 3 2 9", 1, "nearest: --global-batch-size 7 or 9"),
+        # length and schedule
+        ("--train-samples 80", 1, "--train-iters 100: and --train-samples exclude each other"),
+        ("--lr-warmup-samples 3", 1, "--lr-warmup-samples 3: the length of this run is given in iterations"),
+        ("--lr-decay-samples 3", 1, "--lr-decay-samples 3: the length of this run is given in iterations"),
+        ("--lr-warmup-iters 100", 1, "--lr-warmup-iters 100: must be below the length of the decay, 100; nearest: 99"),
+        ("--lr-warmup-iters 9 --lr-decay-iters 5", 1, "--lr-warmup-iters 9: must be below the length of the decay, 5"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", 1, "--lr-warmup-fraction 0.1: and --lr-warmup-iters exclude"),
+        ("--lr-warmup-fraction 1", 1, "--lr-warmup-fraction 1.0: must be in [0, 1)"),
+        ("--min-lr 1", 1, "--min-lr 1.0: must be at most --lr 0.001; nearest: 0.001"),
+        ("--lr-decay-style WSD", 1, "--lr-decay-style WSD: needs the length of its final anneal"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 101", 1, "--lr-wsd-decay-iters 101: must be at most"),
+        ("--lr-wsd-decay-iters 10", 1, "--lr-wsd-decay-iters 10: counts only with --lr-decay-style WSD"),
+        ("--end-weight-decay 0.1", 1, "--weight-decay-incr-style constant: keeps weight decay as it is"),
+        # data, tokenizer, checkpoints
+        ("--data-path a", 1, "--data-path: and --mock-data exclude each other"),
+        ("--train-data-path a --valid-data-path b", 1, "--train-data-path, --valid-data-path: and --mock-data exclude"),
+        ("--eod-mask-loss", 1, "--eod-mask-loss: needs the end-of-document token"),
+        ("--tokenizer-type NullTokenizer", 1, "--vocab-size: is required by --tokenizer-type NullTokenizer"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+            1,
+            "--merge-file: is required by --tokenizer-type GPT2BPE",
+        ),
+        ("--finetune", 1, "--finetune: needs a checkpoint to load; give --load"),
+    ],
+)
+def test_each_rule(flags: str, world_size: int, expected: str) -> None:
+    found = problems(flags, world_size)
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", ["--data-path: no data is named; give --data-path, --train-data-path or --mock-data"]),
+        ("--valid-data-path b", ["--train-data-path: is required beside --valid-data-path"]),
+        ("--data-path a --train-data-path b", ["--data-path: and --train-data-path exclude each other"]),
+        ("--data-path 0.5 a 0.5", ["--data-path 0.5 a 0.5: 3 values are not pairs of weight and prefix"]),
+        ("--data-path 0.5 a -1 b", ["--data-path 0.5 a -1 b: weight -1 must be positive"]),
+        ("--data-path a --split 1,x", ["--split 1,x: three numbers separated by commas are needed"]),
+        ("--data-path a --split 0,1,1", ["--split 0,1,1: leaves nothing to train on"]),
+        ("--data-path a b --split 90/5/5", []),
+        ("--train-data-path 2 a", []),
+    ],
+)
+def test_data(flags: str, expected: list[str]) -> None:
+    found = problems(f"--vocab-size 100 {flags}", without="mock-data")
+    assert len(found) == len(expected)
+    for problem, start in zip(found, expected, strict=True):
+        assert problem.startswith(start)
+
+
+def test_length_is_required_where_data_has_no_end() -> None:
+    assert problems("", without="train-iters") == [
+        "--mock-data: made-up data has no epoch to end after; give --train-iters, --train-samples or --train-tokens"
+    ]
+    assert problems("--vocab-size 9 --data-path a", without="train-iters mock-data") == []
+
+
+def test_a_run_shorter_than_a_step() -> None:
+    found = problems("--train-tokens 100 --global-batch-size 8", without="train-iters")
+    assert found == ["--train-tokens 100: is less than one step of 8 samples; nearest: 128"]
+
+
+def test_sample_based_schedules() -> None:
+    flags = "--train-samples 100 --lr-warmup-samples 10 --lr-decay-samples 50 --global-batch-size 4"
+    assert problems(f"{flags} --rampup-batch-size 2 2 20", without="train-iters") == []
+    found = problems("--train-samples 100 --lr-warmup-iters 3 --lr-decay-iters 5", without="train-iters")
+    assert [problem.split(":")[0] for problem in found] == ["--lr-decay-iters 5", "--lr-warmup-iters 3"]
+
+
+def test_unknown_vocabulary() -> None:
+    found = problems("--data-path a --tp 3", 3, without="mock-data")
+    assert any(line.startswith("--tokenizer-type: the size of the vocabulary is not known") for line in found)
+    assert any(line.startswith("--make-vocab-size-divisible-by 128: the padded vocabulary must be") for line in found)
+
+
+def test_all_at_once() -> None:
+    """The plan of 64 ranks that a newcomer gets wrong in several ways."""
+    model = "--num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 --mock-data"
+    config = parse_args(f"{model} --tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64".split())
+    flags = [problem.flag for problem in validate(config, 64)]
+    assert flags == ["--lr", "--hidden-size", "--num-attention-heads", "--global-batch-size", "--mock-data"]
+    assert all(problem.remedy for problem in validate(config, 64))
+
+
+def test_resolve_fills_what_follows() -> None:
+    config = resolve(parse_args(argv("--tp 2 --micro-batch-size 2 --swiglu")), 8)
+    assert config.parallel.data_parallel_size == 4
+    assert (config.training.global_batch_size, config.training.num_microbatches) == (8, 1)
+    model = config.model
+    assert (model.kv_channels, model.ffn_hidden_size, model.max_position_embeddings) == (4, 128, 16)
+    assert model.vocab_size == MOCK_VOCAB_SIZE
+    assert resolve(config, 8) == config
+    assert resolve(parse_args(argv("--num-microbatches 3")), 2).training.global_batch_size == 6
+
+
+def test_resolve_takes_the_larger_vocabulary() -> None:
+    """NullTokenizer adds an end-of-document token to --vocab-size; a larger --vocab-size leaves room."""
+    flags = argv("--tokenizer-type NullTokenizer --vocab-size 100")
+    assert resolve(parse_args(flags), 1, vocab_size=101).model.vocab_size == 101
+    assert resolve(parse_args(flags), 1, vocab_size=99).model.vocab_size == 100
+    assert resolve(parse_args(argv("")), 1, vocab_size=259).model.vocab_size == 259
+
+
+def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
+    """The flag with some value of its type, legal or not."""
+    if flag.kind is bool:
+        return st.just([flag.name])
+    if flag.spec.choices:
+        values = st.sampled_from(flag.spec.choices)
+    elif flag.kind is int:
+        values = st.integers(-3, 20).map(str)
+    elif flag.kind is float:
+        values = st.sampled_from(["-1", "0", "0.5", "1", "3", "1e30", "inf"])
+    else:
+        values = st.sampled_from(["a", "0.5", "1,2,3", ""])
+    count = 4 if flag.spec.many else 1
+    return st.lists(values, min_size=1, max_size=count).map(lambda texts: [flag.name, *texts])
+
+
+ANY_FLAGS = st.lists(st.sampled_from(all_flags()).flatmap(_text), max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(ANY_FLAGS, st.integers(1, 16), st.booleans())
+def test_no_configuration_raises(flags: list[list[str]], world_size: int, good: bool) -> None:
+    """Whatever is wrong, it is reported and not raised; what is legal makes a layout."""
+    words = [word for flag in flags for word in flag]
+    config = parse_args([*(argv("") if good else []), *words])
+    found = validate(config, world_size)
+    assert all(problem.flag and problem.rule and problem.remedy for problem in found)
+    if not found:
+        resolved = resolve(config, world_size)
+        dims = ParallelDims.from_config(resolved.parallel, world_size)
+        assert dims.world_size == world_size
+        assert resolved.training.global_batch_size
