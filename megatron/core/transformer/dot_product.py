@@ -123,9 +123,9 @@ class DropoutAttention(nn.Module):
         groups, mask = k.shape[2], context.mask
         if mask is None:
             mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
-        grouped = q.view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).flatten(2, 3)  # [b, groups, n * s, d]
-        scores = grouped.matmul(k.permute(1, 2, 3, 0)).mul(self.scale).view(b, heads, s, s)
-        scores = scores.masked_fill(~mask, float("-inf"))
+        # Scaled before the product, which in fp16 might overflow.
+        grouped = (q * self.scale).view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).flatten(2, 3)
+        scores = grouped.matmul(k.permute(1, 2, 3, 0)).view(b, heads, s, s).masked_fill_(~mask, float("-inf"))
         probs = scores.softmax(-1, dtype=self.softmax_dtype.get(q.dtype, q.dtype)).to(q.dtype)
         probs = attention_dropout(probs, self.p, self.key, context.sample_index, head_offset=self.head_offset)
         out = probs.view(b, groups, -1, s).matmul(v.permute(1, 2, 0, 3))  # [b, groups, n * s, d]
