@@ -1,0 +1,71 @@
+"""The planned bytes of states are those of the tensors that a run allocates, on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig, TransformerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import build_parallel_state
+from megatron.planner.memory import pipeline_stages, states_of_rank
+from tests.harness import run_world
+
+GPT = TransformerConfig(num_layers=3, hidden_size=40, num_attention_heads=4, seq_length=24, vocab_size=200)
+LLAMA = replace(
+    GPT,
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=72,
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    group_query_attention=True,
+    num_query_groups=2,
+)
+DDP = DDPConfig(ddp_bucket_size=5000)  # several buckets, so that their padding counts
+
+
+def compare(
+    rank: int, world_size: int, model: TransformerConfig, parallel: ModelParallelConfig, optimizer: OptimizerConfig
+) -> tuple[Any, Any]:
+    """(planned, allocated) bytes of parameters, gradients, main parameters and moments, and parameters held."""
+    dims = ParallelDims.from_config(parallel, world_size)
+    state = build_parallel_state(dims, rank)
+    stage = pipeline_stages(model, parallel)[state.pp.rank]
+    built = GPTModel(model, parallel, state, layers=stage.layers, first=stage.first, last=stage.last)
+    ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer)
+    shards = build_optimizer(optimizer, ddp, state).shards
+    plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)
+    own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
+    allocated = (
+        sum(buffer.param_data.nbytes for buffer in ddp.buffers),
+        sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
+        sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own),
+        sum(moment.nbytes for shard in shards for moment in shard.moments.values()),
+        sum(parameter.numel() for parameter in built.parameters()),
+    )
+    memory = plan.memory
+    planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters)
+    assert memory.total == sum(planned[:4])
+    return planned, allocated
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(), OptimizerConfig(use_distributed_optimizer=False)])
+def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, optimizer: OptimizerConfig) -> None:
+    parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})
+    for planned, allocated in run_world(4, compare, model, parallel, optimizer):
+        assert planned == allocated
+
+
+def test_pipeline_with_tied_embedding_and_sgd() -> None:
+    parallel = ModelParallelConfig(pipeline_model_parallel_size=2, bf16=True)
+    for planned, allocated in run_world(4, compare, GPT, parallel, OptimizerConfig(optimizer="sgd")):
+        assert planned == allocated
