@@ -67,12 +67,12 @@ def read_chunks(paths: Sequence[Path], chunk_bytes: int) -> Iterator[Chunk]:
                     lines.append(line.removeprefix(BOM) if number == 1 else line)
                     size += len(line)
                     if size >= chunk_bytes:
-                        yield Chunk(str(path), first, lines, raw.tell())
+                        yield Chunk(str(path), first, lines, _position(raw))
                         first, size, lines = number + 1, 0, []
             except _damage() as error:
                 raise ValueError(f"{path}: damaged after line {number}: {error}; get the file again") from None
             if lines:
-                yield Chunk(str(path), first, lines, raw.tell())
+                yield Chunk(str(path), first, lines, _position(raw))
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
@@ -119,6 +119,10 @@ def _decompressed(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
             yield io.BufferedReader(reader, 1 << 20)
     else:
         yield raw
+
+
+def _position(raw: IO[bytes]) -> int:
+    return raw.tell() if raw.seekable() else 0  # a pipe has no position
 
 
 def _damage() -> tuple[type[Exception], ...]:

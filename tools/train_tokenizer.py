@@ -11,6 +11,7 @@ documents end with <EOD>, with Llama2Tokenizer with --eos-token.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,13 +58,14 @@ def cut(text: str) -> Iterator[str]:
                 yield piece
 
 
-def train(args: argparse.Namespace, inputs: Sequence[Path], prefix: str) -> list[str]:
-    """Writes the model under `prefix`, and returns what was wrong with the input."""
+def train(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[bytes, list[str]]:
+    """The model file's bytes, and what was wrong with the input."""
     import sentencepiece
 
     bad: list[str] = []
+    model = io.BytesIO()
     options = {
-        "model_prefix": prefix,
+        "model_writer": model,
         "vocab_size": args.vocab_size,
         "model_type": args.model_type,
         "character_coverage": args.character_coverage,
@@ -92,7 +94,25 @@ def train(args: argparse.Namespace, inputs: Sequence[Path], prefix: str) -> list
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences(inputs, args.json_keys, bad), **options)
     except (RuntimeError, OSError) as error:
         raise ValueError(explain(str(error), args, bad)) from None
-    return bad
+    return model.getvalue(), bad
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes a file that is whole or not there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def vocabulary(model: bytes) -> str:
+    """Pieces and scores, one a line."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_proto=model)
+    return "".join(f"{pieces.id_to_piece(id)}\t{pieces.get_score(id):g}\n" for id in range(pieces.get_piece_size()))
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
@@ -146,14 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = {suffix: Path(args.output_prefix + suffix) for suffix in (".model", ".vocab")}
     refuse_existing(list(targets.values()), args.overwrite)
     targets[".model"].parent.mkdir(parents=True, exist_ok=True)
-    temporary = str(targets[".model"].parent / f".{Path(args.output_prefix).name}.{os.getpid()}.tmp")
-    try:
-        bad = train(args, inputs, temporary)
-        for suffix, target in targets.items():
-            os.replace(temporary + suffix, target)
-    finally:
-        for suffix in targets:
-            Path(temporary + suffix).unlink(missing_ok=True)
+    model, bad = train(args, inputs)
+    write(targets[".vocab"], vocabulary(model).encode())
+    write(targets[".model"], model)
     for problem in bad[:100]:
         print(f"{problem}; line left out", file=sys.stderr)
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")

@@ -1,0 +1,273 @@
+"""The data tools as a user runs them."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures" / "megatron_order"
+CASES = json.loads((FIXTURES / "manifest.json").read_text())
+BYTES = ("--tokenizer-type", "ByteTokenizer")
+
+
+def tool(name, *flags, code=0):
+    """Runs a tool outside the repository, and returns what it printed."""
+    command = [sys.executable, str(ROOT / "tools" / name), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def jsonl(path, texts, **more):
+    path.write_text("".join(json.dumps({"text": text} | more) + "\n" for text in texts))
+    return path
+
+
+def texts_of(prefix):
+    dataset = IndexedDataset(str(prefix))
+    return [bytes(t for t in dataset[i] if t < 256).decode() for i in range(len(dataset))]
+
+
+def content(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Four files of 3 documents: plain, gzip, and zstandard in two frames."""
+    import zstandard
+
+    texts = [f"document {i}\n" + "é" * (i * 500) for i in range(12)]
+    lines = [json.dumps({"text": text, "id": str(i)}).encode() + b"\n" for i, text in enumerate(texts)]
+    parts = [b"".join(lines[start : start + 3]) for start in range(0, 12, 3)]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + parts[0])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(parts[1]))
+    frames = [zstandard.compress(lines[6]), zstandard.compress(b"".join(lines[7:9]))]
+    (tmp_path / "c.jsonl.zst").write_bytes(b"".join(frames))
+    (tmp_path / "d.jsonl").write_bytes(parts[3].rstrip(b"\n"))
+    return tmp_path, texts
+
+
+# preprocess_data
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_preprocess_keeps_the_order_of_files_globs_and_workers(corpus, workers):
+    folder, texts = corpus
+    flags = ("--append-eod", "--json-keys", "text", "id", "--workers", workers, *BYTES)
+    shown = tool("preprocess_data.py", "--input", f"{folder}/*.jsonl*", "--output-prefix", folder / "out", *flags)
+    assert texts_of(folder / "out_text_document") == texts
+    assert texts_of(folder / "out_id_document") == [str(i) for i in range(12)]
+    dataset = IndexedDataset(str(folder / "out_text_document"))
+    assert all(dataset[i][-1] == 256 for i in range(12)) and dataset.dtype == np.uint16
+    assert "documents 12" in shown and "MB/s" in shown and "in a worker" in shown
+
+
+def test_bad_lines_are_named_counted_and_decide_the_exit_code(tmp_path):
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": 3}',
+        b"",
+        b'{"txt": "x"}',
+        b"nope",
+        b'{"text": "\xff"}',
+        b"[1]",
+        b'{"text": "\\ud800"}',
+        b'{"text": ""}',
+        b'{"text": "last"}',
+    ]
+    source = tmp_path / "bad.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    flags = ("--input", source, "--output-prefix", tmp_path / "out", *BYTES)
+    shown = tool("preprocess_data.py", *flags, code=1)
+    for number, reason in (
+        (2, "'text' is not text but a number"),
+        (4, "no key 'text' (--json-keys); the keys are 'txt'"),
+        (5, "not JSON"),
+        (6, "not UTF-8: byte 10 of the line is 0xff"),
+        (7, "not a JSON object but a list"),
+        (8, "not Unicode text"),
+    ):
+        assert f"{source}:{number}: {reason}" in shown
+    assert "empty documents 1, blank lines 1, bad lines 6" in shown
+    assert "--max-bad-lines allows for 0" in shown
+    assert texts_of(tmp_path / "out_text_document") == ["good", "last"]
+    assert IndexedDataset(str(tmp_path / "out_text_document")).num_documents == 3
+    tool("preprocess_data.py", *flags, "--overwrite", "--max-bad-lines", 6)
+
+
+def test_preprocess_does_not_replace_files_unasked(tmp_path):
+    flags = ("--input", jsonl(tmp_path / "a.jsonl", ["one"]), "--output-prefix", tmp_path / "out", *BYTES)
+    tool("preprocess_data.py", *flags)
+    before = content(tmp_path / "out_text_document")
+    assert "--overwrite" in tool("preprocess_data.py", *flags, "--append-eod", code=2)
+    assert content(tmp_path / "out_text_document") == before
+    tool("preprocess_data.py", *flags, "--append-eod", "--overwrite")
+    assert content(tmp_path / "out_text_document") != before
+
+
+def test_preprocess_names_every_mistake_at_once(tmp_path):
+    shown = tool(
+        "preprocess_data.py",
+        *("--input", "/no/such.jsonl", tmp_path, "--output-prefix", tmp_path / "out", "--workers", 0),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--split-sentences"),
+        code=2,
+    )
+    for part in ("--workers 0", "/no/such.jsonl", "is a folder", "--vocab-file", "--merge-file", "--split-sentences"):
+        assert part in shown
+    assert "Traceback" not in shown
+
+
+def test_flags_without_meaning_here_say_so(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", ["1 2 3"])
+    shown = tool(
+        "preprocess_data.py",
+        *("--input", source, "--output-prefix", tmp_path / "out", "--partitions", 4, "--keep-sequential-samples"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 70000, "--append-eod"),
+    )
+    assert "--partitions has no meaning here" in shown and "--keep-sequential-samples has no meaning" in shown
+    dataset = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert dataset.dtype == np.int32 and dataset[0].tolist() == [1, 2, 3, 70000]
+
+
+def test_a_damaged_archive_leaves_nothing(tmp_path):
+    noise = np.random.default_rng(0).integers(97, 122, size=(300, 100), dtype=np.uint8)
+    whole = gzip.compress(b"".join(json.dumps({"text": row.tobytes().decode()}).encode() + b"\n" for row in noise))
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    flags = ("--input", tmp_path / "cut.jsonl.gz", "--output-prefix", tmp_path / "out", *BYTES)
+    assert "cut.jsonl.gz: damaged after line" in tool("preprocess_data.py", *flags, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["cut.jsonl.gz"]
+
+
+def test_input_without_documents_writes_nothing(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", ["", ""])
+    flags = ("--input", source, "--output-prefix", tmp_path / "out", *BYTES)
+    assert "no document with text" in tool("preprocess_data.py", *flags, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
+    os.mkfifo(tmp_path / "endless.jsonl")
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "endless.jsonl")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--workers", "2", *BYTES]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with open(tmp_path / "endless.jsonl", "w") as pipe:
+        pipe.write('{"text": "x"}\n' * 50_000)
+        pipe.flush()
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=30)
+    assert process.returncode == code, shown
+    assert [path.name for path in tmp_path.iterdir()] == ["endless.jsonl"]
+    assert "Traceback" not in shown
+
+
+# train_tokenizer, and the whole way
+
+
+def test_text_to_tokenizer_to_tokens_and_back(tmp_path):
+    texts = [f"def function_{i}(argument):\n    return argument * {i}  # naïve\n" for i in range(200)]
+    source = jsonl(tmp_path / "text.jsonl", texts)
+    prefix = tmp_path / "deep" / "tok"
+    tool("train_tokenizer.py", "--input", source, "--vocab-size", 400, "--output-prefix", prefix)
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["tok.model", "tok.vocab"]
+    first = prefix.with_suffix(".model").read_bytes()
+    tool("train_tokenizer.py", "--input", source, "--vocab-size", 400, "--output-prefix", prefix, "--overwrite")
+    assert prefix.with_suffix(".model").read_bytes() == first
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{prefix}.model")
+    tool("preprocess_data.py", "--input", source, "--output-prefix", tmp_path / "out", "--append-eod", *tokenizer)
+    shown = tool("inspect_dataset.py", tmp_path / "out_text_document", "--show", 2, *tokenizer)
+    assert "documents 200" in shown and "do not end with EOD (4): 0" in shown
+    assert repr(texts[1] + "<EOD>") in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--vocab-size", 100), "256 bytes with --byte-fallback"),
+        (("--vocab-size", 90000), "more than this much text supports"),
+        (("--vocab-size", 300, "--json-keys", "body"), "no key 'body'"),
+        (("--vocab-size", 300, "--character-coverage", 2), "--character-coverage 2.0"),
+    ],
+)
+def test_tokenizer_training_says_what_to_do(tmp_path, flags, message):
+    source = jsonl(tmp_path / "text.jsonl", ["some words in a line"])
+    shown = tool("train_tokenizer.py", "--input", source, "--output-prefix", tmp_path / "tok", *flags, code=2)
+    assert message in shown and "Traceback" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+
+
+# merge_datasets
+
+
+def test_merge_equals_preprocessing_all_at_once(tmp_path):
+    one = jsonl(tmp_path / "1.jsonl", ["a", "", "bb"])
+    two = jsonl(tmp_path / "2.jsonl", ["ccc"])
+    for name, inputs in (("x1", [one]), ("x2", [two]), ("all", [one, two])):
+        out = tmp_path / "parts" / name if name != "all" else tmp_path / name
+        tool("preprocess_data.py", "--input", *inputs, "--output-prefix", out, "--append-eod", *BYTES)
+    tool("merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged")
+    assert content(tmp_path / "merged") == content(tmp_path / "all_text_document")
+    shown = tool("merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "merged", code=2)
+    assert "--overwrite" in shown
+
+
+def test_merge_refuses_what_does_not_fit(tmp_path):
+    shown = tool(
+        "merge_datasets.py",
+        *("--input", FIXTURES / "alpha", FIXTURES / "gamma", "/no/x", "--output-prefix", tmp_path / "out"),
+        code=2,
+    )
+    assert "uint16: " in shown and "int32: " in shown and "/no/x.idx" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+# inspect_dataset
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_dump_equals_the_samples_of_megatron_lm(case, tmp_path):
+    prefixes, weights = case["blend"]
+    paths = [str(FIXTURES / prefix) for prefix in prefixes]
+    if weights:
+        paths = [value for pair in zip(map(str, weights), paths, strict=True) for value in pair]
+    counts = zip(("train", "valid", "test"), case["sizes"], strict=True)
+    tool(
+        "inspect_dataset.py",
+        *("--data-path", *paths, "--split", case["split"], "--seq-length", case["seq"], "--seed", case["seed"]),
+        *(value for split, size in counts for value in (f"--{split}-samples", size)),
+        *("--data-cache-path", tmp_path / "cache", "--dump", tmp_path / "dump.npz"),
+    )
+    dumped, recorded = np.load(tmp_path / "dump.npz"), np.load(FIXTURES / f"{case['name']}.npz")
+    assert sorted(dumped.files) == sorted(recorded.files)
+    for name in recorded.files:
+        np.testing.assert_array_equal(dumped[name], recorded[name])
+
+
+def test_inspect_describes_and_finds_damage(tmp_path):
+    shown = tool("inspect_dataset.py", FIXTURES / "alpha", "--eod", 1)
+    assert "documents 60, sequences 60, tokens 2,420" in shown and "token ids: 1 to 511" in shown
+    for suffix in (".bin", ".idx"):
+        data = bytearray((FIXTURES / f"alpha{suffix}").read_bytes())
+        if suffix == ".idx":
+            data[34 + 60 * 4 + 8] ^= 1
+        (tmp_path / f"x{suffix}").write_bytes(data)
+    assert "sequence 1 starts at byte" in tool("inspect_dataset.py", tmp_path / "x", code=1)
+    assert "has no epoch: give --train-samples N" in tool(
+        "inspect_dataset.py",
+        *("--data-path", 1, FIXTURES / "alpha", "--seq-length", 8, "--dump", tmp_path / "x.npz"),
+        code=2,
+    )

@@ -1,0 +1,226 @@
+"""The order of samples: equal to Megatron-LM's on its own recordings, and to the rule written out on anything."""
+
+import json
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.config import DatasetConfig
+from megatron.core.datasets import indices
+from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
+CASES = json.loads((FOLDER / "manifest.json").read_text())
+WEIGHTS = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6)
+
+
+def blend_flag(prefixes, weights):
+    paths = [str(FOLDER / prefix) for prefix in prefixes]
+    if weights is None:
+        return tuple(paths)
+    return tuple(value for weight, path in zip(weights, paths, strict=True) for value in (str(weight), path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_samples_are_those_of_megatron_lm(case, tmp_path):
+    config = DatasetConfig(
+        data_path=blend_flag(*case["blend"]), split=case["split"], data_cache_path=str(tmp_path / "cache")
+    )
+    recorded = np.load(FOLDER / f"{case['name']}.npz")
+    for _ in range(2):  # built, then read back from the cache
+        datasets = build_datasets(config, seq_length=case["seq"], seed=case["seed"], sizes=tuple(case["sizes"]))
+        for split, dataset in datasets._asdict().items():
+            assert (dataset is None) == (split not in recorded.files)
+            if dataset is not None:
+                assert len(dataset) == recorded[f"{split}_len"]
+                samples = np.stack([dataset.text(i) for i in range(len(dataset))])
+                np.testing.assert_array_equal(samples, recorded[split])
+    assert len(CASES) == 5
+
+
+def naive_blend(weights, size, limits=None):
+    taken, choice = [0] * len(weights), []
+    for i in range(size):
+        errors = [
+            weight * float(max(i, 1)) - count if limits is None or count < limits[j] else -np.inf
+            for j, (weight, count) in enumerate(zip(weights, taken, strict=True))
+        ]
+        best = errors.index(max(errors))
+        choice.append((best, taken[best]))
+        taken[best] += 1
+    return choice
+
+
+def pairs(index):
+    return list(zip(index.dataset.tolist(), index.sample.tolist(), strict=True))
+
+
+@given(weights=WEIGHTS, size=st.integers(1, 300))
+def test_blend_equals_the_rule(weights, size):
+    shares = [weight / sum(weights) for weight in weights]
+    assert pairs(indices.build_blend_index(shares, size)) == naive_blend(shares, size)
+
+
+@given(share=st.sampled_from([0.001, 0.999, 0.5, 0.1, 0.3, 1 / 3, 0.7]), size=st.integers(1, 3000))
+@settings(max_examples=60)
+def test_blend_of_two_equals_the_rule_and_keeps_its_shares(share, size):
+    """Blocks of 500 draws, so that the closed form and its verification meet block borders."""
+    weights = [share, 1 - share]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indices, "DRAWS", 500)
+        index = indices.build_blend_index(weights, size)
+    assert pairs(index) == naive_blend(weights, size)
+    counts = np.cumsum(index.dataset == 0)
+    assert np.abs(counts - share * np.arange(1, size + 1)).max() <= 1.0 + 1e-9
+
+
+def test_a_million_draws_of_extreme_weights():
+    index = indices.build_blend_index([0.001, 0.999], 1_000_000)
+    assert np.bincount(index.dataset).tolist() == [1000, 999_000]
+    for dataset in (0, 1):
+        assert (np.diff(index.sample[index.dataset == dataset]) == 1).all()
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any))
+def test_exhaustive_blend_equals_the_rule_and_spends_everything(sizes):
+    index = indices.build_exhaustive_blend_index(sizes)
+    weights = [size / sum(sizes) for size in sizes]
+    assert pairs(index) == naive_blend(weights, sum(sizes), limits=sizes)
+    assert np.bincount(index.dataset, minlength=len(sizes)).tolist() == sizes
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    samples=st.none() | st.integers(1, 60),
+    seq_length=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length, seed):
+    lengths = np.array(lengths, np.int32)
+    total = int(lengths.sum())
+    plan = indices.plan_epochs(total, samples, seq_length)
+    index = indices.build_gpt_index(lengths, range(len(lengths)), plan, seq_length, seed)
+    if samples is None:
+        assert plan.epochs == 1
+    else:
+        needed = samples * seq_length + 1
+        assert plan.epochs * total >= needed and (plan.epochs == 1 or (plan.epochs - 1) * total < needed)
+        assert plan.samples >= samples
+    assert (np.bincount(index.document_index, minlength=len(lengths)) == plan.epochs).all()
+    assert sorted(index.shuffle_index.tolist()) == list(range(plan.samples))
+    # A token is (document, place in it): the stream written out, and the samples read off the index.
+    stream = [(document, place) for document in index.document_index for place in range(lengths[document])]
+    for sample in range(plan.samples + 1):
+        position, offset = index.sample_index[sample]
+        assert (index.document_index[position], offset) == stream[sample * seq_length]
+
+
+def test_final_epoch_apart_keeps_its_documents_last():
+    lengths = np.full(10, 8, np.int32)
+    plan = indices.plan_epochs(80, 30, 4)
+    assert plan == indices.EpochPlan(epochs=2, final_apart=True, samples=39, samples_before_final=19)
+    index = indices.build_gpt_index(lengths, range(10), plan, 4, seed=1)
+    assert sorted(index.document_index[:10]) == sorted(index.document_index[10:]) == list(range(10))
+    assert index.shuffle_index[:19].max() == 18
+    assert index.shuffle_index.dtype == np.uint32 and index.document_index.dtype == np.int32
+
+
+def test_positions_past_2_31_tokens():
+    """Five documents of 2**30 tokens: int32 sums would wrap."""
+    lengths = np.full(5, 2**30, np.int32)
+    seq_length = 2**28
+    plan = indices.plan_epochs(5 * 2**30, None, seq_length)
+    index = indices.build_sample_index(lengths, plan.samples, seq_length)
+    assert plan.samples == 19
+    assert index[:, 0].tolist() == [i // 4 for i in range(20)]
+    assert index[:, 1].tolist() == [i % 4 * 2**28 for i in range(20)]
+
+
+@given(shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), documents=st.integers(0, 5000))
+def test_splits_cut_the_documents(shares, documents):
+    found = indices.split_documents(indices.parse_split(",".join(map(str, shares))), documents)
+    assert found[0].start == 0 and found[-1].stop == documents
+    assert all(before.stop == after.start for before, after in pairwise(found))
+    for part, share in zip(found, shares, strict=True):
+        assert abs(len(part) - share / sum(shares) * documents) <= 1
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=2, max_size=2), share=st.sampled_from([0.001, 0.3, 0.999]))
+@settings(max_examples=20)
+def test_a_weighted_blend_has_the_sizes_of_rule_6(tmp_path_factory, sizes, share):
+    config = DatasetConfig(
+        data_path=blend_flag(["alpha", "beta"], [share, 1 - share]),
+        split="50,50,0",
+        data_cache_path=str(tmp_path_factory.getbasetemp() / "rule6"),
+    )
+    datasets = build_datasets(config, seq_length=16, seed=3, sizes=(*sizes, 0))
+    for dataset, size in zip(datasets, sizes, strict=False):
+        assert len(dataset) == ceil(size * share) + ceil(size * (1 - share))
+        dataset[len(dataset) - 1]
+    assert datasets.test is None
+
+
+def test_without_weights_every_sample_appears_once(tmp_path):
+    def build(sizes):
+        paths = tuple(str(FOLDER / name) for name in ("alpha", "beta"))
+        config = DatasetConfig(data_path=paths, split="1,0,0", data_cache_path=str(tmp_path))
+        return build_datasets(config, seq_length=16, seed=3, sizes=sizes).train
+
+    parts = [
+        build_datasets(
+            DatasetConfig(data_path=(str(FOLDER / name),), split="1,0,0", data_cache_path=str(tmp_path)),
+            seq_length=16,
+            seed=3,
+            sizes=(None, 0, 0),
+        ).train
+        for name in ("alpha", "beta")
+    ]
+    whole = build((None, 0, 0))
+    assert len(whole) == sum(map(len, parts))
+    drawn = sorted(whole.text(i).tobytes() for i in range(len(whole)))
+    assert drawn == sorted(part.text(i).tobytes() for part in parts for i in range(len(part)))
+    assert len(build((10, 0, 0))) == 10
+    assert len(build((10**6, 0, 0))) == len(whole)
+
+
+def test_own_data_paths_take_all_documents_and_ignore_one_weight(tmp_path):
+    alpha = str(FOLDER / "alpha")
+    config = DatasetConfig(
+        train_data_path=("0.3", alpha), valid_data_path=(str(FOLDER / "beta"),), data_cache_path=str(tmp_path)
+    )
+    train, valid, test = build_datasets(config, seq_length=64, seed=1, sizes=(None, None, None))
+    assert test is None
+    assert len(train) == (IndexedDataset(alpha).num_tokens - 1) // 64
+    assert len(valid) == (IndexedDataset(str(FOLDER / "beta")).num_tokens - 1) // 64
+
+
+def test_one_prefix_with_a_weight_is_a_blend_of_one(tmp_path):
+    config = DatasetConfig(data_path=("2", str(FOLDER / "alpha")), split="1,0,0", data_cache_path=str(tmp_path))
+    assert len(build_datasets(config, seq_length=64, seed=1, sizes=(7, 0, 0)).train) == 7
+
+
+def test_resuming_a_longer_run_keeps_the_fingerprint_while_the_order_stays(tmp_path):
+    def fingerprint(samples, **kwargs):
+        config = DatasetConfig(data_path=(str(FOLDER / "alpha"),), split="1,0,0", data_cache_path=str(tmp_path))
+        return build_datasets(
+            config, **({"seq_length": 64, "seed": 1} | kwargs), sizes=(samples, 0, 0)
+        ).train.fingerprint
+
+    assert fingerprint(10) == fingerprint(20)
+    assert len({fingerprint(10), fingerprint(60), fingerprint(10, seed=2), fingerprint(10, seq_length=32)}) == 4
+
+
+def test_other_tokens_of_the_same_lengths_have_another_fingerprint(tmp_path):
+    def fingerprint(name, token):
+        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
+            builder.add_document([token] * 50)
+        config = DatasetConfig(data_path=(str(tmp_path / name),), split="1,0,0")
+        return build_datasets(config, seq_length=8, seed=1, sizes=(2, 0, 0)).train.fingerprint
+
+    assert fingerprint("a", 1) == fingerprint("b", 1) != fingerprint("c", 2)

@@ -1,0 +1,287 @@
+"""Datasets of a run: what a sample holds, which mistakes are named, and the index files that processes share."""
+
+import multiprocessing as mp
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.config import DatasetConfig
+from megatron.core.datasets.build import build_datasets, parse_blend
+from megatron.core.datasets.gpt_dataset import SampleFormat
+from megatron.core.datasets.index_cache import IndexCache, array_digest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
+ALPHA = str(FOLDER / "alpha")
+
+
+def build(sizes=(4, 0, 0), seq_length=16, eod=None, vocab_size=None, **kwargs):
+    config = DatasetConfig(**({"data_path": (ALPHA,), "split": "1,0,0"} | kwargs))
+    return build_datasets(config, seq_length=seq_length, seed=5, sizes=sizes, eod=eod, vocab_size=vocab_size)
+
+
+def write(prefix, documents, dtype="<u2"):
+    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
+        for document in documents:
+            builder.add_document(document)
+    return str(prefix)
+
+
+# What a sample holds
+
+
+def test_a_plain_sample(tmp_path):
+    train = build(data_cache_path=str(tmp_path)).train
+    sample, text = train[2], train.text(2)
+    assert sample["tokens"].tolist() == text[:-1].tolist()
+    assert sample["labels"].tolist() == text[1:].tolist()
+    assert sample["loss_mask"].tolist() == [1.0] * 16
+    assert sample["position_ids"] is None and sample["document_ids"] is None
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_positions_attention_and_loss_restart_after_each_end_of_document():
+    format = SampleFormat(8, eod=9, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
+    sample = format.sample(np.array([1, 2, 9, 3, 9, 9, 4, 5, 9]))
+    assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 0, 0, 1, 1]
+    assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert sample["document_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30))
+def test_resets_equal_the_loop_over_ends(tokens):
+    text = np.array(tokens)
+    format = SampleFormat(len(text) - 1, eod=0, reset_position_ids=True, reset_attention_mask=True)
+    sample = format.sample(text)
+    positions, documents, position, document = [], [], 0, 0
+    for token in tokens[:-1]:
+        positions.append(position)
+        documents.append(document)
+        position += 1
+        if token == 0:
+            position, document = 0, document + 1
+    assert sample["position_ids"].tolist() == positions
+    assert sample["document_ids"].tolist() == documents
+
+
+@pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_switches_that_need_an_end_of_document_say_so(flag):
+    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs the end-of-document token"):
+        build(**{flag: True})
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"split": "969,30,1", "sizes": (1, 1, 1)},
+            r"--split 969,30,1: the test split's share of 0.1 % is none of the 60",
+        ),
+        ({"split": "0,0,0"}, "--split 0,0,0: up to three shares"),
+        ({"split": "a,b"}, "--split a,b: three numbers"),
+        ({"split": "90,20,-10"}, "none negative"),
+        ({"data_path": ("/no/such/prefix",)}, "there is no file /no/such/prefix.idx"),
+        ({"data_path": ("0.5", ALPHA, "0.5")}, "3 values are not pairs of weight and prefix"),
+        ({"data_path": (ALPHA, "0.5", ALPHA, "0.5")}, "must be the weight of '0.5'"),
+        ({"data_path": ("0", ALPHA, "1", ALPHA)}, "weight 0 must be positive"),
+        ({"data_path": ("nan", ALPHA)}, "weight nan must be positive"),
+        ({"data_path": ("1", ALPHA), "sizes": (None, 0, 0)}, "by weight, which has no epoch"),
+        ({"data_path": None}, "no data: give --data-path"),
+        ({"train_data_path": (ALPHA,)}, "exclude each other"),
+        ({"mock_data": True}, "leave out --data-path"),
+        ({"mock_data": True, "data_path": None, "sizes": (None, 0, 0)}, "--mock-data has no epoch"),
+        (
+            {"seq_length": 10**6, "sizes": (None, 0, 0)},
+            r"have 2420 tokens, too few for one sample of --seq-length 1000000",
+        ),
+        ({"vocab_size": 300}, r"alpha has token id \d+, outside the vocabulary of 300"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=re.compile(message)):
+        build(**({"data_cache_path": str(tmp_path)} | kwargs))
+
+
+def test_all_missing_files_are_named_at_once():
+    with pytest.raises(ValueError, match=r"no/a\.idx") as caught:
+        build(data_path=("/no/a", "/no/b"), split="9,1,0", sizes=(4, 4, 0))
+    assert len(str(caught.value).split("\n")) == 2 and "/no/b.idx" in str(caught.value)
+
+
+def test_no_split_is_built_of_which_no_sample_is_wanted(tmp_path):
+    assert build(split="969,30,1", sizes=(4, 1, 0), data_cache_path=str(tmp_path)).test is None
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_drawn(tmp_path):
+    """Too rare for the look taken at the start."""
+    documents = [[1] * 400_000, [2] * 3, [-5], [1] * 400_000]
+    prefix = write(tmp_path / "x", documents, "<i4")
+    train = build(data_path=(prefix,), seq_length=1000, sizes=(None, 0, 0), vocab_size=100).train
+    with pytest.raises(ValueError, match="has token id -5, outside the vocabulary of 100"):
+        _ = [train[i] for i in range(len(train))]
+
+
+def test_a_dataset_of_floats_is_refused(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<f4"))
+    builder.add_document(np.ones(50, "<f4"))
+    builder.finalize()
+    with pytest.raises(ValueError, match="holds float32, not token ids"):
+        build(data_path=(str(tmp_path / "x"),))
+
+
+def test_an_empty_dataset_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no documents"):
+        build(data_path=(write(tmp_path / "x", []),))
+
+
+def test_prefixes_may_carry_a_suffix_and_need_no_weights():
+    assert parse_blend("--data-path", ["a.bin", "b.idx"]) == (["a", "b"], None)
+    assert parse_blend("--data-path", ["3", "a", "1e0", "b"]) == (["a", "b"], [3.0, 1.0])
+    assert parse_blend("--data-path", ["7"]) == (["7"], None)
+
+
+# Index files
+
+
+def files(folder):
+    return {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
+
+
+def test_index_files_are_reused_and_named_by_content(tmp_path):
+    cache = str(tmp_path / "cache")
+    build(data_cache_path=cache)
+    first = files(cache)
+    assert len(first) == 4 and all("GPTDataset-train" in name for name in first)
+    build(data_cache_path=cache)
+    assert files(cache) == first
+    copy = write(tmp_path / "copy", [[1] * 30])
+    build(data_path=(copy,), data_cache_path=cache)
+    assert len(files(cache)) == 8
+    write(tmp_path / "copy", [[1] * 90])  # other data under the same name: the old index is not read
+    assert build(data_path=(copy,), data_cache_path=cache).train.text(3).tolist() == [1] * 17
+
+
+def test_a_damaged_index_file_is_built_again(tmp_path):
+    expected = build(data_cache_path=str(tmp_path)).train.text(0).tolist()
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
+
+
+def test_indices_lie_beside_the_data_by_default(tmp_path):
+    prefix = write(tmp_path / "x", [[1] * 90])
+    build(data_path=(prefix,))
+    assert len(list((tmp_path / "cache" / "GPTDataset_indices").glob("*.npy"))) == 3
+
+
+@pytest.fixture
+def unwritable(tmp_path):
+    """A folder in which no folder can be made, even by root: its place is taken by a file."""
+    prefix = write(tmp_path / "x", [[1] * 90])
+    (tmp_path / "cache").write_text("")
+    return prefix
+
+
+def test_data_that_cannot_be_written_beside_train_from_memory(unwritable, caplog):
+    assert build(data_path=(unwritable,)).train.text(0).tolist() == [1] * 17
+    assert "in memory" in caplog.text and "--data-cache-path FOLDER" in caplog.text
+
+
+def test_a_cache_asked_for_must_be_writable(unwritable):
+    folder = str(Path(unwritable).parent / "cache" / "here")
+    with pytest.raises(ValueError, match=f"--data-cache-path {folder}: index files cannot be written"):
+        build(data_path=(unwritable,), data_cache_path=folder)
+
+
+def test_a_read_only_folder_serves_its_index_files(tmp_path, caplog, monkeypatch):
+    prefix = write(tmp_path / "x", [[1] * 90])
+    build(data_path=(prefix,))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    build(data_path=(prefix,))
+    assert "memory" not in caplog.text
+    build(data_path=(prefix,), seq_length=8)
+    assert "in memory" in caplog.text
+
+
+def _race(barrier, folder, built, results, rank):
+    def slow_build():
+        built.put(rank)
+        return [np.arange(1_000_000)]
+
+    barrier.wait()
+    array = IndexCache(folder, "").arrays(["numbers"], "race", {"what": "race"}, slow_build)[0]
+    results.put(int(array.sum()))
+
+
+def test_eight_processes_race_for_one_cache(tmp_path):
+    context = mp.get_context("fork")
+    barrier, built, results = context.Barrier(8), context.Queue(), context.Queue()
+    processes = [
+        context.Process(target=_race, args=(barrier, str(tmp_path / "cache"), built, results, rank))
+        for rank in range(8)
+    ]
+    for process in processes:
+        process.start()
+    sums = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert set(sums) == {499_999_500_000}
+    built.get(timeout=10)
+    assert built.empty(), "one process builds, the others read"
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".npy", ".txt"]
+
+
+def test_processes_without_locks_end_with_whole_files(tmp_path, monkeypatch):
+    """As on a network disk without locks: all build, and the last rename wins."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+    test_index_files_are_reused_and_named_by_content(tmp_path)
+
+
+def test_a_digest_sees_every_value():
+    array = np.zeros(2**22 + 10, np.int32)
+    before = array_digest(array)
+    array[-1] = 1
+    assert array_digest(array) != before == array_digest(np.zeros(2**22 + 10, np.int32))
+
+
+# Made-up data
+
+
+def test_mock_data_are_the_same_everywhere_and_differ_by_sample_split_and_seed():
+    def texts(seed, split):
+        datasets = build_datasets(
+            DatasetConfig(mock_data=True), seq_length=32, seed=seed, sizes=(5, 5, 5), eod=7, vocab_size=50
+        )
+        return [datasets[split].text(i).tolist() for i in range(5)]
+
+    assert texts(1, 0) == texts(1, 0)
+    every = texts(1, 0) + texts(1, 1) + texts(2, 0)
+    assert len({tuple(text) for text in every}) == len(every)
+    assert all(0 <= token < 50 for text in every for token in text)
+
+
+@pytest.mark.parametrize(("vocab_size", "eod"), [(2, 1), (3, None), (257, 256), (50_000, 2), (None, None)])
+def test_mock_tokens_stay_in_the_vocabulary_and_can_be_learnt(vocab_size, eod):
+    """The most frequent successor of each token, counted in one half, predicts most of the other half."""
+    train = build(
+        mock_data=True, data_path=None, sizes=(200, 0, 0), seq_length=128, vocab_size=vocab_size, eod=eod
+    ).train
+    texts = np.stack([train.text(i) for i in range(200)])
+    assert texts.min() >= 0 and texts.max() < (vocab_size or 128)
+    if eod is not None:
+        assert 0 < (texts == eod).mean() < 0.02
+    size = int(texts.max()) + 1
+    counts = np.zeros((size, size), np.int64)
+    np.add.at(counts, (texts[:100, :-1], texts[:100, 1:]), 1)
+    guess = counts.argmax(1)
+    assert (guess[texts[100:, :-1]] == texts[100:, 1:]).mean() > 0.85

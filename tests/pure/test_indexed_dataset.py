@@ -1,0 +1,167 @@
+"""Indexed datasets: what is written is read back, and what is damaged is refused."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.datasets.indexed_dataset import (
+    DTYPES,
+    HEADER,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    best_dtype,
+)
+
+DOCUMENTS = [[1, 2, 3], [], [65499], list(range(200))]
+
+
+def write(prefix, documents, dtype="<u2"):
+    with IndexedDatasetBuilder(str(prefix), np.dtype(dtype)) as builder:
+        for document in documents:
+            builder.add_document(document)
+    return str(prefix)
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 100), max_size=20), max_size=12),
+    code=st.sampled_from([code for code, dtype in DTYPES.items() if dtype.kind in "iu"]),
+)
+def test_documents_come_back(tmp_path_factory, documents, code):
+    prefix = write(tmp_path_factory.mktemp("data") / "x", documents, DTYPES[code])
+    dataset = IndexedDataset(prefix)
+    assert dataset.dtype == DTYPES[code]
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [d for d in documents if d]
+    assert dataset.num_documents == len(documents)
+    assert dataset.num_tokens == sum(map(len, documents))
+    assert dataset.verify() == []
+
+
+def test_bytes_on_disk(tmp_path):
+    prefix = write(tmp_path / "x", [[1, 2, 3], [], [7]])
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 7)
+    assert (tmp_path / "x.idx").read_bytes() == (
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 4) + struct.pack("<2i2q4q", 3, 1, 0, 6, 0, 1, 1, 2)
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert IndexedDataset(prefix + ".bin")[1].tolist() == [7]
+
+
+def test_a_batch_equals_its_documents(tmp_path):
+    one = write(tmp_path / "one", DOCUMENTS)
+    with IndexedDatasetBuilder(str(tmp_path / "many"), np.dtype("<u2")) as builder:
+        flat = np.array([token for document in DOCUMENTS for token in document])
+        builder.add_documents(flat, np.array([len(document) for document in DOCUMENTS], np.int32))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"many{suffix}").read_bytes() == (tmp_path / f"one{suffix}").read_bytes(), one
+
+
+def test_several_sequences_in_a_document(tmp_path):
+    with IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4")) as builder:
+        builder.add_document([1, 2, 3], lengths=[2, 1])
+        builder.add_document([4])
+    dataset = IndexedDataset(str(tmp_path / "x"))
+    assert [dataset[i].tolist() for i in range(3)] == [[1, 2], [3], [4]]
+    assert dataset.document_boundaries.tolist() == [0, 2, 3]
+
+
+def test_part_of_a_sequence(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "x", DOCUMENTS))
+    assert dataset.get(2, 5, 8).tolist() == [5, 6, 7]
+    assert dataset.get(2, 198).tolist() == [198, 199]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32"), (257, "uint16")])
+def test_dtype_follows_the_vocabulary(vocab_size, dtype):
+    assert best_dtype(vocab_size).name == dtype
+
+
+def test_an_id_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="from 3 to 70000 do not fit uint16"):
+        write(tmp_path / "x", [[3, 70000]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_failed_write(tmp_path):
+    write(tmp_path / "x", [[1]])
+
+    def fail():
+        with IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<u2")) as builder:
+            builder.add_document([2])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert IndexedDataset(str(tmp_path / "x"))[0].tolist() == [1]
+
+
+def test_offsets_past_2_31_bytes(tmp_path):
+    """A sparse 6 GB file: positions need more than 32 bits."""
+    length, count = 2**29, 3
+    with open(tmp_path / "big.bin", "wb") as data:
+        data.truncate(4 * length * count)
+        data.seek(4 * (length * count - 1))
+        data.write(struct.pack("<i", 77))
+    header = HEADER.pack(b"MMIDIDX\x00\x00", 1, 4, count, count + 1)
+    lengths = np.full(count, length, "<i4")
+    offsets = np.arange(count, dtype="<i8") * length * 4
+    boundaries = np.arange(count + 1, dtype="<i8")
+    body = b"".join(array.tobytes() for array in (lengths, offsets, boundaries))
+    (tmp_path / "big.idx").write_bytes(header + body)
+    dataset = IndexedDataset(str(tmp_path / "big"))
+    assert dataset.num_tokens == length * count
+    assert dataset.get(2, length - 2).tolist() == [0, 77]
+    assert dataset.verify() == []
+
+
+def test_the_writer_counts_past_2_31_bytes(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<i4"))
+    lengths = np.full(5, 2**29, "<i4")
+    builder._data.truncate(4 * 5 * 2**29)
+    builder._lengths.write(lengths.tobytes())
+    builder._boundaries.write(np.arange(1, 6, dtype="<i8").tobytes())
+    builder.num_sequences = builder.num_documents = 5
+    builder.finalize()
+    dataset = IndexedDataset(str(tmp_path / "x"))
+    assert dataset.offsets.tolist() == [i * 2**31 for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda i, d: (i[:20], d), "truncated: 20 bytes, and the header alone has 34"),
+        (lambda i, d: (i[:-1], d), r"truncated: \d+ bytes, but 3 sequences and 5 document boundaries take"),
+        (lambda i, d: (i + b"\0", d), "too long"),
+        (lambda i, d: (b"PK\x03\x04" + i[4:], d), "an indexed dataset has b'MMIDIDX"),
+        (lambda i, d: (i[:9] + struct.pack("<Q", 2) + i[17:], d), "format version 2"),
+        (lambda i, d: (i[:17] + b"\x09" + i[18:], d), "dtype code 9; known are 1 uint8"),
+        (lambda i, d: (i, d[:-2]), r"truncated: 406 bytes, but .*x.idx describes 408"),
+        (lambda i, d: (i, d + d), "too long: 816 bytes"),
+        (lambda i, d: (i, b""), "truncated: 0 bytes"),
+        (lambda i, d: (b"", d), "truncated: 0 bytes"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, message):
+    prefix = write(tmp_path / "x", DOCUMENTS)
+    index, data = damage((tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").read_bytes())
+    (tmp_path / "x.idx").write_bytes(index)
+    (tmp_path / "x.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(prefix)
+
+
+def test_a_missing_file_is_named_with_what_is_there(tmp_path):
+    write(tmp_path / "other", DOCUMENTS)
+    with pytest.raises(ValueError, match=r"there is no file .*x\.idx; .* has other"):
+        IndexedDataset(str(tmp_path / "x"))
+
+
+def test_verify_finds_a_wrong_offset(tmp_path):
+    prefix = write(tmp_path / "x", DOCUMENTS)
+    index = bytearray((tmp_path / "x.idx").read_bytes())
+    struct.pack_into("<q", index, HEADER.size + 4 * 3 + 8, 4)
+    (tmp_path / "x.idx").write_bytes(index)
+    assert IndexedDataset(prefix).verify() == ["sequence 1 starts at byte 4, not after the one before it"]
