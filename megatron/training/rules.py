@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from megatron.training.config import RunConfig
 from megatron.training.flags import Flag, all_flags
 from megatron.training.length_rules import batch, length, schedule
+from megatron.training.moe_rules import experts
 from megatron.training.problem import Problem, divides, multiples
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -22,21 +23,16 @@ REQUIRED = {
     "seq_length": "say how many tokens a sample has",
 }
 
-NOT_NEGATIVE = {
-    "min_lr",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_init",
-    "weight_decay",
-    "start_weight_decay",
-    "end_weight_decay",
+MAY_BE_ZERO = {
     "clip_grad",
-    "num_workers",
+    "end_weight_decay",
     "eval_iters",
     "init_method_std",
-    "seed",
+    "num_workers",
+    "start_weight_decay",
+    "weight_decay",
 }
-"""Numbers that may be 0. All others must be above 0, unless they have a range."""
+"""Numbers that may be 0 beside those that are 0 by default. All others must be above 0, unless they have a range."""
 
 RANGES: dict[str, tuple[float, float, str]] = {
     "attention_dropout": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
@@ -51,8 +47,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
 
 ONE_FOR_NOW = {
     "context_parallel_size": "context parallelism",
-    "expert_model_parallel_size": "expert parallelism",
-    "expert_tensor_parallel_size": "expert parallelism",
 }
 """Sizes of what is not built: only 1 is legal."""
 
@@ -83,7 +77,7 @@ def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     if flag.field in RANGES:
         low, high, text = RANGES[flag.field]
         return None if low <= value <= high else (f"must be {text}", default)
-    if flag.field in NOT_NEGATIVE:
+    if flag.field in MAY_BE_ZERO or (flag.default == 0 and flag.field not in REQUIRED):
         return None if value >= 0 else ("must not be negative", default)
     return None if value > 0 else ("must be above 0", default)
 
@@ -303,6 +297,7 @@ RULES: tuple[Rule, ...] = (
     attention,
     tensor_parallel,
     positions,
+    experts,
     pipeline,
     recomputation,
     precision,
