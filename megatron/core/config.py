@@ -7,38 +7,10 @@ login node can read, validate and plan a run. Values that follow from others are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class FlagSpec:
-    """How a field appears on the command line, where its name and type do not say it already."""
-
-    name: str | None = None
-    """Flag in place of `--field-name`; of a true-by-default bool the flag that turns it off."""
-
-    aliases: tuple[str, ...] = ()
-    """Further spellings, with their dashes."""
-
-    choices: tuple[str, ...] | None = None
-    """Legal values."""
-
-    many: bool = False
-    """Takes one or more values; the field holds a tuple."""
-
-
-def flag(
-    default: Any,
-    *aliases: str,
-    name: str | None = None,
-    choices: Sequence[str] | None = None,
-    many: bool = False,
-) -> Any:
-    """A dataclass field that carries a `FlagSpec`."""
-    spec = FlagSpec(name, aliases, tuple(choices) if choices else None, many)
-    return field(default=default, metadata={"flag": spec})
+from megatron.core.flag_spec import flag
+from megatron.core.moe_config import MoEConfig, moe_pattern
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -74,8 +46,26 @@ class ModelParallelConfig:
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 
-    pipeline_schedule: str = flag("1f1b", choices=("gpipe", "1f1b"))
-    """Order of forwards and backwards over the pipeline stages."""
+    pipeline_schedule: str | None = flag(None, choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"))
+    """Order of forwards and backwards over the pipeline stages; default: interleaved with virtual stages, else 1f1b."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Pipeline stages on each rank; default: as many as the schedule takes, 2 for interleaved and zb-v."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """In place of num-virtual-stages-per-pipeline-rank: as many stages as give each this many layers on average."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank, spread over its stages; under zb-v those of the first stage."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank, spread over its stages; under zb-v those of the last stage."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are split, in place of its FLOPs, which are none."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and the loss as one layer when layers are split, in place of their FLOPs."""
 
     fp16: bool = False
     """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
@@ -112,6 +102,14 @@ class ModelParallelConfig:
         return "float64" if self.fp64 else "float32"
 
     @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
+        return "interleaved" if virtual else "1f1b"
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one model replica, context ranks included."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
@@ -119,11 +117,12 @@ class ModelParallelConfig:
     @property
     def expert_tp(self) -> int:
         """Tensor parallel size of the experts."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        given = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if given is None else given
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(MoEConfig):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -220,13 +219,19 @@ class TransformerConfig:
     """Sliding-window attention: each token sees this many tokens, itself included."""
 
     recompute_granularity: str | None = flag(None, choices=("selective", "full"))
-    """Recompute the attention core (selective) or whole layers (full) in the backward pass."""
+    """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
 
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """Full recomputation: groups of layers from end to end, or only the first layers of a stage."""
 
     recompute_num_layers: int | None = None
     """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
+
+    recompute_modules: tuple[str, ...] | None = flag(
+        None, many=True, choices=("core_attn", "layernorm", "mlp_act", "mlp")
+    )
+    """Selective recomputation: which parts of each layer; default core_attn. core_attn is attention without its
+    projections, layernorm both norms, mlp_act the activation function, mlp the whole MLP, matrix products included."""
 
     @property
     def head_dim(self) -> int:
@@ -256,6 +261,17 @@ class TransformerConfig:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         return round_up(8 * self.hidden_size // 3, 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer whether its MLP is a mixture of experts. ValueError if --moe-layer-freq cannot be read."""
+        if self.num_experts is None:
+            return (False,) * self.num_layers
+        return moe_pattern(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def moe_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def max_positions(self) -> int:
@@ -371,6 +387,15 @@ class DDPConfig:
 
     ddp_bucket_size: int | None = None
     """Parameters in one gradient bucket; default max(40,000,000, 1,000,000 * data-parallel size)."""
+
+    overlap_grad_reduce: bool = False
+    """Start the reduction of a gradient bucket when its last gradient is complete, during the backward pass."""
+
+    overlap_param_gather: bool = False
+    """Gather the updated parameters during the next forward pass, bucket by bucket."""
+
+    grad_reduce_in_bf16: bool = False
+    """Reduce gradients in bfloat16: half the bytes, for sums over ranks that keep 8 bits. Accumulation stays fp32."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class ParallelDims:
             cp=config.context_parallel_size,
             dp=world_size // model,
             ep=config.expert_model_parallel_size,
-            expt_tp=config.expert_tp if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size,
+            expt_tp=config.expert_tp,
             tp_pp_dp=config.use_tp_pp_dp_mapping,
         )
         inner = dims.ep * dims.expt_tp

@@ -8,12 +8,12 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import Field, dataclass, fields
+from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megatron.core.config import FlagSpec
+from megatron.core.flag_spec import FlagSpec
 from megatron.training.config import RunConfig
 
 SECTION_TITLES = {
@@ -120,10 +120,16 @@ def all_flags() -> tuple[Flag, ...]:
     found = []
     for section, cls in sections().items():
         hints = get_type_hints(cls)
-        for field in fields(cls):
+        for field in _fields_in_order(cls):
             spec = field.metadata.get("flag", FlagSpec())
             found.append(Flag(section, field.name, _kind(hints[field.name]), field.default, spec))
     return tuple(found)
+
+
+def _fields_in_order(cls: type) -> list[Field]:
+    """The fields of a section, those that it inherits behind its own."""
+    inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
+    return sorted(fields(cls), key=lambda field: field.name in inherited)
 
 
 @lru_cache(maxsize=1)
@@ -160,19 +166,24 @@ def field_table() -> dict[str, Flag]:
     return {flag.field: flag for flag in all_flags()}
 
 
-@lru_cache(maxsize=4)
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the string below it in the source; empty where there is no source."""
+    """`Class.field` -> the string below it in the source, inherited fields too; empty where there is no source."""
+    bases = reversed(cls.__mro__[:-1])
+    return {f"{cls.__name__}.{name}": text for base in bases for name, text in _own_docs(base).items()}
+
+
+@cache
+def _own_docs(cls: type) -> dict[str, str]:
     try:
         tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     except OSError:
         return {}
     docs: dict[str, str] = {}
-    for node in (n for n in tree.body if isinstance(n, ast.ClassDef)):
+    for node in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__):
         for field, below in zip(node.body, node.body[1:], strict=False):
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                docs[f"{node.name}.{field.target.id}"] = " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
+                docs[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
     return docs
 
 

@@ -173,6 +173,9 @@ MEANINGLESS: dict[str, Accepted] = {
         values=("fp32",),
     ),
     **_accept("there is one copy of the optimizer", "--num-distributed-optimizer-instances", arity=1, values=("1",)),
+    **_accept("the router always computes in fp32, or fp64", "--moe-router-dtype", arity=1, values=("fp32", "fp64")),
+    **_accept("which kernels are fused is not a setting", "--moe-permute-fusion", "--moe-router-fusion"),
+    **_accept("there is one kind of grouped matrix multiplication", "--moe-use-legacy-grouped-gemm"),
     **_accept("nothing is offloaded", "--cpu-offloading-num-layers", arity=1, values=("0",)),
 }
 """Accepted: they choose an implementation, or ask for what is so in any case."""
@@ -187,6 +190,7 @@ CONSTANTS: dict[str, tuple[str, Any]] = {
 
 
 RENAMED: dict[str, str] = {
+    "--expert-interval": "use --moe-layer-freq",
     "--batch-size": "use --micro-batch-size",
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
@@ -210,7 +214,7 @@ def _refuse(feature: str, *flags: str) -> dict[str, str]:
 
 
 NOT_BUILT: dict[str, str] = {
-    **_refuse("mixture of experts", "--num-experts", "--expert-interval", "--overlap-moe-expert-parallel-comm"),
+    **_refuse("overlap of expert-parallel communication", "--overlap-moe-expert-parallel-comm"),
     **_refuse("context parallelism", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
     **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
     **_refuse(
@@ -349,7 +353,7 @@ NOT_BUILT: dict[str, str] = {
 
 
 NOT_BUILT_FAMILIES: dict[str, str] = {
-    "--moe-": "mixture of experts",
+    "--moe-": "this variant of mixture of experts",
     "--fp8-": "8-bit floating point",
     "--fp4-": "4-bit floating point",
     "--tp-comm-": "overlap of tensor-parallel communication in user buffers",

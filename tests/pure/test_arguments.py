@@ -122,7 +122,7 @@ def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
-        "--num-layer 30 --hidden-size x --num-experts 8 --moe-router-topk 2 --batch-size 8 --dataloader-type cyclic "
+        "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 --dataloader-type cyclic "
         "--pipeline-schedule 1f1 --learning_rate 3 --swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
         "--cp-comm-type p2p",
         capsys,
@@ -130,8 +130,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 1000000, 1_000_000 or 1e6",
-        "--num-experts 8: asks for mixture of experts, which is not built; leave it out",
-        "--moe-router-topk 2: asks for mixture of experts, which is not built; leave it out",
+        "--mtp-num-layers 1: asks for multi-token prediction, which is not built; leave it out",
+        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; leave it out",
         "--batch-size 8: is not a flag here; use --micro-batch-size",
         "--dataloader-type cyclic: asks for something that is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b; nearest: 1f1b",
@@ -242,7 +242,7 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
-        ("num-experts: 8", "num-experts 8: asks for mixture of experts"),
+        ("mtp-num-layers: 1", "mtp-num-layers 1: asks for multi-token prediction"),
         ("dry-run: true", "dry-run: is not configuration"),
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],

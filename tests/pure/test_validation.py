@@ -85,7 +85,7 @@ def test_legal(flags: str, world_size: int) -> None:
         ("--tp 2", 1, "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks"),
         ("--dp 3", 4, "--data-parallel-size 3: must be world size 4 / (TP 1 * PP 1 * CP 1) = 4; leave it out"),
         ("--cp 2", 2, "--context-parallel-size 2: asks for context parallelism, which is not built"),
-        ("--ep 2", 2, "--expert-model-parallel-size 2: asks for expert parallelism, which is not built"),
+        ("--ep 2", 2, "--expert-model-parallel-size 2: shares out experts, and there is no --num-experts"),
         ("--pp 7", 7, "--pipeline-model-parallel-size 7: 4 layers, the embedding and the head fill at most 6 stages"),
         ("--cpu --distributed-backend nccl", 1, "--distributed-backend nccl: runs on GPUs only"),
         # tensor parallel
