@@ -1,0 +1,106 @@
+"""The commands of README.md and docs run as they stand.
+
+Every block fenced as bash is run, block after block, by one shell in a copy of the tree. A block that is not meant to be
+run, such as an sbatch line, is fenced without a language.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: str) -> list[str]:
+    return BASH_BLOCK.findall((ROOT / page).read_text())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone holds, without what running leaves behind."""
+    folder = tmp_path_factory.mktemp("clone") / "tree"
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+def run_page(page: str, clone: Path) -> str:
+    """Runs a page's blocks and returns what they print. The quickstart is cut to a few iterations, and the tests to
+    one file."""
+    assert blocks(page), f"{page} has no command"
+    script = "set -euxo pipefail\n" + "\n".join(blocks(page))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "TRAIN_ITERS": "4",
+        "PYTEST_ADDOPTS": "tests/pure/test_tree.py",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(path: Path) -> list[float]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record["lm_loss"] for record in records if "lm_loss" in record]
+
+
+def test_readme(clone: Path) -> None:
+    out = run_page("README.md", clone)
+    assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (clone / "runs/quickstart/sample.txt").read_text().strip()
+    assert re.search(r"\d+ passed", out)
+    first_run = losses(clone / "runs/first/checkpoints/metrics.jsonl")
+    assert len(first_run) == 10
+    assert first_run[-1] < first_run[0] - 1
+
+
+def test_getting_started(clone: Path) -> None:
+    out = run_page("docs/getting_started.md", clone)
+    assert "exit code 2" in out
+    one, six = losses(clone / "runs/one.jsonl"), losses(clone / "runs/six.jsonl")
+    assert len(one) == 4
+    assert six == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs") and "getting" not in page])
+def test_page(page: str, clone: Path) -> None:
+    if blocks(page):
+        run_page(page, clone)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    targets = [target for target in LINK.findall((ROOT / page).read_text()) if "://" not in target]
+    missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_flags_and_files_in_text_exist(page: str) -> None:
+    """Flags in backticks are flags of pretrain_gpt.py or of a tool, paths in backticks are files."""
+    text = (ROOT / page).read_text()
+    sources = [*ROOT.glob("megatron/training/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("scripts/*.sh")]
+    known = "".join(source.read_text() for source in sources)
+    from megatron.training.flags import spelling_table
+
+    spellings = set(spelling_table())
+    for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
+        assert flag in spellings or f'"{flag}"' in known or f"{flag}" in known, f"{page} names {flag}"
+    for path in re.findall(r"`((?:megatron|tools|scripts|tests|docs)/[\w/]+\.(?:py|sh|md))`", text):
+        assert (ROOT / path).exists(), f"{page} names {path}"
