@@ -120,7 +120,7 @@ def load_checkpoint(
         _load_counters(checkpoint, optimizer)
     if options.finetune:
         return Progress()
-    return Progress(**{field.name: checkpoint.payload[field.name] for field in fields(Progress)})
+    return _from_json(Progress, checkpoint.payload)
 
 
 def load_model_for_inference(

@@ -78,9 +78,13 @@ def load_targets(
 
 
 def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """(meta, parameter) for every parameter of the modules."""
+    """(meta, parameter) for every parameter of the modules; once for one that several share."""
+    seen: set[int] = set()
     for module in modules:
         for name, param in module.named_parameters():
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
             meta = getattr(param, "meta", None)
             assert isinstance(meta, ParamMeta), f"parameter {name} of {type(module).__name__} carries no ParamMeta"
             yield meta, param

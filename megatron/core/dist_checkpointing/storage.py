@@ -219,10 +219,15 @@ def _raise_first(problems: list[Problem | None]) -> None:
 
 
 def _clear(root: Path, scratch: Path) -> None:
-    """Removes what killed saves have left, and makes room for a new one."""
+    """Undoes what killed saves have left, and makes room for a new one."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob("iter_*.tmp"):
         shutil.rmtree(left)
+    for replaced in root.glob("iter_*.old"):
+        if replaced.with_suffix("").exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(replaced.with_suffix(""))
     scratch.mkdir()
 
 

@@ -1,0 +1,94 @@
+"""Checkpoints of real models and optimizers: loaded at any layout and saved there, they are the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config import ModelParallelConfig, OptimizerConfig
+from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.pipeline_parallel.layout import split_layers
+from megatron.training.checkpointing import Progress, load_checkpoint, save_checkpoint
+from megatron.training.config import CheckpointConfig, RunConfig
+from tests.gpt_cases import STYLES
+from tests.harness import run_world
+from tools.inspect_checkpoint import first_difference
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: bool = True
+
+    def config(self, style: str, bf16: bool, **checkpoint: str) -> RunConfig:
+        return RunConfig(
+            model=replace(STYLES[style], num_layers=3),
+            parallel=ModelParallelConfig(
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                sequence_parallel=self.tp > 1,
+                bf16=bf16,
+            ),
+            optimizer=OptimizerConfig(lr=1e-2, use_distributed_optimizer=self.zero),
+            checkpoint=CheckpointConfig(**checkpoint),
+        )
+
+
+def build(config: RunConfig, state: ParallelState) -> tuple[dict[int, GPTModel], MixedPrecisionOptimizer]:
+    stage, last = state.pp.rank, state.pp.size - 1
+    layers = split_layers(config.model.num_layers, state.pp.size, 1.0, 1.0)[stage]
+    model = GPTModel(config.model, config.parallel, state, layers=layers, first=stage == 0, last=stage == last)
+    zero = config.optimizer.use_distributed_optimizer
+    ddp = DistributedDataParallel(config.ddp, config.parallel, state, [model], zero)
+    return {stage: model}, build_optimizer(config.optimizer, ddp, state)
+
+
+def train_and_save(rank: int, world_size: int, layout: Layout, style: str, bf16: bool, root: Path) -> None:
+    config = layout.config(style, bf16, save=str(root))
+    state = initialize_model_parallel(layout.tp, layout.pp)
+    stages, optimizer = build(config, state)
+    for param in stages[state.pp.rank].parameters():
+        generator = torch.Generator().manual_seed(sum(map(ord, param.meta.name)))
+        whole = torch.randn(param.meta.global_shape, generator=generator)
+        offset, shape = param.meta.box(state.coords)
+        param.main_grad.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+    optimizer.step(1e-2, 0.01)
+    save_checkpoint(config, state, stages, optimizer, Progress(4, 32, data_fingerprint="d"))
+
+
+def load_and_save(rank: int, world_size: int, layout: Layout, style: str, bf16: bool, old: Path, new: Path) -> int:
+    config = layout.config(style, bf16, load=str(old), save=str(new))
+    state = initialize_model_parallel(layout.tp, layout.pp)
+    stages, optimizer = build(config, state)
+    progress = load_checkpoint(config, state, stages, optimizer)
+    assert progress == Progress(4, 32, data_fingerprint="d")
+    save_checkpoint(config, state, stages, optimizer, progress)
+    return optimizer.step_count
+
+
+LAYOUTS = {"tp2-pp2": Layout(2, 2), "pp3": Layout(pp=3), "tp4": Layout(tp=4), "dp3": Layout(dp=3)}
+LAYOUTS |= {"dp2-whole": Layout(dp=2, zero=False), "tp2-dp2": Layout(2, 1, 2), "one": Layout()}
+
+
+@pytest.mark.parametrize(("style", "bf16"), [("gpt", True), ("llama", False), ("qwen2", True)])
+def test_a_chain_of_layouts_keeps_every_bit(tmp_path: Path, style: str, bf16: bool) -> None:
+    """Each layout loads what the one before it saved; the first trained."""
+    first = Layout(2, 1, 2) if style == "llama" else Layout(2, 2, 1)
+    run_world(4, train_and_save, first, style, bf16, tmp_path / "trained")
+    before = "trained"
+    for name, layout in LAYOUTS.items():
+        world = layout.tp * layout.pp * layout.dp
+        assert run_world(world, load_and_save, layout, style, bf16, tmp_path / before, tmp_path / name) == [1] * world
+        before = name
+    for name in LAYOUTS:
+        found, expected = find_checkpoint(tmp_path / name), find_checkpoint(tmp_path / "trained")
+        assert first_difference(Checkpoint(found), Checkpoint(expected)) is None, name
