@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from megatron.core.datasets.build import Datasets, build_datasets
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
@@ -113,7 +111,8 @@ def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) 
     )
 
 
-def put_on_device(batches: list[MicroBatch], device: torch.device) -> list[Batch]:
-    """A step's micro-batches as the model takes them."""
+def put_on_device(batches: list[MicroBatch], runtime: Runtime) -> list[Batch]:
+    """A step's micro-batches as the model takes them: of whole samples this rank's part."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
-    return [Batch(**values).to(device, non_blocking=True) for values in fields]
+    local = [Batch(**values).local_to(runtime.state.cp) for values in fields]
+    return [batch.to(runtime.device, non_blocking=True) for batch in local]

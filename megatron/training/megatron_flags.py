@@ -215,7 +215,7 @@ def _refuse(feature: str, *flags: str) -> dict[str, str]:
 
 NOT_BUILT: dict[str, str] = {
     **_refuse("overlap of expert-parallel communication", "--overlap-moe-expert-parallel-comm"),
-    **_refuse("context parallelism", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
+    **_refuse("context parallelism in two levels", "--hierarchical-context-parallel-sizes"),
     **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
     **_refuse(
         "interleaved pipelining",

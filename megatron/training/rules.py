@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from megatron.training.config import RunConfig
+from megatron.training.context_rules import heads_over_context, sequence
 from megatron.training.flags import Flag, all_flags
 from megatron.training.length_rules import batch, length, schedule
 from megatron.training.moe_rules import experts
@@ -45,11 +46,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**32 - 1, "in [0, 2^32 - 1]"),
 }
 
-ONE_FOR_NOW = {
-    "context_parallel_size": "context parallelism",
-}
-"""Sizes of what is not built: only 1 is legal."""
-
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with a value whatever the others are."""
@@ -57,9 +53,6 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
         value = getattr(getattr(config, flag.section), flag.field)
         if flag.field in REQUIRED and value == 0:
             yield Problem(flag.name, None, "is required", REQUIRED[flag.field])
-        elif flag.field in ONE_FOR_NOW and value not in (None, 1):
-            feature = ONE_FOR_NOW[flag.field]
-            yield Problem(flag.name, value, f"asks for {feature}, which is not built", "leave it out or use 1")
         elif flag.kind in (int, float) and value is not None:
             values = value if flag.spec.many else (value,)
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
@@ -117,13 +110,9 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0 and not divides(tp, m.ffn_size):
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
     yield from _vocabulary(c, tp)
-    if c.parallel.sequence_parallel:
-        if tp == 1:
-            remedy = "leave it out, or raise --tensor-model-parallel-size"
-            yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
-        if not divides(tp, m.seq_length):
-            sp_rule = f"{rule} under --sequence-parallel"
-            yield Problem("--seq-length", m.seq_length, sp_rule, multiples(m.seq_length, tp))
+    if c.parallel.sequence_parallel and tp == 1:
+        remedy = "leave it out, or raise --tensor-model-parallel-size"
+        yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
@@ -296,6 +285,8 @@ RULES: tuple[Rule, ...] = (
     world,
     attention,
     tensor_parallel,
+    sequence,
+    heads_over_context,
     positions,
     experts,
     pipeline,

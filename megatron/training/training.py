@@ -109,7 +109,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     config, progress = run.config, run.progress
     batch_size = run.batch_sizes.at(progress.consumed_samples)
     assert run.data.train is not None
-    batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime.device)
+    batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime)
     run.optimizer.zero_grad()
     # fp16: a mean over a sample's tokens, not their sum, is what the loss scale brings into range.
     seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
@@ -198,7 +198,7 @@ def evaluate(run: TrainingRun, split: str) -> float:
     total = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     for step in range(training.eval_iters):
         first = run.data.evaluated[split] + step * training.global_batch_size
-        batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime.device)
+        batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime)
         losses = run.pipeline.evaluate(batches)
         total += _loss_and_tokens(run, losses, torch.stack([batch.num_tokens for batch in batches]).sum())
     for stage in run.stages.values():

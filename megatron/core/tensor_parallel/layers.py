@@ -9,7 +9,7 @@ along the sequence: the all-reduce at the end becomes a reduce-scatter, and an a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -41,6 +41,8 @@ class TPContext:
     dtype: torch.dtype
     device: torch.device
     queue: WeightGradQueue
+    cp: Axis = field(default_factory=Axis)
+    cp_comm_type: str = "p2p"
 
 
 @dataclass(frozen=True)

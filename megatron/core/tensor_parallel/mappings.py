@@ -179,3 +179,19 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     if axis.size == 1:
         return x
     return _AdjointPair.apply(x, partial(reduce_scatter, axis=axis, dim=dim), partial(all_gather, axis=axis, dim=dim))
+
+
+def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
+    """All-to-all: block i of x [size, ...] goes to rank i, block i of the result is from rank i. Backward: the same."""
+    if axis.size == 1:
+        return x
+    swap = partial(_swap, axis=axis)
+    return _AdjointPair.apply(x, swap, swap)
+
+
+def _swap(x: Tensor, axis: Axis) -> Tensor:
+    x = x.contiguous()
+    assert x.shape[0] == axis.size, f"{x.shape[0]} blocks for {axis.size} ranks"
+    result = torch.empty_like(x)
+    dist.all_to_all_single(result, x, group=axis.group)
+    return result

@@ -74,16 +74,18 @@ def _normal_block(seed: int, name: str, index: int, length: int, std: float) -> 
 # Dropout
 
 
-def dropout(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int = 0) -> Tensor:
+def dropout(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> Tensor:
     """Dropout of hidden states: x [s, b, h] -> [s, b, h], the survivors scaled by 1 / (1 - p).
 
     `key` is the `site_key`, `sample_index` [b] the samples' numbers in the run, and `seq_offset` the place of x[0] in
-    the whole sequence, so that the parts of a sequence held by different ranks get their parts of one mask.
+    the whole sequence, or [s] the places of all rows, so that the parts of a sequence held by different ranks get
+    their parts of one mask.
     """
     if p == 0.0:
         return x
     sample = _absorb(key, sample_index)
-    rows = _absorb(sample, _positions(seq_offset, x.shape[0], x)[:, None])  # [s, b]
+    places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
+    rows = _absorb(sample, places[:, None])  # [s, b]
     return _drop(x, p, rows, _positions(0, x.shape[2], x))
 
 

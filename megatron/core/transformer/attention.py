@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.random import site_key
 from megatron.core.transformer.context import BatchContext
-from megatron.core.transformer.dot_product import DropoutAttention, FusedAttention
+from megatron.core.transformer.dot_product import CoreAttention
 from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
 from megatron.core.transformer.rotary import apply_rotary
 
@@ -49,12 +48,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm, self.k_layernorm = (
             self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
         )
-        scale = 1 / sqrt(config.head_dim)
-        self.core: FusedAttention | DropoutAttention = FusedAttention(scale)
-        if config.attention_dropout > 0:
-            first_head = config.num_attention_heads // ctx.tp.size * ctx.tp.rank
-            key = site_key(seed, f"{name}.attention_dropout")
-            self.core = DropoutAttention(scale, config.attention_dropout, key, first_head)
+        self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
         self.recompute_core = config.recompute_granularity == "selective"
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
@@ -73,7 +67,7 @@ class SelfAttention(nn.Module):
         return build_norm(config.normalization, name, config.head_dim, config.norm_epsilon, ctx, PARTIAL_OVER_TP)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         q, k, v = self._project(x)
         if context.rotary is not None:
             q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)

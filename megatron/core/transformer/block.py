@@ -85,15 +85,17 @@ class TransformerBlock(nn.Module):
         return x
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what all layers share: rotary tables and the mask."""
+        """Adds what all layers share: rotary tables, and the mask of cached keys."""
         length, cache = x.shape[0] * self.sequence_shards, context.cache
         past = cache.length if cache else 0
-        documents = context.document_ids
-        of_keys = cache.append_documents(documents) if cache else documents
-        mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
+        if cache is not None:
+            documents = context.document_ids
+            of_keys = cache.append_documents(documents)
+            mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
+            context = replace(context, mask=mask)
         if self.rotary is None:
-            return replace(context, mask=mask)
-        positions = context.position_ids
+            return context
+        positions = context.position_ids if context.position_ids is not None else context.places
         if positions is None:
             positions = torch.arange(past, past + length, device=x.device)
-        return replace(context, mask=mask, rotary=self.rotary(positions))
+        return replace(context, rotary=self.rotary(positions))

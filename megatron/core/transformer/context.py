@@ -7,10 +7,14 @@ stage may have many micro-batches in flight and recompute any of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from megatron.core.context_parallel.partition import rank_spans
+from megatron.core.context_parallel.tiles import Documents, document_starts
+from megatron.core.parallel_state import Axis
 
 if TYPE_CHECKING:
     from megatron.core.transformer.dot_product import KeyValueCache
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: b samples of s tokens."""
+    """One micro-batch: b samples of s tokens, or a context-parallel rank's part of each, s/cp tokens (`local_to`)."""
 
     tokens: Tensor
     """[b, s] int64."""
@@ -36,7 +40,18 @@ class Batch:
     """[b, s] int64; None for 0 .. s-1."""
 
     document_ids: Tensor | None = None
-    """[b, s] int64: tokens attend within equal ids only; None for one document a sample."""
+    """[b, s] int64: tokens attend within equal ids only, which lie side by side; None for one document a sample."""
+
+    documents: Documents | None = None
+    """Where the documents of the whole samples begin: `document_ids` in a form that is on the host and of all ranks."""
+
+    places: Tensor | None = None
+    """[s/cp] int64: where these tokens stand in their samples; None for 0 .. s-1. Dropout masks follow from it, and
+    positions where there are no `position_ids`."""
+
+    aux_scale: Tensor | None = None
+    """Scalar: what the gradients of auxiliary losses, as sums over tokens, are multiplied by
+    (`megatron.core.transformer.moe.balance`); None for no auxiliary losses."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
@@ -51,10 +66,33 @@ class Batch:
         """Scalar: tokens whose loss counts. Stays on the device."""
         return self.loss_mask.sum()
 
+    def local_to(self, cp: Axis) -> Batch:
+        """What a rank has of whole samples. Reads `document_ids`, so call it before they are on a device."""
+        documents = self.documents
+        if documents is None and self.document_ids is not None:
+            documents = document_starts(self.document_ids.tolist())
+        if cp.size == 1:
+            return replace(self, documents=documents)
+        assert self.places is None, "the batch is cut already"
+        spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
+        places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
+        return replace(
+            self,
+            tokens=self.tokens[:, places],
+            labels=self.labels[:, places],
+            loss_mask=self.loss_mask[:, places],
+            position_ids=None if self.position_ids is None else self.position_ids[:, places],
+            document_ids=None if self.document_ids is None else self.document_ids[:, places],
+            documents=documents,
+            places=places,
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in values if value is not None}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=non_blocking) for name, value in values if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 
@@ -69,18 +107,46 @@ class BatchContext:
     """[b, s]; None for 0 .. s-1 (from the cache's length on, with a cache)."""
 
     document_ids: Tensor | None = None
-    """[b, s]; None for one document a sample."""
+    """[b, s]; None for one document a sample. For generation, where keys are cached; else see `documents`."""
+
+    documents: Documents | None = None
+    """Where the documents of the whole samples begin; None for one document a sample."""
+
+    places: Tensor | None = None
+    """[s/cp] places of the tokens in their samples; None for 0 .. s-1."""
 
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary positions."""
 
     mask: Tensor | None = None
-    """[1 or b, 1, s, keys] bool, true where a query sees a key; None for plain causal attention."""
+    """[1 or b, 1, s, keys] bool, true where a query sees a cached key; None for plain causal attention."""
 
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, for generation."""
 
+    aux_scale: Tensor | None = None
+    """As the batch has it."""
+
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
         """The context of a batch, before a stage has derived `rotary` and `mask`."""
-        return cls(batch.sample_index, batch.position_ids, batch.document_ids, cache=cache)
+        documents = batch.documents
+        if documents is None and batch.document_ids is not None and cache is None:
+            documents = document_starts(batch.document_ids.tolist())
+        return cls(
+            batch.sample_index,
+            batch.position_ids,
+            batch.document_ids,
+            documents,
+            batch.places,
+            cache=cache,
+            aux_scale=batch.aux_scale,
+        )
+
+    def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
+        """[n] places of the tokens of x [n, ...], which is the whole sequence (`tp_rank` 0), the part of it that this
+        context-parallel rank holds, or a tensor-parallel rank's part of that."""
+        rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
+        if self.places is not None:
+            return self.places[rows]
+        return torch.arange(rows.start, rows.stop, device=x.device)

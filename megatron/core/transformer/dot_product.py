@@ -1,16 +1,24 @@
-"""The core of attention: scores, mask, softmax, weighted values.
+"""The core of attention: scores, softmax, weighted values, by the way that fits.
 
-All cores take q [s, b, heads, d], k and v [keys, b, groups, d] and return [s, b, heads * d]; heads of one group lie
-side by side. `attention_mask` says who sees whom, `KeyValueCache` holds the past while text is generated.
+Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; heads of one group lie side by side.
+`KeyValueCache` holds the past while text is generated, and `attention_mask` says who sees whom of it.
 """
 
 from __future__ import annotations
+
+from math import sqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.random import attention_dropout
+from megatron.core.config import TransformerConfig
+from megatron.core.context_parallel.flash import flash_kernel
+from megatron.core.context_parallel.gathered import gathered_attention
+from megatron.core.context_parallel.kernels import Dropout, TorchKernel
+from megatron.core.context_parallel.ring import Causal, local_attention, ring_attention
+from megatron.core.context_parallel.ulysses import ulysses_attention
+from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.context import BatchContext
 
 
@@ -85,9 +93,9 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         queries, _, heads, _ = q.shape
-        keys, groups, mask = k.shape[0], k.shape[2], context.mask
+        keys, groups = k.shape[0], k.shape[2]
         assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
         if mask is not None:  # kernels that take a mask want as many key heads as query heads
             k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
@@ -100,33 +108,48 @@ class FusedAttention(nn.Module):
             scale=self.scale,
             enable_gqa=mask is None and heads != groups,
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3)
 
 
-class DropoutAttention(nn.Module):
-    """Attention with dropout of its weights, each step on its own: the masks must not depend on the layout.
+CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}
+"""By --cp-comm-type."""
 
-    `head_offset` is the number of this rank's first head. Softmax is fp32 for 16-bit inputs. Outside training there
-    is no dropout, and the fused core does the work.
+
+class CoreAttention(nn.Module):
+    """The core of a layer: whichever way of computing it the model, the layout and the batch call for.
+
+    Plain causal attention within a rank, and attention to cached keys, are torch's. Documents, windows, sequences cut
+    over ranks and dropout of weights (the same mask at every layout) are computed tile by tile.
     """
 
-    def __init__(self, scale: float, p: float, key: int, head_offset: int) -> None:
+    def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
         super().__init__()
-        self.scale, self.p, self.key, self.head_offset = scale, p, key, head_offset
-        self.fused = FusedAttention(scale)
-        self.softmax_dtype = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+        self.scale, self.window, self.cp = 1 / sqrt(config.head_dim), config.window_size, ctx.cp
+        self.p, self.key = config.attention_dropout, key
+        self.fused = FusedAttention(self.scale)
+        self.kernel = flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim)
+        self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
+        heads = config.num_attention_heads // ctx.tp.size
+        self.first_head = heads * ctx.tp.rank
+        if self.across_ranks is ulysses_attention:
+            self.first_head += heads // ctx.cp.size * ctx.cp.rank
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        if not self.training:
-            return self.fused(q, k, v, context)
-        s, b, heads, d = q.shape
-        groups, mask = k.shape[2], context.mask
-        if mask is None:
-            mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
-        # Scaled before the product, which in fp16 might overflow.
-        grouped = (q * self.scale).view(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4).flatten(2, 3)
-        scores = grouped.matmul(k.permute(1, 2, 3, 0)).view(b, heads, s, s).masked_fill_(~mask, float("-inf"))
-        probs = scores.softmax(-1, dtype=self.softmax_dtype.get(q.dtype, q.dtype)).to(q.dtype)
-        probs = attention_dropout(probs, self.p, self.key, context.sample_index, head_offset=self.head_offset)
-        out = probs.view(b, groups, -1, s).matmul(v.permute(1, 2, 0, 3))  # [b, groups, n * s, d]
-        return out.view(b, heads, s, d).permute(2, 0, 1, 3).flatten(2)
+        """q [s, b, heads, d], k and v [keys, b, groups, d] -> [s, b, heads * d]"""
+        dropout = self.p > 0 and self.training
+        windowed = self.window is not None and self.window < k.shape[0]
+        if context.cache is not None:
+            out = self.fused(q, k, v, context.mask)
+        elif self.across_ranks is not None:
+            out = self.across_ranks(q, k, v, self.cp, self._causal(context, dropout))
+        elif dropout or windowed or context.documents is not None:
+            out = local_attention(q, k, v, self._causal(context, dropout))
+        else:
+            out = self.fused(q, k, v)
+        return out.flatten(2)
+
+    def _causal(self, context: BatchContext, dropout: bool) -> Causal:
+        kernel = self.kernel
+        if dropout:
+            kernel = TorchKernel(self.scale, Dropout(self.p, self.key, self.first_head, context.sample_index))
+        return Causal(kernel, context.documents, self.window)

@@ -52,6 +52,8 @@ class GPTModel(nn.Module):
             dtype=getattr(torch, parallel.params_dtype),
             device=torch.device(device),
             queue=queue or WeightGradQueue(),
+            cp=state.cp,
+            cp_comm_type=parallel.cp_comm_type,
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         shared_stages = (0, state.pp.size - 1) if config.tied_embeddings and state.pp.size > 1 else ()
