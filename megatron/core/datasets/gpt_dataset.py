@@ -153,7 +153,7 @@ class GPTDataset:
         text = np.empty(self.format.seq_length + 1, np.int64)
         filled = 0
         for document in self.index.document_index[first : last + 1]:
-            part = self.indexed.get(int(document), offset)[: len(text) - filled]
+            part = self.indexed.get(int(document), offset, offset + len(text) - filled)
             text[filled : filled + len(part)] = part
             filled += len(part)
             offset = 0
@@ -179,10 +179,10 @@ class GPTDataset:
 
     def _probe(self) -> str:
         """Hash of some tokens, which are checked against the vocabulary by the way."""
-        tokens = self.indexed.tokens
+        length = min(PROBE_LENGTH, self.indexed.num_tokens)
         digest = blake2b(digest_size=16)
-        for start in np.linspace(0, max(0, len(tokens) - PROBE_LENGTH), PROBES).astype(np.int64):
-            stretch = tokens[start : start + PROBE_LENGTH]
+        for start in np.linspace(0, self.indexed.num_tokens - length, PROBES).astype(np.int64).tolist():
+            stretch = self.indexed.read(start, length)
             self.format.check_ids(stretch, f"dataset {self.indexed.prefix}")
             digest.update(stretch.tobytes())
         return digest.hexdigest()
