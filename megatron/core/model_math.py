@@ -33,14 +33,14 @@ def whole_model(config: TransformerConfig) -> Stage:
 
 
 def parameter_metas(
-    config: TransformerConfig, stage: Stage, *, sequence_parallel: bool = False, last_stage: int = 0
+    config: TransformerConfig, stage: Stage, *, sequence_parallel: bool = False, tied_stages: tuple[int, ...] = ()
 ) -> list[ParamMeta]:
     """The parameters of a stage, in the order of `GPTModel`.
 
-    `last_stage` is the number of the last pipeline stage: a tied embedding is held on stage 0 and on that one.
+    `tied_stages` are the stages on different ranks that each hold a tied embedding, if several do.
     The vocabulary size must be known.
     """
-    build = _Builder(config, sequence_parallel, last_stage)
+    build = _Builder(config, sequence_parallel, tied_stages)
     found: list[ParamMeta] = []
     if stage.first:
         found += build.embedding()
@@ -58,11 +58,11 @@ def parameter_metas(
 class _Builder:
     """Metas of each piece of the model, under the names and shapes that checkpoints know."""
 
-    def __init__(self, config: TransformerConfig, sequence_parallel: bool, last_stage: int) -> None:
+    def __init__(self, config: TransformerConfig, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> None:
         self.config = config
         # What acts on sequence-parallel activations sees a part of the sequence: its gradient is a partial sum.
         self.sequence_partial = ("tp",) if sequence_parallel else ()
-        self.shared_stages = (0, last_stage) if config.tied_embeddings and last_stage > 0 else ()
+        self.shared_stages = tied_stages if config.tied_embeddings else ()
         self.normal = Init("normal", config.init_method_std)
         self.output = Init("normal", config.init_method_std / sqrt(2 * max(config.num_layers, 1)))
 

@@ -13,8 +13,7 @@ from megatron.core.distributed.param_layout import BufferBytes, buffer_bytes, pl
 from megatron.core.model_math import Stage, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.layout import end_costs, split_layers
-from megatron.core.pipeline_parallel.schedules import layout_of
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,6 @@ class RankStates:
     memory: BufferBytes
 
 
-def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """What every global pipeline stage holds."""
-    count = layout_of(parallel.pipeline_schedule, parallel.pipeline_model_parallel_size).num_stages
-    layers = split_layers(model.num_layers, count, *end_costs(model))
-    return [Stage(layers[stage], first=stage == 0, last=stage == count - 1) for stage in range(count)]
-
-
 def states_of_rank(
     model: TransformerConfig,
     parallel: ModelParallelConfig,
@@ -46,9 +38,9 @@ def states_of_rank(
     pp_rank: int,
 ) -> RankStates:
     """Parameters and bytes of states of the ranks at `pp_rank`."""
-    stages = pipeline_stages(model, parallel)
-    mine = [stages[s] for s in layout_of(parallel.pipeline_schedule, dims.pp).stages_of(pp_rank)]
-    metas = _metas_of(model, parallel, mine, len(stages) - 1)
+    layout, stages = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
+    mine = [stages[s] for s in layout.stages_of(pp_rank)]
+    metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
     shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
     buffers = plan_buffers(shapes, dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size)
     memory = buffer_bytes(
@@ -63,12 +55,12 @@ def states_of_rank(
 
 
 def _metas_of(
-    model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], last_stage: int
+    model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], tied: tuple[int, ...]
 ) -> tuple[ParamMeta, ...]:
     """The parameters of a rank's stages; a tied embedding that two of them share is held once."""
     found: dict[str, ParamMeta] = {}
     for stage in stages:
-        metas = parameter_metas(model, stage, sequence_parallel=parallel.sequence_parallel, last_stage=last_stage)
+        metas = parameter_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
         for meta in metas:
             found.setdefault(meta.name, meta)
     return tuple(found.values())

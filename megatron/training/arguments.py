@@ -225,8 +225,9 @@ def _set_value(reading: _Reading, flag: Flag, name: str, texts: Sequence[str]) -
         _wrong(reading, flag, name, texts, str(error), remedy)
         return
     choices = flag.spec.choices
-    if choices and value not in choices:
-        close = difflib.get_close_matches(value.lower(), [c.lower() for c in choices], n=1, cutoff=0.3)
+    wrong = [v for v in (value if flag.spec.many else (value,)) if choices and v not in choices]
+    if choices and wrong:
+        close = difflib.get_close_matches(wrong[0].lower(), [c.lower() for c in choices], n=1, cutoff=0.3)
         nearest = next((c for c in choices if close and c.lower() == close[0]), None)
         remedy = f"nearest: {nearest}" if nearest else "pick one of them"
         _wrong(reading, flag, name, texts, f"must be one of {', '.join(choices)}", remedy)

@@ -73,14 +73,10 @@ MEANINGLESS: dict[str, Accepted] = {
     **_accept(
         "the pipeline schedule decides when sends and receives start",
         "--no-overlap-p2p-communication",
+        "--overlap-p2p-communication-warmup-flush",
         "--no-scatter-gather-tensors-in-pipeline",
         "--no-align-grad-reduce",
         "--no-align-param-gather",
-    ),
-    **_accept(
-        "layers are always split so that the embedding and the head are balanced",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
     ),
     **_accept(
         "the overlap it turns off is not there",
@@ -217,24 +213,14 @@ NOT_BUILT: dict[str, str] = {
     **_refuse("overlap of expert-parallel communication", "--overlap-moe-expert-parallel-comm"),
     **_refuse("context parallelism in two levels", "--hierarchical-context-parallel-sizes"),
     **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
-    **_refuse(
-        "interleaved pipelining",
-        "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "--overlap-p2p-communication-warmup-flush",
-    ),
+    **_refuse("another grouping of interleaved micro-batches", "--microbatch-group-size-per-virtual-pipeline-stage"),
     **_refuse(
         "a pipeline layout by hand",
-        "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers",
         "--pipeline-model-parallel-layout",
         "--pipeline-model-parallel-split-rank",
     ),
     **_refuse(
-        "overlap of data-parallel communication",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
+        "this overlap of data-parallel communication",
         "--overlap-param-gather-with-optimizer-step",
         "--delay-grad-reduce",
         "--delay-param-gather",
@@ -261,7 +247,6 @@ NOT_BUILT: dict[str, str] = {
         "--fsdp-double-buffer",
         "--enable-full-sharding-in-hsdp",
     ),
-    **_refuse("16-bit reduction of gradients", "--grad-reduce-in-bf16"),
     **_refuse("optimizer state below fp32", "--use-precision-aware-optimizer", "--store-param-remainders"),
     **_refuse(
         "optimizer state in host memory",
@@ -271,7 +256,6 @@ NOT_BUILT: dict[str, str] = {
         "--overlap-cpu-optimizer-d2h-h2d",
     ),
     **_refuse("activations in host memory", "--cpu-offloading", "--distribute-saved-activations"),
-    **_refuse("a choice of modules to recompute", "--recompute-modules"),
     **_refuse("a residual stream in fp32", "--fp32-residual-connection"),
     **_refuse("a choice of precision in matrix multiplications", "--disable-bf16-reduced-precision-matmul"),
     **_refuse("this activation function", "--openai-gelu", "--quick-geglu", "--glu-linear-offset", "--onnx-safe"),

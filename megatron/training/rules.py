@@ -13,6 +13,7 @@ from megatron.training.context_rules import heads_over_context, sequence
 from megatron.training.flags import Flag, all_flags
 from megatron.training.length_rules import batch, length, schedule
 from megatron.training.moe_rules import experts
+from megatron.training.pipeline_rules import overlap, pipeline, recomputation
 from megatron.training.problem import Problem, divides, multiples
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -172,26 +173,6 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--use-rope-scaling", None, "scales rotary embeddings, which this model has not", remedy)
 
 
-def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    pp, layers = c.parallel.pipeline_model_parallel_size, c.model.num_layers
-    if layers > 0 and pp > layers + 2:
-        rule = f"{layers} layers, the embedding and the head fill at most {layers + 2} stages"
-        yield Problem("--pipeline-model-parallel-size", pp, rule, f"nearest: {layers + 2}")
-
-
-def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    m = c.model
-    if m.recompute_granularity == "full":
-        return
-    for flag, value in (
-        ("--recompute-method", m.recompute_method),
-        ("--recompute-num-layers", m.recompute_num_layers),
-    ):
-        if value is not None:
-            rule = "counts only with --recompute-granularity full"
-            yield Problem(flag, value, rule, "add that, or leave this out")
-
-
 def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p, o = c.parallel, c.optimizer
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
@@ -291,6 +272,7 @@ RULES: tuple[Rule, ...] = (
     experts,
     pipeline,
     recomputation,
+    overlap,
     precision,
     batch,
     length,

@@ -13,9 +13,8 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_opt
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.layout import end_costs, split_layers
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import layout_of
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import Batch
 from megatron.training.batch_size import BatchSizes
@@ -52,16 +51,22 @@ class Pipeline:
     def __init__(
         self, config: RunConfig, runtime: Runtime, stages: dict[int, GPTModel], queue: WeightGradQueue
     ) -> None:
-        self.schedule, self.pp = config.parallel.pipeline_schedule, runtime.state.pp
+        self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
+        self.layout = pipeline_layout(config.model, config.parallel)
         self.executor = PipelineExecutor(
             stages,
-            layout_of(self.schedule, self.pp.size),
+            self.layout,
             self.pp,
             hidden_shape=hidden_shape(config, runtime.state.tp.size),
             dtype=getattr(torch, config.parallel.params_dtype),
             device=runtime.device,
             queue=queue,
         )
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: list[Batch], seed: float) -> list[torch.Tensor]:
         """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else []."""
@@ -72,7 +77,8 @@ class Pipeline:
         return self.executor.run(self._actions(len(batches), True), batches)
 
     def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
-        return pipeline_lists(self.schedule, self.pp.size, num_microbatches, evaluate=evaluate)[self.pp.rank]
+        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, self.layout.chunks, evaluate)
+        return lists[self.pp.rank]
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
@@ -87,24 +93,27 @@ def build_stages(
     config: RunConfig, runtime: Runtime, queue: WeightGradQueue, initialize: bool = True
 ) -> dict[int, GPTModel]:
     """This rank's pipeline stages, with initial weights that do not depend on the layout."""
-    state = runtime.state
-    layout = layout_of(config.parallel.pipeline_schedule, state.pp.size)
-    layers = split_layers(config.model.num_layers, layout.num_stages, *end_costs(config.model))
-    return {
-        stage: GPTModel(
-            config.model,
+    state, model = runtime.state, config.model
+    layout = pipeline_layout(model, config.parallel)
+    holds = pipeline_stages(model, config.parallel)
+    stages: dict[int, GPTModel] = {}
+    for stage in layout.stages_of(state.pp.rank):
+        embedding = stages[0].embedding if 0 in stages else None
+        stages[stage] = GPTModel(
+            model,
             config.parallel,
             state,
-            layers=layers[stage],
-            first=stage == 0,
-            last=stage == layout.num_stages - 1,
+            layers=holds[stage].layers,
+            first=holds[stage].first,
+            last=holds[stage].last,
+            tied_stages=tied_stages(model, layout),
+            tied_weight=embedding.word_embeddings.weight if embedding is not None else None,
             queue=queue,
             device=runtime.device,
             seed=config.training.seed,
             initialize=initialize,
         )
-        for stage in layout.stages_of(state.pp.rank)
-    }
+    return stages
 
 
 def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:

@@ -115,7 +115,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
     losses = run.pipeline.train(batches, seed)
     num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
-    finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed)
+    finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed, run.pipeline.loss_rank)
     if before_update is not None:
         before_update()
     lr = run.scheduler.lr_at(progress.consumed_samples)

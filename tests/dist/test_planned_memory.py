@@ -37,8 +37,9 @@ def compare(
     """(planned, allocated) bytes of parameters, gradients, main parameters and moments, and parameters held."""
     dims = ParallelDims.from_config(parallel, world_size)
     state = build_parallel_state(dims, rank)
-    stage = pipeline_stages(model, parallel)[state.pp.rank]
-    built = GPTModel(model, parallel, state, layers=stage.layers, first=stage.first, last=stage.last)
+    stage, tied = pipeline_stages(model, parallel)[state.pp.rank], (0, 1) if dims.pp == 2 else ()
+    ends = {"first": stage.first, "last": stage.last, "tied_stages": tied}
+    built = GPTModel(model, parallel, state, layers=stage.layers, **ends)
     ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer)
     shards = build_optimizer(optimizer, ddp, state).shards
     plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)

@@ -134,7 +134,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; leave it out",
         "--batch-size 8: is not a flag here; use --micro-batch-size",
         "--dataloader-type cyclic: asks for something that is not built; only single is",
-        "--pipeline-schedule 1f1: must be one of gpipe, 1f1b; nearest: 1f1b",
+        "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
         "--learning_rate 3: unknown flag; did you mean --learning-rate?",
         "--swiglu yes: takes no value; give the flag alone",
         "--gibberish: unknown flag; --help lists all flags",
@@ -209,7 +209,7 @@ def test_config_file(tmp_path: Path) -> None:
         tmp_path,
         "num-layers: 4\nhidden_size: 64\nlr: 1e-4\nswiglu: true\ndisable-bias-linear: true\nload_optim: false\n"
         "data-path: [0.5, a, 0.5, b]\nsplit: 90,5,5\nrampup-batch-size: [2, 2, 100]\nno-load-rng: false\nfp16:\n"
-        "use-mcore-models: true\noverlap-grad-reduce: false\n",
+        "use-mcore-models: true\ndelay-grad-reduce: false\n",
     )
     command = command_line(["--config", path, "--hidden-size", "32"], Launch())
     config = command.config

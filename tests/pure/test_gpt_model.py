@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron.core.config import ModelParallelConfig, TransformerConfig
 from megatron.core.model_math import Stage, parameter_metas, whole_model
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.transformer.block import recompute_segments
 from megatron.core.transformer.context import Batch
 from megatron.core.transformer.dot_product import KeyValueCache
@@ -37,13 +36,11 @@ def test_parameters_are_those_that_plans_count(style: str) -> None:
     config = replace(STYLES[style], num_layers=4)
     model = GPTModel(config)
     assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config, whole_model(config))
-    pp2 = ParallelState(axes={"pp": Axis(None, 0, 2, (0, 1))})
     sequence_parallel = ModelParallelConfig(sequence_parallel=True)
     for stage in (Stage((0,), True, False), Stage((1, 2, 3), False, True), Stage((), False, True)):
-        part = GPTModel(
-            config, sequence_parallel, pp2, layers=stage.layers, first=stage.first, last=stage.last, initialize=False
-        )
-        planned = parameter_metas(config, stage, sequence_parallel=True, last_stage=1)
+        ends = {"first": stage.first, "last": stage.last, "tied_stages": (0, 1)}
+        part = GPTModel(config, sequence_parallel, layers=stage.layers, **ends, initialize=False)
+        planned = parameter_metas(config, stage, sequence_parallel=True, tied_stages=(0, 1))
         assert [meta for _, meta in part.named_metas().values()] == planned
 
 

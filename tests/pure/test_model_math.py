@@ -104,9 +104,10 @@ def test_parameters_are_those_of_the_built_model(
         axes = {"tp": Axis(None, 0, tp, tuple(range(tp))), "pp": Axis(None, number, pp, tuple(range(pp)))}
         state = ParallelState(ParallelDims(tp=tp, pp=pp), 0, axes)
         stage = Stage(layers, first=number == 0, last=number == pp - 1)
-        ends = {"first": stage.first, "last": stage.last}
+        tied = (0, pp - 1) if pp > 1 else ()
+        ends = {"first": stage.first, "last": stage.last, "tied_stages": tied}
         model = GPTModel(config, parallel, state, layers=layers, **ends, device="meta", initialize=False)
-        metas = parameter_metas(config, stage, sequence_parallel=sequence_parallel, last_stage=pp - 1)
+        metas = parameter_metas(config, stage, sequence_parallel=sequence_parallel, tied_stages=tied)
         assert [parameter.meta for parameter in model.parameters()] == metas
         for parameter, meta in zip(model.parameters(), metas, strict=True):
             assert tuple(parameter.shape) == meta.box({"tp": (0, tp)})[1], meta.name
@@ -115,7 +116,7 @@ def test_parameters_are_those_of_the_built_model(
 def test_every_stage_together_holds_the_whole_model_once() -> None:
     config = TransformerConfig(**shape(7, 32, 4, 64, 300, 16))
     stages = [Stage(range(3), last=False), Stage(range(3, 7), first=False)]
-    held = [meta for stage in stages for meta in parameter_metas(config, stage, last_stage=1)]
+    held = [meta for stage in stages for meta in parameter_metas(config, stage, tied_stages=(0, 1))]
     names = [meta.name for meta in held]
     tied = [meta for meta in held if meta.shared_stages]
     assert [meta.name for meta in tied] == ["embedding.word_embeddings.weight"] * 2

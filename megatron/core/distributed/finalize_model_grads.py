@@ -21,30 +21,32 @@ from megatron.core.parallel_state import Axis, ParallelState
 
 
 def finalize_model_grads(
-    ddp: DistributedDataParallel, num_tokens: Tensor, state: ParallelState, seed: float = 1.0
+    ddp: DistributedDataParallel, num_tokens: Tensor, state: ParallelState, seed: float = 1.0, loss_rank: int = -1
 ) -> Tensor:
     """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token of the global batch.
 
-    `num_tokens` is the scalar count of unmasked tokens in this rank's micro-batches; the last pipeline stage's is
-    the one that counts. `seed` is the factor that every loss sum was multiplied by before backward, taken out here.
+    `num_tokens` is the scalar count of unmasked tokens in this rank's micro-batches; that of pipeline rank `loss_rank`,
+    which has the last stage, is the one that counts. `seed` is the factor that every loss sum was multiplied by before
+    backward, taken out here.
     Returns the global count (float64, on the device). A batch without valid tokens has gradient zero. Collective
     over the world.
     """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
     _sum_shared_grads(ddp, state)
-    total = global_token_count(num_tokens, state)
+    total = global_token_count(num_tokens, state, loss_rank)
     _scale_grads(ddp, torch.where(total > 0, 1.0 / (total.clamp(min=1.0) * seed), torch.zeros_like(total)))
     return total
 
 
-def global_token_count(num_tokens: Tensor, state: ParallelState) -> Tensor:
-    """The last stage's count summed over the data-parallel and context ranks, on every rank; scalar float64."""
+def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
+    """The count of pipeline rank `loss_rank` summed over the data-parallel and context ranks, on every rank; scalar
+    float64."""
     total = num_tokens.detach().to(torch.float64, copy=True)
     if state.dp_cp.size > 1:
         dist.all_reduce(total, group=state.dp_cp.group)
     if state.pp.size > 1:
-        dist.broadcast(total, src=state.pp.ranks[-1], group=state.pp.group)
+        dist.broadcast(total, src=state.pp.ranks[loss_rank], group=state.pp.group)
     return total
 
 

@@ -161,4 +161,3 @@ class PipelineExecutor:
     def _tag(self, send: Action) -> int:
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)
-

@@ -5,7 +5,8 @@ A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.config import TransformerConfig
@@ -53,41 +54,33 @@ def split_layers(
     first_cost: float = 0.0,
     last_cost: float = 0.0,
     *,
-    first_layers: int | None = None,
-    last_layers: int | None = None,
+    fixed: Mapping[int, int] | None = None,
+    rank_of: Callable[[int], int] | None = None,
 ) -> list[range]:
     """The layers of each stage: contiguous, each layer exactly once, costs as even as whole layers allow.
 
     `first_cost` and `last_cost` are what the embedding and the head cost, in layers; they make the ends shorter.
-    Where stages tie, those in the middle get the extra layer. `first_layers` and `last_layers` fix the ends and
-    leave the rest to the others. A stage may end up without layers. Raises ValueError on counts that do not fit.
+    Where stages tie, those of the least loaded rank get the extra layer (`rank_of` a stage; by default each is a
+    rank of its own), and of these those in the middle. `fixed` gives some stages their number of layers and leaves
+    the rest to the others. A stage may end up without layers.
     """
-    _check_counts(num_layers, num_stages, first_layers, last_layers)
-    fixed = {stage: n for stage, n in ((0, first_layers), (num_stages - 1, last_layers)) if n is not None}
-    costs = [0.0] * num_stages
-    costs[0] += first_cost
-    costs[-1] += last_cost
+    fixed, rank_of = fixed or {}, rank_of or (lambda stage: stage)
+    ends = (0, num_stages - 1)
     counts = [fixed.get(stage, 0) for stage in range(num_stages)]
+    loads = [float(count) for count in counts]
+    loads[0] += first_cost
+    loads[-1] += last_cost
+    rank_loads: dict[int, float] = defaultdict(float)
+    for stage, load in enumerate(loads):
+        rank_loads[rank_of(stage)] += load
     free = [stage for stage in range(num_stages) if stage not in fixed]
     for _ in range(num_layers - sum(fixed.values())):
         # Least loaded first; among equals one that is not an end, and a late one, as it holds fewer activations.
-        cheapest = min(free, key=lambda stage: (costs[stage] + counts[stage], stage in (0, num_stages - 1), -stage))
+        cheapest = min(free, key=lambda stage: (loads[stage], rank_loads[rank_of(stage)], stage in ends, -stage))
         counts[cheapest] += 1
+        loads[cheapest] += 1
+        rank_loads[rank_of(cheapest)] += 1
     return _ranges(counts, num_layers)
-
-
-def _check_counts(num_layers: int, num_stages: int, first_layers: int | None, last_layers: int | None) -> None:
-    flags = (("--decoder-first-pipeline-num-layers", first_layers), ("--decoder-last-pipeline-num-layers", last_layers))
-    fixed = [n for _, n in flags if n is not None]
-    for name, n in flags:
-        if n is not None and not 0 <= n <= num_layers:
-            raise ValueError(f"{name} {n} must be between 0 and --num-layers {num_layers}")
-    ends_only = len(fixed) == num_stages == 2
-    if num_stages == 1 and any(n != num_layers for n in fixed):
-        raise ValueError(f"{next(name for name, n in flags if n is not None)} needs more than one pipeline stage")
-    if num_stages > 1 and (sum(fixed) > num_layers or (ends_only and sum(fixed) != num_layers)):
-        rule = "add up to" if ends_only else "add up to at most"
-        raise ValueError(f"{flags[0][0]} and {flags[1][0]} {fixed} must {rule} --num-layers {num_layers}")
 
 
 def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:

@@ -172,14 +172,14 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
     Raises ValueError if the schedule is unknown or does not take v.
     """
     if schedule not in _SCHEDULES:
-        raise ValueError(f"--pipeline-schedule {schedule} must be one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"--pipeline-schedule {schedule}: must be one of {', '.join(SCHEDULES)}; pick one of them")
     named = _SCHEDULES[schedule]
     v = named.chunks if v is None else v
     if v < 1 or (v != named.chunks and not named.any_chunks):
         rule = "at least 1" if named.any_chunks else str(named.chunks)
-        remedy = ", or use --pipeline-schedule interleaved" if v > 1 else ""
+        remedy = f"nearest: {named.chunks}" + (", or use --pipeline-schedule interleaved" if v > 1 else "")
         raise ValueError(
-            f"--num-virtual-stages-per-pipeline-rank {v} must be {rule} with --pipeline-schedule {schedule}{remedy}"
+            f"--num-virtual-stages-per-pipeline-rank {v}: must be {rule} with --pipeline-schedule {schedule}; {remedy}"
         )
     return PipelineLayout(p, v, named.v_shaped)
 

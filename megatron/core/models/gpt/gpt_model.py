@@ -27,6 +27,9 @@ class GPTModel(nn.Module):
     Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism; the first stage takes None for them and
     reads the batch's tokens. Without groups (`ParallelState()`) and with all layers it is an ordinary module.
     The weights are set from `seed`, unless `initialize` is false because others will be loaded.
+
+    A tied embedding is held by the stages `tied_stages`, where these lie on different ranks; a last stage whose rank
+    has the first one too takes over that one's parameter as `tied_weight`.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class GPTModel(nn.Module):
         layers: Sequence[int] | None = None,
         first: bool = True,
         last: bool = True,
+        tied_stages: tuple[int, ...] = (),
+        tied_weight: nn.Parameter | None = None,
         queue: WeightGradQueue | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
@@ -56,15 +61,19 @@ class GPTModel(nn.Module):
             cp_comm_type=parallel.cp_comm_type,
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
-        shared_stages = (0, state.pp.size - 1) if config.tied_embeddings and state.pp.size > 1 else ()
-        self.embedding = Embedding(config, ctx, seed, shared_stages) if first else None
+        tied_stages = tied_stages if config.tied_embeddings else ()
+        self.embedding = Embedding(config, ctx, seed, tied_stages) if first else None
+        if self.embedding is not None and config.tied_embeddings:
+            tied_weight = self.embedding.word_embeddings.weight
         self.decoder = TransformerBlock(config, ctx, seed, layers, final_norm=last)
-        self.output_layer = self._build_output_layer(ctx, shared_stages) if last else None
+        self.output_layer = self._build_output_layer(ctx, tied_stages, tied_weight) if last else None
         self._assert_built(layers)
         if initialize:
             initialize_parameters_(list(self.parameters()), seed, state.coords)
 
-    def _build_output_layer(self, ctx: TPContext, shared_stages: tuple[int, ...]) -> OutputLayer:
+    def _build_output_layer(
+        self, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
+    ) -> OutputLayer:
         config, tied = self.config, self.config.tied_embeddings
         return OutputLayer(
             WORD_EMBEDDINGS if tied else "output_layer",
@@ -72,8 +81,8 @@ class GPTModel(nn.Module):
             config.hidden_size,
             ctx,
             init=Init("normal", config.init_method_std),
-            shared_stages=shared_stages if tied else (),
-            tied_weight=self.embedding.word_embeddings.weight if tied and self.embedding is not None else None,
+            shared_stages=tied_stages,
+            tied_weight=tied_weight if tied else None,
         )
 
     def _assert_built(self, layers: tuple[int, ...]) -> None:

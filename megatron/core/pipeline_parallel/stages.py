@@ -1,0 +1,85 @@
+"""What each pipeline stage of a configuration holds.
+
+One answer for the model that is built, the plan that is printed and the planner. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.model_math import Stage
+from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
+from megatron.core.pipeline_parallel.schedules import layout_of
+
+FIRST_LAYERS = "--decoder-first-pipeline-num-layers"
+LAST_LAYERS = "--decoder-last-pipeline-num-layers"
+
+
+def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
+    """Where the stages lie. Raises ValueError if the schedule does not take that many stages on a rank."""
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
+    if chunks is None and per_stage is not None:
+        chunks = max(1, -(-model.num_layers // (per_stage * pp)))
+    return layout_of(parallel.schedule, pp, chunks)
+
+
+def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
+    """What every stage holds, by global stage number: any number of layers on any number of stages.
+
+    The first and the last stage hold fewer layers, by what the embedding and the head cost. Raises ValueError,
+    naming the flag, if a number of layers is asked for that does not fit.
+    """
+    layout = pipeline_layout(model, parallel)
+    first_cost, last_cost = end_costs(model)
+    layers = split_layers(
+        model.num_layers,
+        layout.num_stages,
+        1.0 if parallel.account_for_embedding_in_pipeline_split else first_cost,
+        1.0 if parallel.account_for_loss_in_pipeline_split else last_cost,
+        fixed=fixed_layers(model, parallel, layout),
+        rank_of=layout.rank_of,
+    )
+    last = layout.num_stages - 1
+    return [Stage(part, first=stage == 0, last=stage == last) for stage, part in enumerate(layers)]
+
+
+def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
+    """The stages that hold a copy each of a tied embedding: the first and the last, unless one rank has both, which
+    then share one parameter."""
+    ends = (0, layout.num_stages - 1)
+    return ends if model.tied_embeddings and layout.rank_of(ends[0]) != layout.rank_of(ends[1]) else ()
+
+
+def fixed_layers(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
+    """Stage -> its number of layers, where the flags say it. Raises ValueError if they do not fit the model."""
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    _check_fixed(model.num_layers, layout, first, last)
+    found: dict[int, int] = {}
+    for count, rank, end in ((first, 0, 0), (last, layout.pp - 1, layout.num_stages - 1)):
+        if count is not None:
+            stages = [end] if layout.v_shaped else layout.stages_of(rank)
+            found |= dict(zip(stages, _spread(count, len(stages)), strict=True))
+    return found
+
+
+def _spread(count: int, parts: int) -> Iterator[int]:
+    """`count` in `parts` parts as even as possible, the larger ones first."""
+    return (count // parts + (part < count % parts) for part in range(parts))
+
+
+def _check_fixed(num_layers: int, layout: PipelineLayout, first: int | None, last: int | None) -> None:
+    given = [(name, n) for name, n in ((FIRST_LAYERS, first), (LAST_LAYERS, last)) if n is not None]
+    for name, n in given:
+        if not 0 <= n <= num_layers:
+            raise ValueError(f"{name} {n}: must be between 0 and --num-layers {num_layers}; nearest: {num_layers}")
+    if given and layout.pp == 1 and not layout.v_shaped:
+        raise ValueError(f"{given[0][0]} {given[0][1]}: needs more than one pipeline rank; leave it out")
+    if first is None or last is None:
+        return
+    ends_only = (layout.num_stages if layout.v_shaped else layout.pp) == 2
+    if first + last > num_layers or (ends_only and first + last != num_layers):
+        rule = f"must add up to {'' if ends_only else 'at most '}--num-layers {num_layers}"
+        remedy = f"nearest: {first} and {num_layers - first}"
+        raise ValueError(f"{FIRST_LAYERS} {first}: and {LAST_LAYERS} {last} {rule}; {remedy}")
