@@ -73,7 +73,11 @@ class DataIterator:
         self.dp_size = dp_size
         self.name = name
         self.pin_memory = pin_memory
-        self._pool = ThreadPoolExecutor(num_workers, f"{name}-data") if num_workers else None
+        self._pool = None
+        if num_workers:
+            # A thread starts on device 0, and pinning there would cost every rank a context on that device.
+            start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
+            self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
         self._ready: deque[tuple[range, Future[MicroBatch]]] = deque()
         self._next = 0  # consumed samples at which the micro-batch to be scheduled next starts its row
@@ -134,7 +138,7 @@ class DataIterator:
             ready, future = self._ready.popleft()
             assert ready == indices
             found.append(future.result())
-        self._schedule(self._depth)
+        self._schedule(max(self._depth, len(wanted)))  # a step ahead, if the next is as large
         return found
 
     def _schedule(self, depth: int) -> None:
