@@ -18,6 +18,7 @@ from megatron.training.flags import Flag, all_flags, field_table, help_text, par
 from megatron.training.launch import Launch
 from megatron.training.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
 from megatron.training.problem import Problem, print_problems
+from megatron.training.tokenizer import vocab_size_flag
 from megatron.training.validation import resolve, validate
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "to_flat_dict"]
@@ -336,6 +337,8 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     section = None
     for flag in all_flags():
         value = getattr(getattr(config, flag.section), flag.field)
+        if flag.field == "vocab_size":
+            value = vocab_size_flag(config.tokenizer, config.model)
         if flag.section != section:
             section = flag.section
             lines += ["", f"# {section}"]

@@ -38,9 +38,10 @@ from megatron.core.dist_checkpointing.storage import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.flags import field_table
+from megatron.training.tokenizer import resolved_tokenizer
 
 __all__ = [
     "Progress",
@@ -141,14 +142,7 @@ def load_model_for_inference(
     targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
     checkpoint.load(targets, Axis(), ignore=_unused(checkpoint, load_optimizer=False))
     model.eval()
-    return model, _tokenizer_of(tokenizer_config or config.tokenizer, config.model), config
-
-
-def _tokenizer_of(tokenizer: TokenizerConfig, model: TransformerConfig) -> Tokenizer:
-    """The tokenizer that a resolved configuration was resolved with: its vocabulary counts NullTokenizer's EOD, which
-    --vocab-size does not."""
-    assert model.vocab_size is not None
-    return build_tokenizer(tokenizer, model.vocab_size - (tokenizer.tokenizer_type == "NullTokenizer"))
+    return model, resolved_tokenizer(tokenizer_config or config.tokenizer, config.model), config
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:

@@ -8,11 +8,11 @@ from typing import Any
 from megatron.core.datasets.build import Datasets, build_datasets
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
-from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.context import Batch
 from megatron.training.batch_size import BatchSizes
 from megatron.training.config import RunConfig
 from megatron.training.initialize import Runtime
+from megatron.training.tokenizer import resolved_tokenizer
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _evaluation_samples(config: RunConfig, iterations: int) -> tuple[int, int]:
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
     tokenizer = config.tokenizer
-    eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
+    eod = resolved_tokenizer(tokenizer, config.model).eod if tokenizer.tokenizer_type else None
     return build_datasets(
         config.data,
         seq_length=config.model.seq_length,

@@ -1,0 +1,120 @@
+"""`pretrain_gpt.py` as a user starts it: torchrun, real processes, files read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = (
+    "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 200 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --micro-batch-size 2 "
+    "--train-iters 20 --log-interval 1 --eval-iters 1 --eval-interval 10 --num-workers 1"
+).split()
+
+
+def launch(processes: int, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    if processes == 1:
+        command = [sys.executable]
+    result = subprocess.run(
+        [*command, "pretrain_gpt.py", *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert not check or result.returncode == 0, result.stderr[-4000:]
+    return result
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["lm_loss"] for record in records(folder / "metrics.jsonl") if "lm_loss" in record]
+
+
+def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    launch(2, *MODEL, "--tp", "2", "--save", str(whole))
+    half = [*MODEL, "--tp", "2", "--save", str(halves), "--load", str(halves)]
+    launch(2, *half, "--exit-interval", "10")
+    assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
+    # The same ten iterations, taken on by another layout: pipeline stages instead of tensor ranks.
+    launch(2, *MODEL, "--pp", "2", "--load", str(halves), "--save", str(other))
+    launch(2, *half)
+    assert losses(halves) == losses(whole)
+    assert len(losses(whole)) == 20
+    assert losses(other) == pytest.approx(losses(whole)[10:], rel=1e-5)
+    first, last = losses(whole)[0], losses(whole)[-1]
+    assert last < first - 0.3, "the model learns"
+
+
+def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    save, board = tmp_path / "save", tmp_path / "board"
+    result = launch(1, *MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput")
+    found = records(save / "metrics.jsonl")
+    training = [record for record in found if "lm_loss" in record]
+    assert [record["iteration"] for record in training] == list(range(1, 21))
+    assert {
+        "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "loss_scale",
+        "skipped_iterations", "nan_iterations", "tokens_per_second", "tflops_per_device", "mfu", "step_time",
+        "peak_memory_bytes", "global_batch_size",
+    } <= training[0].keys()  # fmt: skip
+    assert training[-1]["consumed_samples"] == 160 and training[-1]["consumed_tokens"] == 160 * 32
+    assert training[0]["mfu"] is None, "the peak of a CPU is not known"
+    assert [record["iteration"] for record in found if "valid_loss" in record] == [10, 20]
+    assert sum("test_loss" in record for record in found) == 1
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm_loss")] == list(range(1, 21))
+    assert events.Scalars("lm_loss")[-1].value == pytest.approx(training[-1]["lm_loss"])
+    assert "start-up (s):" in result.stdout
+    assert "MFU (causal): unknown" in result.stdout
+    assert (save / "run_config.yaml").exists()
+
+
+def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
+    result = launch(1, *"--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12".split(),
+                    *"--seq-length 2048 --tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data".split(),
+                    "--num-layer", "3", check=False)  # fmt: skip
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    for said in ("did you mean --num-layers", "nearest: 984 or 1008", "nearest: 8 or 16", "nearest: 60 or 66"):
+        assert said in result.stderr
+
+
+def test_saved_configuration_runs_again(tmp_path: Path) -> None:
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "199"]  # and one for the end of a document
+    launch(1, *MODEL, *tokenizer, "--save", str(tmp_path / "first"), "--train-iters", "2")
+    launch(2, "--config", str(tmp_path / "first" / "run_config.yaml"), "--save", str(tmp_path / "second"))
+    assert "vocab-size: 199" in (tmp_path / "second" / "run_config.yaml").read_text()
+    assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "first"), rel=1e-5)
+
+
+def test_no_length_is_one_epoch(tmp_path: Path) -> None:
+    documents = tmp_path / "text.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30)))
+    prefix = str(tmp_path / "data")
+    subprocess.run(
+        [sys.executable, "tools/preprocess_data.py", "--input", str(documents), "--output-prefix", prefix,
+         "--tokenizer-type", "ByteTokenizer", "--append-eod"],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    save = tmp_path / "save"
+    without = [word for word in MODEL if word not in ("--mock-data", "--train-iters", "20", "--vocab-size", "200")]
+    launch(1, *without, "--data-path", prefix + "_text_document", "--split", "1,0,0", "--save", str(save),
+           "--tokenizer-type", "ByteTokenizer")  # fmt: skip
+    tokens = (tmp_path / "data_text_document.bin").stat().st_size // 2
+    samples = (tokens - 1) // 32
+    assert len(losses(save)) == samples // 8
