@@ -124,7 +124,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
         "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 --dataloader-type cyclic "
         "--pipeline-schedule 1f1 --learning_rate 3 --swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type p2p",
+        "--cp-comm-type ring --hierarchical-context-parallel-sizes 2 4",
         capsys,
     )
     for line in (
@@ -139,7 +139,9 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--swiglu yes: takes no value; give the flag alone",
         "--gibberish: unknown flag; --help lists all flags",
         "--seed 1 2: takes one value; given: 2",
-        "--cp-comm-type p2p: asks for context parallelism, which is not built; leave it out",
+        "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
+        "--hierarchical-context-parallel-sizes 2 4: asks for context parallelism in two levels, which is not built; "
+        "leave it out",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.

@@ -59,6 +59,8 @@ def problems(flags: str, world_size: int = 1, without: str = "") -> list[str]:
         ("--fp64 --clip-grad 0 --attention-dropout 0 --eval-iters 0 --num-workers 0", 1),
         ("--use-distributed-optimizer --bf16 --distributed-backend gloo --cpu", 2),
         ("--ep 1 --cp 1 --etp 1", 1),
+        ("--cp 4 --tp 2 --sequence-parallel --cp-comm-type all_gather", 8),
+        ("--cp 2 --tp 2 --cp-comm-type a2a", 4),
     ],
 )
 def test_legal(flags: str, world_size: int) -> None:
@@ -84,7 +86,6 @@ def test_legal(flags: str, world_size: int) -> None:
         ("--tp 2", 3, "world size 3: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 4 ranks"),
         ("--tp 2", 1, "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks"),
         ("--dp 3", 4, "--data-parallel-size 3: must be world size 4 / (TP 1 * PP 1 * CP 1) = 4; leave it out"),
-        ("--cp 2", 2, "--context-parallel-size 2: asks for context parallelism, which is not built"),
         ("--ep 2", 2, "--expert-model-parallel-size 2: shares out experts, and there is no --num-experts"),
         ("--pp 7", 7, "--pipeline-model-parallel-size 7: 4 layers, the embedding and the head fill at most 6 stages"),
         ("--cpu --distributed-backend nccl", 1, "--distributed-backend nccl: runs on GPUs only"),
@@ -118,6 +119,26 @@ def test_legal(flags: str, world_size: int) -> None:
             3,
             "--seq-length 16: must be a multiple of --tensor-model-parallel-size 3 under --sequence-parallel; "
             "nearest: 15 or 18",
+        ),
+        # context parallel
+        ("--cp 3", 3, "--seq-length 16: must be a multiple of 2 * --context-parallel-size 3 = 6; nearest: 12 or 18"),
+        (
+            "--cp 2 --tp 3 --sequence-parallel --make-vocab-size-divisible-by 3",
+            6,
+            "--seq-length 16: must be a multiple of 2 * --context-parallel-size 2 and, under --sequence-parallel, "
+            "of --context-parallel-size 2 * --tensor-model-parallel-size 3: of 12; nearest: 12 or 24",
+        ),
+        (
+            "--cp 8 --cp-comm-type a2a",
+            8,
+            "--num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 1 * --context-parallel-size 8 "
+            "= 8 for a2a; nearest: 8 or 16, or use --cp-comm-type p2p or all_gather",
+        ),
+        (
+            "--cp 4 --cp-comm-type a2a --group-query-attention --num-query-groups 6",
+            4,
+            "--num-query-groups 6: must be a multiple of --tensor-model-parallel-size 1 * --context-parallel-size 4 "
+            "= 4 for a2a; nearest: 4 or 8, or use",
         ),
         # model
         ("--hidden-size 50", 1, "--hidden-size 50: must be a multiple of --num-attention-heads 12; nearest: 48 or 60"),
