@@ -1,0 +1,135 @@
+"""Do ranks that should hold the same values hold the same bits?
+
+Parameters and optimizer state are replicated along the axes of the mesh that do not cut them. Each rank hashes its
+copies on the device, and the smallest and largest hash along an axis tell whether all are equal: two small
+collectives an axis, whatever the size of the model. Only when they are not is anything more exchanged, to say what
+differs, where, and with which values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.training.setup import TrainingRun
+
+# Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
+_GOLDEN = -7046029254386353131
+_CHUNK = 1 << 22
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that should hold equal values do not."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor of this rank and the axes along which others hold the same values."""
+
+    label: str
+    values: Tensor
+    axes: tuple[str, ...]
+
+
+def check_replicas(run: TrainingRun) -> int:
+    """Compares all replicas bit by bit. Collective over the world; returns how many tensors this rank compared.
+
+    Raises ReplicaError, on every rank, naming the first tensor that differs, its ranks and values.
+    """
+    state = run.runtime.state
+    run.ddp.finish_param_sync()
+    replicas = list(replicas_of(run))
+    hashes = [bit_hash(replica.values) for replica in replicas]
+    message = None
+    for name in sorted({axis for replica in replicas for axis in replica.axes}):
+        along = [i for i, replica in enumerate(replicas) if name in replica.axes]
+        different = _different(torch.stack([hashes[i] for i in along]), state.axis(name))
+        if different is not None and message is None:
+            message = _describe(replicas[along[different]], name, state)
+    _raise_together(message, state.world)
+    return len(replicas)
+
+
+def replicas_of(run: TrainingRun) -> Iterator[Replica]:
+    """Parameters, then optimizer state, in an order that is the same on all ranks of a group."""
+    state = run.runtime.state
+    for module in run.stages.values():
+        for param in module.parameters():
+            meta: ParamMeta = param.meta  # type: ignore[attr-defined]
+            yield from _replica(f"parameter {meta.name}", param.detach(), meta, True, state)
+    whole = not run.config.optimizer.use_distributed_optimizer
+    for piece in run.optimizer.sharded_state():
+        yield from _replica(f"{piece.key} of {piece.meta.name}", piece.data, piece.meta, whole, state)
+
+
+def _replica(
+    label: str, values: Tensor, meta: ParamMeta, data_replicated: bool, state: ParallelState
+) -> Iterator[Replica]:
+    axes = [axis for axis in (("ep", "expt_tp") if meta.expert else ("tp",)) if axis not in meta.sharded]
+    if data_replicated:
+        axes.append("expt_dp" if meta.expert else "dp_cp")
+    if len(set(meta.shared_stages)) > 1:
+        axes.append("embd")
+    axes = [axis for axis in axes if state.axis(axis).size > 1]
+    if axes:
+        yield Replica(label, values, tuple(axes))
+
+
+def bit_hash(x: Tensor) -> Tensor:
+    """Scalar int64: sum of the elements' bits times position-dependent odd numbers, modulo 2^64. Any single bit that
+    differs changes it, and the order of summation cannot."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.contiguous().view(-1).view(integers[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        position = torch.arange(start, start + part.numel(), device=x.device)
+        total += (part * (position * _GOLDEN | 1)).sum()
+    return total
+
+
+def _different(hashes: Tensor, axis: Axis) -> int | None:
+    """Index of the first hash that is not the same on all ranks of the axis."""
+    low, high = hashes.clone(), hashes.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=axis.group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
+    places = (low != high).nonzero()
+    return int(places[0]) if len(places) else None
+
+
+def _describe(replica: Replica, name: str, state: ParallelState) -> str:
+    """What differs along an axis. Collective over the axis: all its ranks have found the same difference."""
+    axis = state.axis(name)
+    values = replica.values.contiguous().view(-1)
+    copies = [torch.empty_like(values) for _ in axis.ranks]
+    dist.all_gather(copies, values, group=axis.group)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    unequal = torch.stack([copy.view(integers) != copies[0].view(integers) for copy in copies]).any(dim=0)
+    index = int(unequal.nonzero()[0])
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), replica.values.shape))
+    shown = ", ".join(f"rank {rank}: {copy[index].item()!r}" for rank, copy in zip(axis.ranks, copies, strict=True))
+    return (
+        f"{replica.label} should be equal along {name} and is not: {int(unequal.sum())} of {values.numel()} elements "
+        f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: go back to a checkpoint from "
+        "before and look at what reduces this tensor's gradient"
+    )
+
+
+def _raise_together(message: str | None, world: Axis) -> None:
+    if world.size > 1:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        failed = torch.tensor([message is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if not failed.item():
+            return
+        messages: list[str | None] = [None] * world.size
+        dist.all_gather_object(messages, message)
+        message = next(text for text in messages if text is not None)
+    if message is not None:
+        raise ReplicaError(message)

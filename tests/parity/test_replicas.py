@@ -1,0 +1,94 @@
+"""--check-replicas: silent on a healthy run, and exact about what differs on a broken one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.replicas import ReplicaError, bit_hash, check_replicas
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve
+from tests.harness import run_world
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 4 --train-iters 3 --eval-iters 0 "
+    "--num-workers 0 --cpu"
+)
+
+
+def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[TrainingRun, int], None]) -> int | str:
+    config = resolve(parse_args(argv), world_size)
+    parallel = config.parallel
+    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+    train_step(run, Interval())
+    compared = check_replicas(run)
+    damage(run, rank)
+    try:
+        check_replicas(run)
+    except ReplicaError as error:
+        return str(error)
+    return compared
+
+
+def _nothing(run: TrainingRun, rank: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "--dp 2"), (4, "--tp 2 --pp 2 --sequence-parallel")])
+def test_healthy_run_passes(world_size: int, layout: str) -> None:
+    compared = run_world(world_size, _check, [*FLAGS.split(), *layout.split()], _nothing)
+    assert all(isinstance(count, int) and count > 5 for count in compared), compared
+
+
+def _flip_bit_of_norm(run: TrainingRun, rank: int) -> None:
+    if rank == 3:
+        weight = next(p for p in run.ddp.params if p.meta.name == "decoder.final_layernorm.weight")  # type: ignore[attr-defined]
+        weight.data.view(torch.int32)[5] ^= 1
+
+
+def test_one_bit_of_a_norm_is_found_and_named() -> None:
+    argv = [*FLAGS.split(), *"--tp 2 --pp 2 --sequence-parallel".split()]
+    for message in run_world(4, _check, argv, _flip_bit_of_norm):
+        assert "parameter decoder.final_layernorm.weight should be equal along tp" in message
+        assert "1 of 16 elements differ, the first at (5,)" in message
+        assert "rank 2: " in message and "rank 3: " in message
+
+
+def _change_tied_embedding(run: TrainingRun, rank: int) -> None:
+    if run.runtime.state.pp.last:
+        run.ddp.params[-1].data[0, 0] += 1.0
+
+
+def test_tied_embedding_that_drifts_is_found() -> None:
+    for message in run_world(2, _check, [*FLAGS.split(), "--pp", "2"], _change_tied_embedding):
+        assert "parameter embedding.word_embeddings.weight should be equal along embd" in message
+
+
+def _change_moment(run: TrainingRun, rank: int) -> None:
+    if rank == 1:
+        run.optimizer.sharded_state()[0].data[2] += 1e-3
+
+
+def test_optimizer_state_is_compared_without_sharding() -> None:
+    argv = [*FLAGS.split(), "--no-use-distributed-optimizer"]
+    for message in run_world(2, _check, argv, _change_moment):
+        assert message.startswith("exp_avg of ") and "along dp_cp" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_hash_sees_every_bit_and_every_swap(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, dtype=dtype)
+    changed, swapped = x.clone(), x.clone()
+    changed[7] = torch.nextafter(x[7].float(), torch.tensor(9.0)).to(dtype) if dtype != torch.bfloat16 else -x[7]
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert len({bit_hash(t).item() for t in (x, changed, swapped)}) == 3
+    assert bit_hash(x).item() == bit_hash(x.clone()).item()
