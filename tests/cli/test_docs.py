@@ -1,7 +1,7 @@
 """The commands of README.md and docs run as they stand.
 
-Every block fenced as bash is run, block after block, by one shell in a copy of the tree. A block that is not meant to be
-run, such as an sbatch line, is fenced without a language.
+Every block fenced as bash is run, block after block, by one shell in a copy of the tree. A block that is not meant to
+be run, such as an sbatch line, is fenced without a language.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_page(page: str, clone: Path) -> str:
-    """Runs a page's blocks and returns what they print. The quickstart is cut to a few iterations, and the tests to
-    one file."""
+def run_page(page: str, clone: Path, **environ: str) -> str:
+    """Runs a page's blocks and returns what they print."""
     assert blocks(page), f"{page} has no command"
     script = "set -euxo pipefail\n" + "\n".join(blocks(page))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    environment |= {
+    environment |= environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
-        "TRAIN_ITERS": "4",
-        "PYTEST_ADDOPTS": "tests/pure/test_tree.py",
     }
     done = subprocess.run(
         ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=280
@@ -61,7 +58,8 @@ def losses(path: Path) -> list[float]:
 
 
 def test_readme(clone: Path) -> None:
-    out = run_page("README.md", clone)
+    # The quickstart is cut to a few iterations, and the tests to one file.
+    out = run_page("README.md", clone, TRAIN_ITERS="4", PYTEST_ADDOPTS="tests/pure/test_tree.py")
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (clone / "runs/quickstart/sample.txt").read_text().strip()
     assert re.search(r"\d+ passed", out)
