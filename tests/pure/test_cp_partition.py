@@ -1,0 +1,133 @@
+"""Which tokens a context-parallel rank holds, and the tiles of its attention: every pair that should be seen, once."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from megatron.core.context_parallel.partition import Spans, chunk_order, rank_spans, sequence_divisor
+from megatron.core.context_parallel.tiles import Documents, Tile, causal_tiles, document_starts, joined
+
+Pair = tuple[int, int, int]
+
+
+def places(spans: Spans) -> list[int]:
+    return [place for span in spans for place in span]
+
+
+def seen_pairs(tiles: tuple[Tile, ...], queries: Spans, keys: Spans, samples: int) -> list[Pair]:
+    """(sample, place of query, place of key) of every pair that the tiles compute."""
+    query_at, key_at = places(queries), places(keys)
+    pairs = []
+    for tile in tiles:
+        for i, query in enumerate(tile.queries):
+            for j, key in enumerate(tile.keys):
+                distance = i + tile.offset - j
+                if (tile.diagonal and distance < 0) or (tile.window is not None and distance >= tile.window):
+                    continue
+                assert query_at[query] == tile.first_query + i
+                assert key_at[key] == tile.first_key + j
+                found = range(samples) if tile.sample is None else [tile.sample]
+                pairs += [(sample, query_at[query], key_at[key]) for sample in found]
+    return pairs
+
+
+def brute_force(queries: Spans, keys: Spans, documents: Documents, window: int | None) -> set[Pair]:
+    return {
+        (sample, q, k)
+        for sample, starts in enumerate(documents)
+        for q in places(queries)
+        for k in places(keys)
+        if k <= q and not any(k < start <= q for start in starts) and (window is None or q - k < window)
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_every_token_has_one_rank(size: int) -> None:
+    length = 2 * size * 5
+    spans = [rank_spans(length, rank, size) for rank in range(size)]
+    assert sorted(place for rank in spans for place in places(rank)) == list(range(length))
+    assert all(places(rank) == sorted(places(rank)) and len(places(rank)) == length // size for rank in spans)
+    if size > 1:
+        chunk = length // (2 * size)
+        assert [span.start // chunk for rank in spans for span in rank] == chunk_order(size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_have_equal_work_in_every_step(size: int) -> None:
+    spans = [rank_spans(16 * size, rank, size) for rank in range(size)]
+    for step in range(size):
+        work = []
+        for rank in range(size):
+            keys = spans[(rank - step) % size]
+            work.append(len(seen_pairs(causal_tiles(spans[rank], keys, None, None), spans[rank], keys, 1)))
+        assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_are_what_is_seen(seed: int) -> None:
+    random = Random(seed)
+    size, samples = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3])
+    length = 2 * size * random.randint(1, 7)
+    window = random.choice([None, None, 1, 2, random.randint(1, length + 1)])
+    documents = None
+    if random.random() < 0.7:
+        cuts = [sorted(random.sample(range(1, length), min(length - 1, random.randint(0, 5)))) for _ in range(samples)]
+        documents = tuple((0, *cut) for cut in (cuts if random.random() < 0.8 else cuts[:1] * samples))
+    spans = [rank_spans(length, rank, size) for rank in range(size)]
+    for queries in spans:
+        for keys in [*spans, (range(length),)]:
+            tiles = causal_tiles(queries, keys, documents, window)
+            pairs = seen_pairs(tiles, queries, keys, samples)
+            assert len(pairs) == len(set(pairs))
+            assert set(pairs) == brute_force(queries, keys, documents or ((0,),) * samples, window)
+            assert all(tile.queries and tile.keys for tile in tiles)
+            if set(places(queries)) <= set(places(keys)):
+                on_diagonal = [
+                    (sample, row)
+                    for tile in tiles
+                    if tile.diagonal
+                    for sample in (range(samples) if tile.sample is None else [tile.sample])
+                    for row in tile.queries
+                ]
+                assert len(on_diagonal) == samples * len(places(queries)) == len(set(on_diagonal))
+            assert [t.diagonal for t in tiles] == sorted((t.diagonal for t in tiles), reverse=True)
+
+
+def test_neighbouring_full_tiles_are_joined() -> None:
+    """In each step but its own a rank of a ring runs one kernel."""
+    spans = [rank_spans(32, rank, 4) for rank in range(4)]
+    for rank, queries in enumerate(spans):
+        for source, keys in enumerate(spans):
+            tiles = causal_tiles(queries, keys, None, None)
+            whole = joined(tiles)
+            assert len(whole) == (3 if rank == source else 1)
+            cells = [
+                {(q, k) for tile in found for q in tile.queries for k in tile.keys if not tile.diagonal}
+                for found in (tiles, whole)
+            ]
+            assert cells[0] == cells[1]
+
+
+def test_far_documents_cost_nothing() -> None:
+    """A rank has no tiles with keys of other documents, and the diagonal is as small as the documents."""
+    spans = [rank_spans(64, rank, 4) for rank in range(4)]
+    documents = (tuple(range(0, 64, 8)),)
+    for rank in range(4):
+        for source in range(4):
+            tiles = causal_tiles(spans[rank], spans[source], documents, None)
+            assert [len(tile.queries) for tile in tiles] == ([8, 8] if rank == source else [])
+
+
+def test_document_starts() -> None:
+    assert document_starts([[4, 4, 5, 5, 5, 7], [0, 0, 0, 0, 0, 0]]) == ((0, 2, 5), (0,))
+
+
+def test_sequence_divisor() -> None:
+    assert sequence_divisor(1, 4, False) == 1
+    assert sequence_divisor(1, 4, True) == 4
+    assert sequence_divisor(4, 2, False) == 8
+    assert sequence_divisor(4, 2, True) == 8
+    assert sequence_divisor(4, 6, True) == 24
+    assert sequence_divisor(2, 3, True) == 12
