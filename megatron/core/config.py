@@ -266,11 +266,12 @@ class TransformerConfig(MoEConfig):
         return round_up(8 * self.hidden_size // 3, 64) if self.swiglu else 4 * self.hidden_size
 
     @property
-    def moe_layers(self) -> tuple[bool, ...]:
-        """For each layer whether its MLP is a mixture of experts. ValueError if --moe-layer-freq cannot be read."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose MLP is a mixture of experts, by number. ValueError if --moe-layer-freq cannot be read."""
         if self.num_experts is None:
-            return (False,) * self.num_layers
-        return moe_pattern(self.moe_layer_freq, self.num_layers)
+            return ()
+        pattern = moe_pattern(self.moe_layer_freq, self.num_layers)
+        return tuple(number for number, moe in enumerate(pattern) if moe)
 
     @property
     def moe_ffn_size(self) -> int:

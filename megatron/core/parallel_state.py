@@ -19,7 +19,14 @@ __all__ = ["Axis", "ParallelDims", "ParallelState", "initialize_model_parallel"]
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 # Groups along several axes: gradients are reduced over the data axes, norms over what cuts the model.
-JOINT_AXES = {"dp_cp": ("dp", "cp"), "tp_cp": ("cp", "tp"), "mp": ("pp", "tp"), "expt_mp": ("pp", "ep", "expt_tp")}
+JOINT_AXES = {
+    "dp_cp": ("dp", "cp"),
+    "tp_cp": ("cp", "tp"),
+    "mp": ("pp", "tp"),
+    "stage": ("dp", "cp", "tp"),
+    "expt_mp": ("pp", "ep", "expt_tp"),
+    "expt_tp_ep": ("ep", "expt_tp"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class ParallelState:
     world: Axis = Axis()
 
     def axis(self, name: str) -> Axis:
-        """The group along `name`: an axis of either view, or "dp_cp", "tp_cp", "mp", "expt_mp", "embd"."""
+        """The group along `name`: an axis of either view, or "dp_cp", "tp_cp", "mp", "stage", "expt_mp", "expt_tp_ep",
+        "embd"."""
         return self.axes.get(name, Axis())
 
     @property

@@ -20,7 +20,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be at most --num-experts {m.num_experts}"
         yield Problem("--moe-router-topk", m.moe_router_topk, rule, f"nearest: {m.num_experts}")
     try:
-        if m.num_layers > 0 and not any(m.moe_layers):
+        if m.num_layers > 0 and not m.moe_layers:
             yield Problem("--moe-layer-freq", m.moe_layer_freq, "leaves no layer with experts", "drop --num-experts")
     except ValueError as error:
         yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "for example 1, 2 or ([0]*1+[1]*3)")

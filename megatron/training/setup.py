@@ -21,6 +21,7 @@ from megatron.training.batch_size import BatchSizes
 from megatron.training.checkpointing import Progress, load_checkpoint
 from megatron.training.config import RunConfig
 from megatron.training.data import TrainingData, build_data
+from megatron.training.expert_load import ExpertLoad
 from megatron.training.initialize import Runtime
 
 
@@ -39,6 +40,7 @@ class TrainingRun:
     batch_sizes: BatchSizes
     train_iters: int
     progress: Progress
+    experts: ExpertLoad
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,6 +147,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
     with phases("checkpoint"):
         progress = load_checkpoint(config, state, stages, optimizer)
     pipeline = Pipeline(config, runtime, stages, queue)
+    experts = ExpertLoad(config.model, state, stages, runtime.device)
     return TrainingRun(
-        config, runtime, stages, ddp, optimizer, scheduler, pipeline, data, batch_sizes, train_iters, progress
+        config, runtime, stages, ddp, optimizer, scheduler, pipeline, data, batch_sizes, train_iters, progress, experts
     )

@@ -114,6 +114,11 @@ def _weights(run: TrainingRun, label: str) -> Iterator[Fragment]:
     for param, offset in _parameters(run):
         meta = param.meta
         yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone())
+    for model in run.stages.values():
+        for name, (param, meta) in model.named_metas().items():
+            if not param.requires_grad:  # moved on by other rules than the optimizer's, and whole on every rank
+                origin = (0,) * param.ndim
+                yield Fragment(f"{label} state {name}", meta.global_shape, origin, param.detach().clone())
 
 
 def _gradients(run: TrainingRun, label: str) -> Iterator[Fragment]:

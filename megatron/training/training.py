@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
 from megatron.core.model_math import flops_per_token
 from megatron.core.optimizer.optimizer import StepResult
 from megatron.training.arguments import save_config, to_flat_dict
@@ -113,13 +113,16 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     run.optimizer.zero_grad()
     # fp16: a mean over a sample's tokens, not their sum, is what the loss scale brings into range.
     seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
-    losses = run.pipeline.train(batches, seed)
     num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
-    finalize_model_grads(run.ddp, num_tokens, run.runtime.state, seed, run.pipeline.loss_rank)
+    total_tokens = global_token_count(num_tokens, run.runtime.state, run.pipeline.loss_rank)
+    batches = run.experts.with_scale(batches, seed, total_tokens, batch_size * config.model.seq_length)
+    losses = run.pipeline.train(batches, seed)
+    finalize_model_grads(run.ddp, total_tokens, run.runtime.state, seed)
     if before_update is not None:
         before_update()
     lr = run.scheduler.lr_at(progress.consumed_samples)
     interval.results.append(run.optimizer.step(lr, run.scheduler.weight_decay_at(progress.consumed_samples)))
+    run.experts.end_step()
     interval.losses.append(_loss_and_tokens(run, losses, num_tokens))
     interval.learning_rate = lr
     interval.batch_size = batch_size
@@ -144,10 +147,12 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     # One reduction for everything: each rank's memory has a slot of its own, so that a sum carries the maximum.
     memory = torch.zeros(world, dtype=torch.float64, device=runtime.device)
     memory[runtime.launch.rank] = peak_memory_bytes(runtime.device)
-    gathered = torch.cat([torch.stack(interval.losses).flatten(), memory])
+    gathered = [torch.stack(interval.losses).flatten(), run.experts.take(), memory]
+    summed = torch.cat(gathered)
     if world > 1:
-        dist.all_reduce(gathered)
-    table, memory = gathered[:-world].view(-1, 2), gathered[-world:]
+        dist.all_reduce(summed)
+    table, expert_load, memory = summed.split([part.numel() for part in gathered])
+    table = table.view(-1, 2)
     skipped = [result.skipped for result in interval.results]
     counted = table[[not skip for skip in skipped]]
     total, tokens = counted.sum(dim=0).tolist()
@@ -171,6 +176,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "mfu": tflops / peak if peak else None,
         "step_time": seconds / len(interval.results),
         "peak_memory_bytes": int(memory.max()),
+        **run.experts.record(expert_load, interval.samples * config.model.seq_length),
     }
 
 

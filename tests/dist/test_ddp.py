@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core.config import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_parallel_state
 from megatron.core.param_meta import ParamMeta
@@ -109,7 +109,8 @@ def gradients_equal_one_process(rank, world, dims, distributed, bucket_size, mic
         started = []
         tokens = backward_over(ddp, model, rank, world, micro_batch)
         started.append(ddp._started)
-        total = finalize_model_grads(ddp, tokens, state)
+        total = global_token_count(tokens, state)
+        finalize_model_grads(ddp, total, state)
         assert total == global_batch()[2].sum()
         ddp.gather_grads_()
         for param in ddp.params:
@@ -158,8 +159,7 @@ def all_masked(rank, world):
     ddp = DistributedDataParallel(DDPConfig(), FP64, state, [model])
     tokens, labels, mask = global_batch()
     model(tokens, labels, mask * 0).backward()
-    total = finalize_model_grads(ddp, (mask * 0).sum(), state)
-    assert total == 0
+    finalize_model_grads(ddp, global_token_count((mask * 0).sum(), state), state)
     assert all(torch.equal(b.grad_data, torch.zeros_like(b.grad_data)) for b in ddp.buffers)
 
 
@@ -173,7 +173,7 @@ def partial_and_shared(rank, world, dims, distributed):
     ddp = DistributedDataParallel(DDPConfig(64), FP64, state, [ToyStage(state)], distributed)
     ddp.zero_grad_buffer()
     add_gradients(ddp, state, step=0)
-    finalize_model_grads(ddp, torch.tensor(5 if state.pp.last else 99), state)
+    finalize_model_grads(ddp, global_token_count(torch.tensor(5 if state.pp.last else 99), state), state)
     ddp.gather_grads_()
     seen = []
     for param in ddp.params:

@@ -11,7 +11,7 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 
 from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
 from megatron.core.distributed.param_layout import buffer_bytes
 from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.parallel_dims import ParallelDims
@@ -50,7 +50,8 @@ def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
     if seed != 1.0:
         for buffer in ddp.buffers:
             buffer.grad_data.mul_(seed)
-    total = finalize_model_grads(ddp, torch.tensor(tokens + state.dp_cp.rank), state, seed)
+    total = global_token_count(torch.tensor(tokens + state.dp_cp.rank), state)
+    finalize_model_grads(ddp, total, state, seed)
     return optimizer.step(LR, DECAY), total.item()
 
 
@@ -135,7 +136,7 @@ def overflow_run(rank, world, dims, distributed, bad_rank, name):
         if step == 2 and rank == bad_rank:
             (param,) = [p for p in ddp.params if p.meta.name == name]
             param.main_grad.view(-1)[-1] = math.inf
-        finalize_model_grads(ddp, torch.tensor(10.0), state, seed)
+        finalize_model_grads(ddp, global_token_count(torch.tensor(10.0), state), state, seed)
         result = optimizer.step(LR, DECAY)
         seen.append((result.skipped, result.loss_scale, math.isfinite(result.grad_norm)))
         same = [torch.equal(a, p.data) for a, p in zip(before, optimizer.sharded_state(), strict=True)]
@@ -183,7 +184,7 @@ def not_a_number_is_skipped(rank, world, kind):
     optimizer.zero_grad()
     if rank == world - 1:
         ddp.params[0].main_grad[0, 0] = math.nan
-    finalize_model_grads(ddp, torch.tensor(3), state)
+    finalize_model_grads(ddp, global_token_count(torch.tensor(3), state), state)
     result = optimizer.step(LR, DECAY)
     assert result.skipped and math.isnan(result.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.params, strict=True))

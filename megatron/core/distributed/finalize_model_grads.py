@@ -21,22 +21,18 @@ from megatron.core.parallel_state import Axis, ParallelState
 
 
 def finalize_model_grads(
-    ddp: DistributedDataParallel, num_tokens: Tensor, state: ParallelState, seed: float = 1.0, loss_rank: int = -1
-) -> Tensor:
+    ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
+) -> None:
     """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token of the global batch.
 
-    `num_tokens` is the scalar count of unmasked tokens in this rank's micro-batches; that of pipeline rank `loss_rank`,
-    which has the last stage, is the one that counts. `seed` is the factor that every loss sum was multiplied by before
-    backward, taken out here.
-    Returns the global count (float64, on the device). A batch without valid tokens has gradient zero. Collective
-    over the world.
+    `total_tokens` is their `global_token_count`. `seed` is the factor that every loss sum was multiplied by before
+    backward, taken out here. A batch without valid tokens has gradient zero. Collective over the world.
     """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
     _sum_shared_grads(ddp, state)
-    total = global_token_count(num_tokens, state, loss_rank)
-    _scale_grads(ddp, torch.where(total > 0, 1.0 / (total.clamp(min=1.0) * seed), torch.zeros_like(total)))
-    return total
+    inverse = 1.0 / (total_tokens.clamp(min=1.0) * seed)
+    _scale_grads(ddp, torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse)))
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:

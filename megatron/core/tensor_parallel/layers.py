@@ -33,6 +33,23 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_rows_
 
 
 @dataclass(frozen=True)
+class ExpertAxes:
+    """The groups of mixture-of-experts layers."""
+
+    ep: Axis = field(default_factory=Axis)
+    """Ranks that share out the experts."""
+
+    expt_tp: Axis = field(default_factory=Axis)
+    """Ranks that share each expert's matrices."""
+
+    both: Axis = field(default_factory=Axis)
+    """The two together: ranks that have all experts between them."""
+
+    sequence: Axis = field(default_factory=Axis)
+    """Ranks that hold parts of the same sequences: "tp_cp"."""
+
+
+@dataclass(frozen=True)
 class TPContext:
     """What every tensor-parallel layer of a model has in common."""
 
@@ -41,6 +58,7 @@ class TPContext:
     dtype: torch.dtype
     device: torch.device
     queue: WeightGradQueue
+    experts: ExpertAxes = field(default_factory=ExpertAxes)
     cp: Axis = field(default_factory=Axis)
     cp_comm_type: str = "p2p"
 
@@ -81,7 +99,8 @@ def row_boundary(ctx: TPContext) -> Boundary:
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     """An empty parameter of this rank's shape; `initialize_parameters_` fills it."""
-    _, shape = meta.box({"tp": (ctx.tp.rank, ctx.tp.size)})
+    axes = {"tp": ctx.tp, "ep": ctx.experts.ep, "expt_tp": ctx.experts.expt_tp}
+    _, shape = meta.box({name: (axis.rank, axis.size) for name, axis in axes.items()})
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta  # type: ignore[attr-defined]
     return parameter

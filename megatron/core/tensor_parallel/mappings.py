@@ -127,6 +127,11 @@ class _AdjointPair(torch.autograd.Function):
         return _AdjointPair.apply(grads[0], adjoint, forward), None, None
 
 
+def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
+    """forward(x), differentiable by means of its adjoint."""
+    return _AdjointPair.apply(x, forward, adjoint)
+
+
 def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 

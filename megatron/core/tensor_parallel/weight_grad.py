@@ -7,28 +7,17 @@ time. `WeightGradQueue` is where the halves part; the pipeline executor owns it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class _Job:
-    weight: Tensor
-    grad_output: Tensor
-    fetch_input: Callable[[], Tensor]
-
-    def run(self) -> None:
-        add_weight_grad_(self.weight, self.grad_output, self.fetch_input())
 
 
 class WeightGradQueue:
     """Adds dW = dYᵀ X to `weight.main_grad`: in the backward pass, or for passes between `begin` and `end` in `run`."""
 
     def __init__(self) -> None:
-        self._jobs: dict[Hashable, list[_Job]] = {}
+        self._jobs: dict[Hashable, list[Callable[[], None]]] = {}
         self._key: Hashable | None = None
 
     @property
@@ -54,7 +43,7 @@ class WeightGradQueue:
         jobs = self._jobs.pop(key)
         jobs.reverse()
         while jobs:
-            jobs.pop().run()
+            jobs.pop()()
 
     def assert_empty(self) -> None:
         """For the end of a step: no gradient may be left behind."""
@@ -66,9 +55,16 @@ class WeightGradQueue:
 
         The input comes from a function, as a sequence-parallel one has to be gathered first: only when it is needed.
         """
-        job = _Job(weight, grad_output, fetch_input)
+        self._do(lambda: add_weight_grad_(weight, grad_output, fetch_input()))
+
+    def accumulate_grouped(self, weight: Tensor, grad_output: Tensor, x: Tensor, splits: Sequence[int]) -> None:
+        """weight [groups, ..., in] with a main_grad, grad_output [n, ...], input [n, in]: of the n rows each group has
+        the next `splits[group]`. A group without rows gets nothing."""
+        self._do(lambda: add_grouped_weight_grad_(weight, grad_output, x, splits))
+
+    def _do(self, job: Callable[[], None]) -> None:
         if self._key is None:
-            job.run()
+            job()
         else:
             self._jobs[self._key].append(job)
 
@@ -91,6 +87,22 @@ def add_weight_grad_(weight: Tensor, grad_output: Tensor, x: Tensor) -> None:
     assert main_grad is not None
     add_product_(main_grad.view(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1]), x.flatten(0, -2))
     main_grad_added(weight)
+
+
+def add_grouped_weight_grad_(weight: Tensor, grad_output: Tensor, x: Tensor, splits: Sequence[int]) -> None:
+    """weight.main_grad[group] += grad_outputᵀ x over the group's rows"""
+    main_grad = main_grad_of(weight)
+    assert main_grad is not None
+    add_grouped_product_(main_grad.view(len(splits), -1, x.shape[-1]), grad_output, x, splits)
+    main_grad_added(weight)
+
+
+def add_grouped_product_(out: Tensor, dy: Tensor, x: Tensor, splits: Sequence[int]) -> None:
+    """out [groups, o, i] += dyᵀ x, group by group: dy [n, o], x [n, i]"""
+    parts = zip(out, dy.split(list(splits)), x.split(list(splits)), strict=True)
+    for group_out, group_dy, group_x in parts:
+        if group_x.shape[0]:
+            add_product_(group_out, group_dy, group_x)
 
 
 def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -49,6 +49,10 @@ class Batch:
     """[s/cp] int64: where these tokens stand in their samples; None for 0 .. s-1. Dropout masks follow from it, and
     positions where there are no `position_ids`."""
 
+    aux_scale: Tensor | None = None
+    """Scalar: what the gradients of auxiliary losses, as sums over tokens, are multiplied by
+    (`megatron.core.transformer.moe.balance`); None for no auxiliary losses."""
+
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
         """A batch without labels of its own: each token predicts the next, the last predicts nothing."""
@@ -120,6 +124,9 @@ class BatchContext:
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, for generation."""
 
+    aux_scale: Tensor | None = None
+    """As the batch has it."""
+
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
         """The context of a batch, before a stage has derived `rotary` and `mask`."""
@@ -133,6 +140,7 @@ class BatchContext:
             documents,
             batch.places,
             cache=cache,
+            aux_scale=batch.aux_scale,
         )
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import dropout, site_key
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
 
 
@@ -32,7 +33,7 @@ class HiddenDropout(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then the same with the MLP."""
+    """x + dropout(attention(norm(x))), then the same with the MLP, or with experts in its place."""
 
     def __init__(self, number: int, config: TransformerConfig, ctx: TPContext, seed: int) -> None:
         super().__init__()
@@ -47,10 +48,11 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(f"{name}.self_attention", number, config, ctx, seed, init, output_init)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", config.hidden_dropout, seed, ctx)
         self.pre_mlp_layernorm = build_norm(kind, f"{name}.pre_mlp_layernorm", size, eps, ctx, partial)
-        self.mlp = MLP(f"{name}.mlp", config, ctx, init, output_init)
+        mlp = MoELayer if number in config.moe_layers else MLP
+        self.mlp: MoELayer | MLP = mlp(f"{name}.mlp", config, ctx, init, output_init)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", config.hidden_dropout, seed, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         x = x + self.attention_dropout(self.self_attention(self.input_layernorm(x), context), context)
-        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x)), context)
+        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), context), context)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.transformer.context import BatchContext
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -57,9 +58,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": 
 class MLP(nn.Module):
     """fc2(activation(fc1(x))). A gated fc1 stacks gate and up as [2, ffn, h], each cut over the ranks."""
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, init: Init, output_init: Init) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: TransformerConfig,
+        ctx: TPContext,
+        init: Init,
+        output_init: Init,
+        ffn_size: int | None = None,
+    ) -> None:
         super().__init__()
-        hidden, ffn, bias = config.hidden_size, config.ffn_size, config.add_bias_linear
+        hidden, ffn, bias = config.hidden_size, ffn_size or config.ffn_size, config.add_bias_linear
         out_dims, shard_dim = ((2, ffn), 1) if config.swiglu else ((ffn,), 0)
         self.linear_fc1 = ColumnParallelLinear(
             f"{name}.linear_fc1", hidden, out_dims, ctx, shard_dim=shard_dim, bias=bias, init=init
@@ -67,6 +76,6 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))

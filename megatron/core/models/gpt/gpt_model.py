@@ -12,7 +12,7 @@ from megatron.core.models.gpt.embedding import WORD_EMBEDDINGS, Embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import OutputLayer, TPContext
+from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
 from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -59,6 +59,7 @@ class GPTModel(nn.Module):
             queue=queue or WeightGradQueue(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
+            experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         tied_stages = tied_stages if config.tied_embeddings else ()

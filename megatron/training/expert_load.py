@@ -1,0 +1,93 @@
+"""The load of experts and their auxiliary losses, from step to step and for the log.
+
+Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, as
+balancing needs them. The log adds them up over an interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.context import Batch
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.moe.balance import EXTRA_COLUMNS, Balance, end_step
+from megatron.core.transformer.moe.layer import MoELayer
+
+
+class ExpertLoad:
+    """The mixture-of-experts layers of a rank's stages, and what they have tallied since the last record."""
+
+    def __init__(
+        self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
+    ) -> None:
+        self.config, self.stage = config, state.axis("stage")
+        rows = {number: row for row, number in enumerate(config.moe_layers)}
+        found: dict[int, Balance] = {}
+        for model in stages.values():
+            for layer in model.decoder.layers:
+                assert isinstance(layer, TransformerLayer)
+                if isinstance(layer.mlp, MoELayer):
+                    found[rows[layer.number]] = layer.mlp.router.balance
+        self.rows, self.balances = list(found), list(found.values())
+        self.totals = torch.zeros(
+            len(rows), (config.num_experts or 0) + EXTRA_COLUMNS, dtype=torch.float64, device=device
+        )
+        """Sums over the interval, of this rank's layers and on the first rank of the stage only: elsewhere zero, so
+        that a sum over the world counts everything once."""
+
+    def with_scale(self, batches: Sequence[Batch], seed: float, valid_tokens: Tensor, tokens: int) -> list[Batch]:
+        """The micro-batches of a step, with what their auxiliary gradients are multiplied by: `valid_tokens` of the
+        global batch's `tokens` count in its loss."""
+        if not self.totals.shape[0]:
+            return list(batches)
+        scale = valid_tokens * (seed / tokens)
+        return [replace(batch, aux_scale=scale) for batch in batches]
+
+    def end_step(self) -> None:
+        """Moves expert biases and balancing states on. Collective over the pipeline stage."""
+        if self.balances:
+            sums = end_step(self.balances, self.stage)
+            if self.stage.first:
+                self.totals[self.rows] += sums
+
+    def take(self) -> Tensor:
+        """The totals, flat; they start anew."""
+        totals = self.totals.flatten().clone()
+        self.totals.zero_()
+        return totals
+
+    def record(self, totals: Tensor, tokens: int) -> dict[str, Any]:
+        """What is logged of `take` summed over the world; `tokens` is how many the interval had.
+
+        Loads are relative to an even share; losses are without their coefficients, per token and layer.
+        """
+        table = totals.view(self.totals.shape)
+        if not table.shape[0]:
+            return {}
+        counts = table[:, :-EXTRA_COLUMNS]
+        load = counts / counts.mean(dim=1, keepdim=True)
+        balancing, z, dropped = (table[:, -EXTRA_COLUMNS:].sum(0) / (tokens * table.shape[0])).tolist()
+        record = {
+            "moe_aux_loss": balancing,
+            "moe_z_loss": z,
+            "moe_load_max": load.max().item(),
+            "moe_load_min": load.min().item(),
+            "moe_dropped": dropped / self.config.moe_router_topk,
+            "moe_load": _rounded(load.mean(0)),
+        }
+        if self.config.moe_per_layer_logging:
+            layers = zip(self.config.moe_layers, load, strict=True)
+            record["moe_load_of_layer"] = {number: _rounded(row) for number, row in layers}
+        return record
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
