@@ -104,6 +104,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases) -> Runt
         return Runtime(launch, device, ParallelState(), phases)
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    launch.export(os.environ)
     with phases("join the world"):
         dist.init_process_group(
             backend,

@@ -1,0 +1,63 @@
+"""Launchers other than torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.launch import Launch, first_host
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data --cpu "
+    "--global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0"
+).split()
+
+
+def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Popen[str]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in launcher} | environ
+    command = [sys.executable, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
+
+
+def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
+    """Rank, world and meeting point come from SLURM's variables alone."""
+    alone = start(tmp_path / "one.jsonl", {})
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": "localhost"}
+    tasks = [
+        start(tmp_path / "two.jsonl", step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, "--tp", "2")
+        for rank in range(2)
+    ]
+    for process in (alone, *tasks):
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+    assert losses(tmp_path / "two.jsonl") == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu007", "gpu007"), ("gpu[003-006,9],login", "gpu003"), ("a-1,b-2", "a-1"), ("n[12,14]", "n12")],
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_torchrun_comes_before_slurm() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert Launch.from_environment(environ) == Launch(3, 8, 1, "torchrun")
+    assert Launch.from_environment({}) == Launch()
+    with pytest.raises(ValueError, match="RANK=8"):
+        Launch.from_environment({"RANK": "8", "WORLD_SIZE": "8"})
