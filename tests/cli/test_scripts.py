@@ -36,11 +36,17 @@ def test_shellcheck() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "world_size"), [("gpt3_175b.sh", 1024), ("llama3_8b.sh", 128), ("train_gpt_single_node.sh", 8)]
+    ("script", "world_size", "parameters"),
+    [
+        ("gpt3_175b.sh", 1024, "174,604,836,864"),
+        ("llama3_8b.sh", 128, "8,030,261,248"),
+        ("train_gpt_single_node.sh", 8, "1,315,819,520"),
+    ],
 )
-def test_settings_pass_a_dry_run(script: str, world_size: int) -> None:
+def test_settings_pass_a_dry_run_as_the_published_model(script: str, world_size: int, parameters: str) -> None:
     done = run("bash", f"scripts/{script}", "--dry-run", "--world-size", str(world_size))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"parameters {parameters}\n" in done.stdout
 
 
 def test_further_flags_win() -> None:
