@@ -85,6 +85,7 @@ def save_checkpoint(
     Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
     """
     assert config.checkpoint.save is not None
+    optimizer.finish_param_sync()
     tensors = model_state(stages.values(), state)
     if config.checkpoint.save_optim:
         tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)

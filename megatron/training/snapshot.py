@@ -111,6 +111,7 @@ def _parameters(run: TrainingRun) -> Iterator[tuple[Any, tuple[int, ...]]]:
 
 
 def _weights(run: TrainingRun, label: str) -> Iterator[Fragment]:
+    run.optimizer.finish_param_sync()
     for param, offset in _parameters(run):
         meta = param.meta
         yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone())

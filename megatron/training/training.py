@@ -110,7 +110,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     batch_size = run.batch_sizes.at(progress.consumed_samples)
     assert run.data.train is not None
     batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime)
-    run.optimizer.zero_grad()
+    run.ddp.begin_step(len(batches))
     # fp16: a mean over a sample's tokens, not their sum, is what the loss scale brings into range.
     seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
     num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()

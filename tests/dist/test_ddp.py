@@ -84,13 +84,12 @@ def expected_gradients(mask_density=0.7):
 
 
 def backward_over(ddp, model, rank, world, micro_batch):
-    """All micro-batches of this rank; returns its number of valid tokens."""
+    """A step's backward over all micro-batches of this rank; returns its number of valid tokens."""
     per_rank = SAMPLES // world
     mine = [t[rank * per_rank : (rank + 1) * per_rank] for t in global_batch()]
     starts = range(0, per_rank, micro_batch)
+    ddp.begin_step(len(starts))
     for start in starts:
-        if start == starts[-1]:
-            ddp.last_microbatch(0)
         model(*(t[start : start + micro_batch] for t in mine)).backward()
     return mine[2].sum()
 
@@ -99,13 +98,14 @@ def gradients_equal_one_process(rank, world, dims, distributed, bucket_size, mic
     state = build_parallel_state(dims, rank)
     model = Model()
     values = [param.detach().clone() for param in model.parameters()]
-    ddp = DistributedDataParallel(DDPConfig(bucket_size), FP64, state, [model], distributed, overlap)
+    ddp = DistributedDataParallel(
+        DDPConfig(bucket_size, overlap_grad_reduce=overlap), FP64, state, [model], distributed
+    )
     for param, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(param, value)
         assert any(param.data_ptr() - b.param_data.data_ptr() in range(b.param_data.nbytes) for b in ddp.buffers)
     expected = expected_gradients()
     for _ in range(3):  # the second and third time buckets start early
-        ddp.zero_grad_buffer()
         started = []
         tokens = backward_over(ddp, model, rank, world, micro_batch)
         started.append(ddp._started)
@@ -144,7 +144,7 @@ def test_reductions_may_start_during_backward(distributed):
 
 def test_a_gradient_after_its_reduction_is_an_error():
     model = Model()
-    ddp = DistributedDataParallel(DDPConfig(1), FP64, ParallelState(), [model], overlap_grad_reduce=True)
+    ddp = DistributedDataParallel(DDPConfig(1, overlap_grad_reduce=True), FP64, ParallelState(), [model])
     for _ in range(2):
         backward_over(ddp, model, 0, 1, 12)
         if ddp._started:

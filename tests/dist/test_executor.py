@@ -165,7 +165,11 @@ def fail_in_a_stage(rank: int, world: int):
             raise ArithmeticError("no such number")
 
     executor = PipelineExecutor(
-        {0: Broken(0, 1, WeightGradQueue())}, layout_of("1f1b", 1), Axis(), hidden_shape=HIDDEN, dtype=torch.float64,
+        {0: Broken(0, 1, WeightGradQueue())},
+        layout_of("1f1b", 1),
+        Axis(),
+        hidden_shape=HIDDEN,
+        dtype=torch.float64,
         device=torch.device("cpu"),
     )
     executor.run(pipeline_lists("1f1b", 1, 1)[0], make_batches(1))

@@ -8,13 +8,13 @@ it over as soon as it is complete. Both then report to `param.on_main_grad`, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.config import DDPConfig, ModelParallelConfig
+from megatron.core.distributed.overlap import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import launch_order, plan_buffers
 from megatron.core.parallel_state import Axis, ParallelState
@@ -27,9 +27,10 @@ class DistributedDataParallel:
     Every parameter must carry its `meta`. Sharing one Parameter between modules is fine; it is kept once. With
     `use_distributed_optimizer` a rank ends up with the summed gradient of its own shards only.
 
-    With `overlap_grad_reduce` a bucket's reduction starts as soon as its last gradient is complete: announce the last
-    micro-batch of a stage with `last_microbatch`. In the first step the number of reports each parameter makes per
-    micro-batch is learned and nothing starts early.
+    With `overlap_grad_reduce` a bucket's reduction starts during backward, as soon as its last gradient is complete.
+    With `overlap_param_gather` the optimizer's step leaves the gather of the updated parameters under way, and each
+    module waits for its own before it runs: whoever reads parameters outside of a forward pass calls
+    `finish_param_sync` first.
     """
 
     def __init__(
@@ -39,7 +40,6 @@ class DistributedDataParallel:
         state: ParallelState,
         modules: Sequence[nn.Module],
         use_distributed_optimizer: bool = True,
-        overlap_grad_reduce: bool = False,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -54,23 +54,35 @@ class DistributedDataParallel:
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
         self.buffers = [
-            ParamAndGradBuffer(layout, self.params, axes[layout.expert], self.main_dtype, use_distributed_optimizer)
+            ParamAndGradBuffer(
+                layout,
+                self.params,
+                axes[layout.expert],
+                self.main_dtype,
+                use_distributed_optimizer,
+                torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
+            )
             for layout in self.layouts
         ]
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         self._started = 0
-        self._readiness = _Readiness(self) if overlap_grad_reduce else None
+        self._readiness = None
+        if ddp_config.overlap_grad_reduce:
+            self._readiness = GradReadiness(self.params, self.buckets, self.start_grad_sync)
+        if ddp_config.overlap_param_gather:
+            wait_before_forward(self.modules, self.params, self.buckets)
         self._hooks = [param.register_post_accumulate_grad_hook(_move_grad) for param in self.params]
 
+    def begin_step(self, num_microbatches: int) -> None:
+        """Forgets all gradients and expects those of so many micro-batches, after which they are complete."""
+        self.zero_grad_buffer()
+        if self._readiness is not None:
+            self._readiness.begin_step(num_microbatches)
+
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients: call it before the first micro-batch of a step."""
+        """Forgets all gradients."""
         for buffer in self.buffers:
             buffer.grad_data.zero_()
-
-    def last_microbatch(self, module: int) -> None:
-        """From now on the gradients of modules[module] are complete once reported."""
-        if self._readiness is not None:
-            self._readiness.arm(module)
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
         """Starts the reductions that have not started, in launch order, up to and with `bucket` or all of them.
@@ -105,46 +117,6 @@ class DistributedDataParallel:
         """Makes every `main_grad` whole on every rank, after a sync that left shards. For tests and diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
-
-
-class _Readiness:
-    """Counts the reports of parameters within a step and starts buckets that have all of theirs."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = ddp
-        index = {id(param): i for i, param in enumerate(ddp.params)}
-        self.bucket_of = {p.index: k for k, bucket in enumerate(ddp.buckets) for p in bucket.layout.params}
-        self.module_params = [[index[id(p)] for p in _trainable([module])] for module in ddp.modules]
-        self.expected: list[int] | None = None
-        self.armed: set[int] = set()
-        self.reports = [0] * len(ddp.params)
-        self.missing: list[int] = []
-        for i, param in enumerate(ddp.params):
-            param.on_main_grad = partial(self.report, i)  # type: ignore[attr-defined]
-        self.end_step()
-
-    def arm(self, module: int) -> None:
-        self.armed.update(self.module_params[module])
-
-    def report(self, param: int) -> None:
-        bucket = self.bucket_of[param]
-        assert bucket >= self.ddp._started, (
-            f"{_meta(self.ddp.params[param]).name} got a gradient after its bucket was reduced"
-        )
-        if param not in self.armed:
-            return
-        self.reports[param] += 1
-        if self.expected is not None and self.reports[param] == self.expected[param]:
-            self.missing[bucket] -= 1
-            while self.ddp._started < len(self.missing) and self.missing[self.ddp._started] == 0:
-                self.ddp.start_grad_sync(self.ddp._started)
-
-    def end_step(self) -> None:
-        if self.expected is None and any(self.reports):
-            self.expected = self.reports
-        self.armed = set()
-        self.reports = [0] * len(self.ddp.params)
-        self.missing = [len(bucket.layout.params) for bucket in self.ddp.buckets]
 
 
 def _trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

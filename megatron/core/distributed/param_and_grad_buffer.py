@@ -26,10 +26,21 @@ class Bucket:
     `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part of them.
     With `shard_grads` a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part: what
     this rank updates.
+
+    Where `reduce_dtype` is not the gradients' own, a reduction works on a rounded copy, which lives until it ends:
+    every rank's sum over its micro-batches is exact to the gradients' dtype, and the sum over ranks to `reduce_dtype`.
     """
 
-    def __init__(self, layout: BucketLayout, params: Tensor, grads: Tensor, axis: Axis, shard_grads: bool) -> None:
-        self.layout, self.axis, self.shard_grads = layout, axis, shard_grads
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Tensor,
+        grads: Tensor,
+        axis: Axis,
+        shard_grads: bool,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
         self.params = params[layout.start : layout.stop]
         self.grads = grads[layout.start : layout.stop]
         self.shard_range = layout.shard(axis.rank)
@@ -40,6 +51,7 @@ class Bucket:
         self.owned_grads = self.grad_shard if shard_grads else self.grads
         self.owned_pieces = layout.pieces(*self.owned_range)
         self._grad_work: dist.Work | None = None
+        self._rounded: Tensor | None = None
         self._param_work: dist.Work | None = None
 
     def owned_grad(self, piece: Piece) -> Tensor:
@@ -52,16 +64,24 @@ class Bucket:
         assert self._grad_work is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
+        whole, shard = self.grads, self.grad_shard
+        if self.reduce_dtype != self.grads.dtype:
+            whole = self.grads.to(self.reduce_dtype)
+            shard = whole.chunk(self.axis.size)[self.axis.rank]
+            self._rounded = shard if self.shard_grads else whole
         if self.shard_grads:
-            self._grad_work = _reduce_scatter(self.grad_shard, self.grads, group=self.axis.group, async_op=True)
+            self._grad_work = _reduce_scatter(shard, whole, group=self.axis.group, async_op=True)
         else:
-            self._grad_work = dist.all_reduce(self.grads, group=self.axis.group, async_op=True)
+            self._grad_work = dist.all_reduce(whole, group=self.axis.group, async_op=True)
 
     def finish_grad_sync(self) -> None:
         """Waits for `start_grad_sync`: `owned_grads` holds the sum after it."""
         if self._grad_work is not None:
             self._grad_work.wait()
             self._grad_work = None
+        if self._rounded is not None:
+            self.owned_grads.copy_(self._rounded)
+            self._rounded = None
 
     def start_param_sync(self) -> None:
         """Begins to gather every rank's `owned_params` into `params`; nothing to do where each owns the whole."""
@@ -85,7 +105,8 @@ class ParamAndGradBuffer:
     """The memory of one `BufferLayout`.
 
     Moves `params` (the list that the layout was planned from) into it: values, shapes and the Parameter objects stay,
-    `param.data` becomes a view, `param.main_grad` a view of the zeroed gradients in `grad_dtype`.
+    `param.data` becomes a view, `param.main_grad` a view of the zeroed gradients in `grad_dtype`. Reductions over
+    ranks are in `reduce_dtype`.
     """
 
     def __init__(
@@ -95,6 +116,7 @@ class ParamAndGradBuffer:
         axis: Axis,
         grad_dtype: torch.dtype,
         shard_grads: bool,
+        reduce_dtype: torch.dtype,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout = layout
@@ -108,4 +130,5 @@ class ParamAndGradBuffer:
             view.copy_(param.data)
             param.data = view
             param.main_grad = self.grad_data[place.start : place.stop].view(param.shape)  # type: ignore[attr-defined]
-        self.buckets = [Bucket(b, self.param_data, self.grad_data, axis, shard_grads) for b in layout.buckets]
+        whole = (self.param_data, self.grad_data, axis, shard_grads, reduce_dtype)
+        self.buckets = [Bucket(bucket, *whole) for bucket in layout.buckets]

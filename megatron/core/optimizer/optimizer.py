@@ -71,7 +71,12 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float) -> StepResult:
-        """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place."""
+        """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
+
+        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
+        `finish_param_sync`.
+        """
+        self.finish_param_sync()  # modules that did not run since the last step have not waited
         norm, overflow = self._grad_norm()
         if self.config.clip_grad > 0 and self.shards:
             coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
@@ -82,7 +87,9 @@ class MixedPrecisionOptimizer:
         self._torch.step()
         self._updates += 1.0 - overflow
         self._skipped += overflow
-        self.reload_params_from_main()
+        self._start_param_sync()
+        if not self.ddp.config.overlap_param_gather:
+            self.finish_param_sync()
         result = StepResult(norm, overflow, self.scaler.scale)
         if self.scaler.dynamic:
             self.scaler.update(result.skipped)
@@ -117,15 +124,24 @@ class MixedPrecisionOptimizer:
     def sharded_state(self) -> list[OptimizerPiece]:
         """Live views of everything this rank owns; load in place, set `step_count`, then
         `reload_params_from_main`. Main parameters are left out where the parameters are the main parameters."""
+        self.finish_param_sync()
         return [piece for shard in self.shards for piece in shard.pieces()]
 
     @torch.no_grad()
     def reload_params_from_main(self) -> None:
         """Makes the parameters, on all ranks, the rounded main parameters. Collective."""
+        self.finish_param_sync()
+        self._start_param_sync()
+        self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""
+        self.ddp.finish_param_sync()
+
+    def _start_param_sync(self) -> None:
         for shard in self.shards:
             shard.write_params()
         self.ddp.start_param_sync()
-        self.ddp.finish_param_sync()
 
     @torch.no_grad()
     def reload_main_from_params(self) -> None:

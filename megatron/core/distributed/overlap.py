@@ -1,0 +1,103 @@
+"""Communication of data parallelism behind computation: when a bucket may leave, and when it must have arrived.
+
+Gradients. Each parameter reports every contribution to its `main_grad`, and makes equally many reports for every
+micro-batch: one for each use by a layer that adds its own gradient, and one for all that autograd brings. So its
+gradient is complete after (reports per micro-batch) x (micro-batches), in whatever order a schedule runs its backwards,
+whole or split, and whichever stages share the parameter. No schedule has to say which backward is the last.
+
+Parameters. Modules wait for the buckets they read before they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+
+
+class GradReadiness:
+    """Counts the reports of parameters within a step, and has buckets reduced that are complete.
+
+    In the first step the number of reports per micro-batch is learned, and nothing starts early. A parameter whose
+    reports do not come in equal numbers is never counted complete, and its bucket waits for the end of the step.
+    `start(k)` starts all reductions up to bucket k: ranks start them in one order, whatever order gradients come in.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
+        self.params, self.buckets, self.start = params, buckets, start
+        self.bucket_of = bucket_numbers(buckets)
+        self.per_microbatch: list[float] | None = None
+        self.microbatches = 0
+        for i, param in enumerate(params):
+            param.on_main_grad = partial(self.report, i)  # type: ignore[attr-defined]
+        self.begin_step(0)
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expects the gradients of so many micro-batches; 0 where that is not known."""
+        self.microbatches = microbatches
+        self.reports = [0] * len(self.params)
+        self.missing = [len(bucket.layout.params) for bucket in self.buckets]
+        self.started = 0
+
+    def report(self, param: int) -> None:
+        """A contribution to a parameter's gradient is in."""
+        bucket = self.bucket_of[param]
+        assert bucket >= self.started, (
+            f"{self.params[param].meta.name} got a gradient after its bucket was reduced"  # type: ignore[attr-defined]
+        )
+        self.reports[param] += 1
+        if self.per_microbatch is None or not self.microbatches:
+            return
+        if self.reports[param] == self.per_microbatch[param] * self.microbatches:
+            self.missing[bucket] -= 1
+            while self.started < len(self.missing) and self.missing[self.started] == 0:
+                self.start(self.started)
+                self.started += 1
+
+    def end_step(self) -> None:
+        """All gradients of the step are in."""
+        if self.per_microbatch is None and self.microbatches and any(self.reports):
+            counts = (count / self.microbatches for count in self.reports)
+            self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]
+        self.begin_step(0)
+
+
+def wait_before_forward(
+    modules: Sequence[nn.Module], params: Sequence[nn.Parameter], buckets: Sequence[Bucket]
+) -> None:
+    """Has each module wait, before it runs, for the gather of what it reads.
+
+    An entry of a ModuleList, which is a layer, waits for all its parameters, so that what is inside may read them as
+    it likes; outside of those each module that owns parameters waits for these.
+    """
+    number = {id(param): i for i, param in enumerate(params)}
+    bucket_of = bucket_numbers(buckets)
+    for module in modules:
+        for unit, read in _units(module):
+            wanted = {bucket_of[number[id(param)]] for param in read if id(param) in number}
+            unit.register_forward_pre_hook(partial(_finish, [buckets[k] for k in sorted(wanted, reverse=True)]))
+
+
+def bucket_numbers(buckets: Sequence[Bucket]) -> dict[int, int]:
+    """Index of a parameter -> position of its bucket."""
+    return {place.index: k for k, bucket in enumerate(buckets) for place in bucket.layout.params}
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    own = list(module.parameters(recurse=False))
+    if own:
+        yield module, own
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, list(child.parameters())
+        else:
+            yield from _units(child)
+
+
+def _finish(buckets: Sequence[Bucket], module: nn.Module, args: Any) -> None:
+    for bucket in buckets:
+        bucket.finish_param_sync()
