@@ -112,33 +112,63 @@ class _Builder:
                 yield from self.norm(f"{prefix}.self_attention.{name}", c.head_dim, ("tp",))
         yield from self.row_linear(f"{prefix}.self_attention.linear_proj", c.query_projection_size)
         yield from self.hidden_norm(f"{prefix}.pre_mlp_layernorm")
-        fc1, dim = ((2, c.ffn_size), 1) if c.swiglu else ((c.ffn_size,), 0)
-        yield from self.column_linear(f"{prefix}.mlp.linear_fc1", fc1, dim, c.add_bias_linear)
-        yield from self.row_linear(f"{prefix}.mlp.linear_fc2", c.ffn_size)
+        if number in c.moe_layers:
+            yield from self.experts(f"{prefix}.mlp")
+        else:
+            yield from self.mlp(f"{prefix}.mlp", c.ffn_size)
+
+    def mlp(self, name: str, ffn: int) -> Iterator[ParamMeta]:
+        fc1, dim = ((2, ffn), 1) if self.config.swiglu else ((ffn,), 0)
+        yield from self.column_linear(f"{name}.linear_fc1", fc1, dim, self.config.add_bias_linear)
+        yield from self.row_linear(f"{name}.linear_fc2", ffn)
+
+    def experts(self, name: str) -> Iterator[ParamMeta]:
+        """Router, experts, and the shared expert if there is one. The router's states are not trained, and not here."""
+        c = self.config
+        count, h, ffn = c.num_experts or 0, c.hidden_size, c.moe_ffn_size
+        yield ParamMeta(f"{name}.router.weight", (count, h), {}, self.normal, partial_over=self.sequence_partial)
+        fc1, dim = ((count, 2, ffn, h), 2) if c.swiglu else ((count, ffn, h), 1)
+        fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
+        yield ParamMeta(f"{name}.experts.linear_fc1.weight", fc1, fc1_cut, self.normal, expert=True)
+        yield ParamMeta(f"{name}.experts.linear_fc2.weight", (count, h, ffn), fc2_cut, self.output, expert=True)
+        if c.moe_shared_expert_intermediate_size:
+            yield from self.mlp(f"{name}.shared_experts", c.moe_shared_expert_intermediate_size)
 
 
 @dataclass(frozen=True)
 class ParameterCount:
     """Parameters by component; a tied embedding counts once."""
 
-    embedding: int
-    attention: int
-    mlp: int
-    norms: int
-    output_layer: int
+    embedding: int = 0
+    attention: int = 0
+    mlp: int = 0
+    """Dense layers' and shared experts."""
+    router: int = 0
+    experts: int = 0
+    norms: int = 0
+    output_layer: int = 0
 
     @property
     def total(self) -> int:
-        return self.embedding + self.attention + self.mlp + self.norms + self.output_layer
+        return sum(vars(self).values())
 
 
 def count_parameters(config: TransformerConfig, metas: Sequence[ParamMeta] | None = None) -> ParameterCount:
     """Counts of the whole model, or of `metas`."""
     metas = parameter_metas(config, whole_model(config)) if metas is None else metas
-    sums = dict.fromkeys(("embedding", "attention", "mlp", "norms", "output_layer"), 0)
+    sums: dict[str, int] = {}
     for meta in metas:
-        sums[_component(meta.name)] += meta.numel
+        component = _component(meta.name)
+        sums[component] = sums.get(component, 0) + meta.numel
     return ParameterCount(**sums)
+
+
+def active_parameters(config: TransformerConfig) -> int:
+    """Parameters that a token meets: of the experts, those it is routed to."""
+    count = count_parameters(config)
+    if not count.experts or config.num_experts is None:
+        return count.total
+    return count.total - count.experts + count.experts * config.moe_router_topk // config.num_experts
 
 
 def _component(name: str) -> str:
@@ -148,6 +178,9 @@ def _component(name: str) -> str:
         return "output_layer"
     if ".self_attention." in name:
         return "attention"
+    for part in ("router", "experts"):
+        if f".mlp.{part}." in name:
+            return part
     return "mlp" if ".mlp." in name else "norms"
 
 
@@ -174,13 +207,24 @@ def attended_tokens(config: TransformerConfig, seq_length: int | None = None) ->
 
 
 def model_flops(config: TransformerConfig, seq_length: int | None = None) -> FlopsPerToken:
-    """6 x matmul parameters + 6 L h s for causal attention (with h the width of all query heads together)."""
+    """6 x active matmul parameters + 6 L h s for causal attention (with h the width of all query heads together)."""
     attention = config.hidden_size * 2 * (config.query_projection_size + config.kv_projection_size)
-    mlp = (3 if config.swiglu else 2) * config.hidden_size * config.ffn_size
     head = config.padded_vocab_size * config.hidden_size
-    matmul = config.num_layers * (attention + mlp) + head
+    moe = len(config.moe_layers)
+    mlps = (config.num_layers - moe) * _mlp_weights(config, config.ffn_size) + moe * _moe_weights(config)
+    matmul = config.num_layers * attention + mlps + head
     attended = attended_tokens(config, seq_length)
     return FlopsPerToken(6 * matmul, 12 * config.num_layers * config.query_projection_size * attended)
+
+
+def _mlp_weights(config: TransformerConfig, ffn: int) -> int:
+    return (3 if config.swiglu else 2) * config.hidden_size * ffn
+
+
+def _moe_weights(config: TransformerConfig) -> int:
+    """What a token meets in one mixture-of-experts layer: router, k experts, shared expert."""
+    experts = config.moe_router_topk * config.moe_ffn_size + (config.moe_shared_expert_intermediate_size or 0)
+    return config.hidden_size * (config.num_experts or 0) + _mlp_weights(config, experts)
 
 
 def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:

@@ -203,16 +203,29 @@ EFFECTIVE = {
     "ffn_hidden_size": "ffn_size",
     "max_position_embeddings": "max_positions",
     "make_vocab_size_divisible_by": "padded_vocab_size",
+    "moe_ffn_hidden_size": "moe_ffn_size",
+    "moe_layer_freq": "moe_layers",
+}
+
+# Fields that say how a model is computed or watched, and change no result.
+WITHOUT_EFFECT = {
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_per_layer_logging",
 }
 
 
 def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
-    """Every field in which two models differ, with both values. Recomputation changes no result and is no field."""
+    """Every field that changes a result and in which two models differ, with both values."""
     changed, table = [], field_table()
     for field in fields(TransformerConfig):
         effective = EFFECTIVE.get(field.name, field.name)
         before, now = getattr(saved, effective), getattr(run, effective)
-        if before != now and not field.name.startswith("recompute_"):
+        if before != now and field.name not in WITHOUT_EFFECT:
             changed.append(f"{table[field.name].name} {before} in the checkpoint, {now} in the run")
     return changed
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from megatron.core.model_math import count_parameters, model_flops
+from megatron.core.config import TransformerConfig
+from megatron.core.model_math import active_parameters, count_parameters, model_flops
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.memory import RankStates, states_of_rank
 from megatron.training.batch_size import BatchSizes, iterations_of_run, num_microbatches
@@ -43,27 +44,44 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    if m.num_experts is not None:
+        yield _experts_line(m)
     count = count_parameters(m)
-    yield f"parameters {count.total:,}"
+    active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
+    yield f"parameters {count.total:,}{active}"
     for part, number in vars(count).items():
-        yield f"    {part.replace('_', ' '):<14}{number:>22,}"
+        if number or part not in ("router", "experts"):
+            yield f"    {part.replace('_', ' '):<14}{number:>22,}"
     flops = model_flops(m)
+    counted = "active parameters" if m.num_experts is not None else "parameters"
     yield (
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
-        f"(6 x parameters), {flops.attention:.6g} attention (causal: half of the square)"
+        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square)"
+    )
+
+
+def _experts_line(m: TransformerConfig) -> str:
+    shared = m.moe_shared_expert_intermediate_size
+    beside = f" and a shared one of {shared}" if shared else ""
+    return (
+        f"{m.num_experts} experts of {m.moe_ffn_size} in {len(m.moe_layers)} layers, each token to "
+        f"{m.moe_router_topk} of them{beside}; {m.moe_router_score_function} scores, balanced by "
+        f"{m.moe_router_load_balancing_type}"
     )
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
     """The groups along each axis that is cut."""
-    axes = (("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep"))
+    axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
+    if dims.ep > 1 or dims.expt_tp != dims.tp:
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of the experts
     yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
     for name, axis in axes:
         if dims.size(axis) > 1:
             groups = dims.groups(axis)
             shown = " ".join(_ranks(group) for group in groups[:GROUPS_SHOWN])
             more = f" ... {_ranks(groups[-1])}" if len(groups) > GROUPS_SHOWN else ""
-            yield f"{name:<3}{len(groups)} groups of {dims.size(axis)}: {shown}{more}"
+            yield f"{name} {len(groups)} groups of {dims.size(axis)}: {shown}{more}"
 
 
 def _ranks(group: tuple[int, ...]) -> str:
@@ -79,7 +97,10 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         for rank in range(dims.pp)
     ]
-    owned = f"sharded over {dims.dp * dims.cp} ranks" if config.optimizer.use_distributed_optimizer else "on every rank"
+    owned = "on every rank"
+    if config.optimizer.use_distributed_optimizer:
+        experts = f" (of experts over {dims.expt_dp})" if config.model.num_experts is not None else ""
+        owned = f"sharded over {dims.dp * dims.cp} ranks{experts}"
     yield (
         f"parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
         f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"

@@ -91,7 +91,8 @@ def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """What the embedding and the head cost, in layers, by their FLOPs: the embedding is a look-up and costs nothing."""
-    head = flops_per_token(replace(config, num_layers=0))
-    layer = flops_per_token(replace(config, num_layers=1)) - head
-    return 0.0, head / layer
+    """What the embedding and the head cost, in layers of the mean, by their FLOPs: the embedding is a look-up and
+    costs nothing."""
+    head = flops_per_token(replace(config, num_layers=0, num_experts=None))
+    layers = flops_per_token(config) - head
+    return 0.0, head * config.num_layers / layers if layers else 0.0
