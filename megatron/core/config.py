@@ -278,6 +278,11 @@ class TransformerConfig(MoEConfig):
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Parts of each layer that selective recomputation computes again."""
+        return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
+
+    @property
     def max_positions(self) -> int:
         return self.max_position_embeddings or self.seq_length
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
@@ -15,15 +11,8 @@ from megatron.core.tensor_parallel.random import site_key
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.dot_product import CoreAttention
 from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
+from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rotary
-
-
-def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), its inner activations dropped and computed again in the backward.
-
-    No random state is kept: dropout masks are functions of the batch.
-    """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class SelfAttention(nn.Module):
@@ -49,7 +38,7 @@ class SelfAttention(nn.Module):
             self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
         )
         self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
-        self.recompute_core = config.recompute_granularity == "selective"
+        self.recompute_core = "core_attn" in config.recomputed_modules
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             config.query_projection_size,

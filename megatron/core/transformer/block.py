@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from megatron.core.config import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.attention import recomputed
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.dot_product import attention_mask
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
+from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding
 
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
+from megatron.core.transformer.recompute import with_input_recomputed
 
 
 class HiddenDropout(nn.Module):
@@ -51,8 +52,14 @@ class TransformerLayer(nn.Module):
         mlp = MoELayer if number in config.moe_layers else MLP
         self.mlp: MoELayer | MLP = mlp(f"{name}.mlp", config, ctx, init, output_init)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", config.hidden_dropout, seed, ctx)
+        self.recompute_norms = "layernorm" in config.recomputed_modules
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        x = x + self.attention_dropout(self.self_attention(self.input_layernorm(x), context), context)
-        return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), context), context)
+        x = x + self.attention_dropout(self._normed(self.input_layernorm, x, self.self_attention, context), context)
+        return x + self.mlp_dropout(self._normed(self.pre_mlp_layernorm, x, self.mlp, context), context)
+
+    def _normed(self, norm: nn.Module, x: Tensor, sublayer: nn.Module, context: BatchContext) -> Tensor:
+        if self.recompute_norms and self.training:
+            return with_input_recomputed(norm, x, sublayer, context)
+        return sublayer(norm(x), context)

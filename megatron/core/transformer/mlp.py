@@ -14,6 +14,7 @@ from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -75,7 +76,15 @@ class MLP(nn.Module):
         )
         self.activation = ACTIVATIONS[config.activation]
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
+        self.recompute = "mlp" in config.recomputed_modules
+        self.recompute_activation = "mlp_act" in config.recomputed_modules
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        return self.linear_fc2(self.activation(self.linear_fc1(x)))
+        return recomputed(self._run, x) if self.recompute and self.training else self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        x = self.linear_fc1(x)
+        if self.recompute_activation and self.training:
+            return with_input_recomputed(self.activation, x, self.linear_fc2)
+        return self.linear_fc2(self.activation(x))
