@@ -1,0 +1,120 @@
+"""Tiny mixture-of-experts layers, alone on a rank, and what they compute, written out token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.config import TransformerConfig
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
+from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.context import BatchContext
+from megatron.core.transformer.mlp import ACTIVATIONS
+from megatron.core.transformer.moe.layer import MoELayer
+from tests.gpt_cases import LLAMA
+
+MIXTRAL = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24, moe_z_loss_coeff=0.01)
+DEEPSEEK = replace(
+    MIXTRAL,
+    moe_router_topk=3,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=16,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.1,
+)
+SWITCH = replace(
+    MIXTRAL, moe_router_topk=1, moe_router_pre_softmax=True, swiglu=False, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=None
+)
+CASES: dict[str, TransformerConfig] = {
+    "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK,
+    "switch": SWITCH,
+    "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1),
+    "drop-last": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
+}
+
+
+def build_layer(
+    config: TransformerConfig,
+    state: ParallelState | None = None,
+    dtype: torch.dtype = torch.float64,
+    sequence_parallel: bool = False,
+) -> MoELayer:
+    """A layer with random weights that do not depend on the layout, uneven loads in the past and an uneven bias."""
+    state = state or ParallelState()
+    axes = ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp")))
+    ctx = TPContext(state.tp, sequence_parallel, dtype, torch.device("cpu"), WeightGradQueue(), axes)
+    layer = MoELayer("decoder.layers.0.mlp", config, ctx, Init("normal", 0.4), Init("normal", 0.3))
+    initialize_parameters_(layer.parameters(), 5, state.coords)
+    balance = layer.router.balance
+    with torch.no_grad():
+        layer.router.weight.mul_(0.8 / config.init_method_std)
+        balance.load.copy_(torch.arange(1.0, balance.num_experts + 1))
+        if balance.expert_bias is not None:
+            balance.expert_bias.copy_(torch.linspace(-0.1, 0.1, balance.num_experts))
+    return layer
+
+
+def context(samples: int, aux_scale: float | None = None) -> BatchContext:
+    scale = None if aux_scale is None else torch.tensor(aux_scale, dtype=torch.float64)
+    return BatchContext(torch.arange(samples), aux_scale=scale)
+
+
+def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, auxiliary loss per token, kept [s, b, E]) of x [s, b, h], one token and one expert at a time."""
+    s, b, _ = x.shape
+    count, k = layer.router.num_experts, config.moe_router_topk
+    logits = x @ layer.router.weight.T
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    bias = layer.router.balance.expert_bias
+    ranked = scores if bias is None else scores + bias
+    weights = torch.zeros_like(scores)
+    chosen, unbiased = torch.zeros_like(scores), torch.zeros_like(scores)
+    for i in range(s):
+        for j in range(b):
+            best = sorted(range(count), key=lambda e: (-ranked[i, j, e].item(), e))[:k]
+            divide = k > 1 if sigmoid else not config.moe_router_pre_softmax
+            total = sum(scores[i, j, e] for e in best) if divide else 1.0
+            for e in best:
+                weights[i, j, e] = scores[i, j, e] / total * (config.moe_router_topk_scaling_factor or 1.0)
+            chosen[i, j, best] = 1
+            unbiased[i, j, sorted(range(count), key=lambda e: (-scores[i, j, e].item(), e))[:k]] = 1
+    kept = chosen.clone()
+    if config.moe_expert_capacity_factor is not None:
+        capacity = -(-config.moe_expert_capacity_factor * k * s // count)
+        for j in range(b):
+            for e in range(count):
+                takers = [i for i in range(s) if chosen[i, j, e]]
+                if config.moe_token_drop_policy == "probs":
+                    takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
+                kept[takers[int(capacity) :], j, e] = 0
+    out = sum(
+        (weights * kept)[..., e, None] * mlp(config, fc1, fc2, x)
+        for e, (fc1, fc2) in enumerate(
+            zip(layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight, strict=True)
+        )
+    )
+    shared = layer.shared_experts
+    if shared is not None:
+        out = out + mlp(config, shared.linear_fc1.weight, shared.linear_fc2.weight, x)
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    if config.moe_router_load_balancing_type == "seq_aux_loss":
+        share = unbiased.sum(0) / (k * s)
+        auxiliary = count * (share * probabilities.mean(0)).sum(-1).mean()
+    else:
+        share = layer.router.balance.load / layer.router.balance.load.sum()
+        auxiliary = count * (share * probabilities.mean((0, 1))).sum()
+    z = logits.logsumexp(-1).square().mean()
+    return out, config.moe_aux_loss_coeff * auxiliary + (config.moe_z_loss_coeff or 0.0) * z, kept
+
+
+def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:
+    return ACTIVATIONS[config.activation](x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T

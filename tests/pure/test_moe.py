@@ -1,0 +1,322 @@
+"""One mixture-of-experts layer in one process: against the layer written out, and its parts by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.model_math import active_parameters, count_parameters, model_flops, parameter_metas, whole_model
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe_config import MoEConfig, moe_pattern
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer.moe.balance import balances_of, end_step
+from megatron.core.transformer.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
+from megatron.core.transformer.moe.layer import MoELayer
+from megatron.core.transformer.moe.router import within_capacity
+from megatron.training.arguments import parse_args
+from megatron.training.flags import field_table
+from megatron.training.validation import resolve, validate
+from tests.gpt_cases import FP64, random_batch
+from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, build_layer, context, written_out
+
+S, B = 16, 3
+SCALE = 1.7
+"""Stands for seed x valid tokens / tokens of the batch."""
+
+
+def random_input(config: TransformerConfig, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(S, B, config.hidden_size, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def gradients(layer: MoELayer, x: Tensor, objective: Tensor) -> dict[str, Tensor]:
+    wanted = {"input": x} | {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(objective, list(wanted.values())), strict=True))
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("case", CASES)
+def test_layer_is_what_it_is_written_out(case: str, dispatcher: str) -> None:
+    config = replace(CASES[case], moe_token_dispatcher_type=dispatcher)
+    layer, x = build_layer(config), random_input(config)
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    expected, auxiliary, kept = written_out(config, layer, x)
+    expected_gradients = gradients(layer, x, (expected * direction).sum() + SCALE * S * B * auxiliary)
+    y = layer(x, context(B, SCALE))
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    for name, found in gradients(layer, x, (y * direction).sum()).items():
+        torch.testing.assert_close(
+            found, expected_gradients[name], rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    dropped = S * B * config.moe_router_topk - kept.sum()
+    assert layer.router.balance.tally[-1] == dropped
+    assert (dropped > 0) == (config.moe_expert_capacity_factor is not None)
+
+
+def test_tally_and_states_of_a_step() -> None:
+    layer, x = build_layer(DEEPSEEK), random_input(DEEPSEEK)
+    balance = layer.router.balance
+    before = balance.expert_bias.clone()
+    for seed in range(2):
+        layer(random_input(DEEPSEEK, seed), context(B, SCALE)).sum().backward()
+    layer.eval()
+    layer(x, context(B, SCALE)).sum().backward()  # an evaluation counts nothing
+    (row,) = end_step(balances_of([layer]), Axis())
+    counts = row[:8]
+    assert counts.sum() == 2 * S * B * DEEPSEEK.moe_router_topk
+    torch.testing.assert_close(balance.load, counts / counts.sum(), rtol=0, atol=0)
+    rate = DEEPSEEK.moe_router_bias_update_rate
+    torch.testing.assert_close(balance.expert_bias, before + rate * torch.sign(counts.mean() - counts).float())
+    assert not balance.tally.any()
+
+
+def test_global_loss_averages_all_steps() -> None:
+    config = replace(MIXTRAL, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
+    layer = build_layer(config)
+    balance = layer.router.balance
+    balance.load.zero_()
+    shares = []
+    for seed in range(3):
+        layer(random_input(config, seed), context(B, SCALE)).sum().backward()
+        (row,) = end_step([balance], Axis())
+        shares.append(row[:8] / row[:8].sum())
+        torch.testing.assert_close(balance.load / balance.load.sum(), torch.stack(shares).mean(0))
+
+
+def test_without_a_past_the_global_loss_has_no_gradient() -> None:
+    config = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=None)
+    layer, x = build_layer(config), random_input(config)
+    layer.router.balance.load.zero_()
+    with_loss = gradients(layer, x, layer(x, context(B, SCALE)).sum())
+    without = gradients(layer, x, layer(x, context(B)).sum())
+    assert all(torch.equal(value, without[name]) for name, value in with_loss.items())
+
+
+@pytest.mark.parametrize("favoured", [False, True])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_experts_without_tokens_get_exactly_zero(dispatcher: str, favoured: bool) -> None:
+    """One expert that nobody chooses, or all but those that everybody chooses."""
+    config = replace(DEEPSEEK, moe_token_dispatcher_type=dispatcher)
+    layer, x = build_layer(config), random_input(config)
+    layer.router.balance.expert_bias[5 if not favoured else slice(0, 3)] = 20.0 if favoured else -20.0
+    empty = [3, 4, 5, 6, 7] if favoured else [5]
+    expected, *_ = written_out(config, layer, x)
+    y = layer(x, context(B, SCALE))
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    found = gradients(layer, x, y.sum())
+    for name in ("experts.linear_fc1.weight", "experts.linear_fc2.weight"):
+        assert not found[name][empty].any()
+        assert all(found[name][e].any() for e in set(range(8)) - set(empty))
+
+
+def test_ties_go_to_the_lower_number() -> None:
+    layer = build_layer(MIXTRAL)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    choice = layer.router(random_input(MIXTRAL), context(B))
+    assert (choice.experts == torch.tensor([0, 1])).all()
+    assert (choice.weights == 0.5).all()
+
+
+def test_capacity_goes_by_weight_and_then_by_place() -> None:
+    """Six tokens of one sequence, in another order of rows, which all choose expert 1 of 2."""
+    chosen = torch.ones(6, 1, 1, dtype=torch.int64)
+    places = torch.tensor([4, 0, 5, 1, 3, 2])
+    weights = torch.tensor([0.5, 0.5, 0.9, 0.5, 0.1, 0.5], dtype=torch.float64).view(6, 1, 1)
+    kept = within_capacity(chosen, weights, places, 3, 2, Axis()).flatten()
+    assert places[kept].sort().values.tolist() == [0, 1, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
+    segments = Segments((3, 0, 7, 1), torch.device("cpu"))
+    x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(4, 24, 16, dtype=dtype)
+    assert has_grouped_kernel(dtype, 16, 24)
+    for matrices, rows in ((weight.transpose(1, 2), x), (weight, torch.randn(11, 24, dtype=dtype))):
+        torch.testing.assert_close(gemm_grouped(rows, matrices, segments), gemm_each(rows, matrices, segments))
+    nothing = Segments((0, 0, 0, 0), torch.device("cpu"))
+    assert gemm_grouped(x[:0], weight.transpose(1, 2), nothing).shape == (0, 24)
+
+
+def test_no_grouped_kernel_for_fp64_and_odd_rows() -> None:
+    assert not has_grouped_kernel(torch.float64, 64)
+    assert not has_grouped_kernel(torch.bfloat16, 64, 20)
+    assert has_grouped_kernel(torch.float32, 64, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_layer_equals_the_other(dtype: torch.dtype) -> None:
+    x = random_input(MIXTRAL).detach().to(dtype)
+    results = []
+    for grouped in (False, True):
+        layer = build_layer(replace(MIXTRAL, moe_grouped_gemm=grouped), dtype=dtype)
+        assert layer.experts.linear_fc1.gemm is (gemm_grouped if grouped else gemm_each)
+        y = layer(x, context(B, SCALE))
+        y.float().square().sum().backward()
+        results.append([y, *(p.grad for p in layer.parameters() if p.requires_grad)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_16_bit_layers_route_in_fp32() -> None:
+    layer = build_layer(MIXTRAL, dtype=torch.bfloat16)
+    x = random_input(MIXTRAL).detach()
+    choice = layer.router(x.bfloat16(), context(B))
+    assert choice.weights.dtype == torch.float32
+    logits = x.bfloat16().float() @ layer.router.weight.float().T
+    assert torch.equal(choice.experts, logits.topk(2).indices)
+
+
+# The model and its counts
+
+
+def moe_model(**changes: Any) -> TransformerConfig:
+    return replace(DEEPSEEK, num_layers=4, moe_layer_freq="([0]+[1]*3)", **changes)
+
+
+def test_planned_parameters_are_those_that_train() -> None:
+    config = moe_model()
+    model = GPTModel(config, FP64)
+    trained = [p.meta for p in model.parameters() if p.requires_grad]
+    assert trained == parameter_metas(config, whole_model(config))
+    states = [p.meta.name for p in model.parameters() if not p.requires_grad]
+    layers = [1, 2, 3]
+    assert states == [f"decoder.layers.{i}.mlp.router.{s}" for i in layers for s in ("load", "expert_bias")]
+    assert count_parameters(config).total == sum(meta.numel for meta in trained)
+
+
+def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:
+    model = GPTModel(moe_model(), ModelParallelConfig(bf16=True))
+    kinds = {p.meta.name.rsplit(".", 1)[1]: p.dtype for p in model.parameters() if not p.requires_grad}
+    assert kinds == {"load": torch.float64, "expert_bias": torch.float32}
+
+
+def test_published_sizes() -> None:
+    """Mixtral 8x7B has 46.7B parameters of which 12.9B are active (arXiv 2401.04088)."""
+    config = TransformerConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        seq_length=4096,
+        vocab_size=32000,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        num_experts=8,
+    )
+    assert count_parameters(config).total == 46_702_792_704
+    assert active_parameters(config) == 12_879_925_248
+    linear = active_parameters(config) - count_parameters(config).embedding - count_parameters(config).norms
+    assert model_flops(config).matmul == 6 * linear
+
+
+def test_model_trains_on_random_tokens() -> None:
+    """End to end without groups, and the loss falls."""
+    config = moe_model(attention_dropout=0.0, hidden_dropout=0.0)
+    model, batch = GPTModel(config, FP64), random_batch(config)
+    batch = replace(batch, aux_scale=torch.tensor(0.8, dtype=torch.float64))
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss = model(None, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        end_step(balances_of([model]), Axis())
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", [1, 1, 1, 1]),
+        ("2", [1, 0, 1, 0]),
+        ("([0]*1+[1]*3)*1", [0, 1, 1, 1]),
+        ("[0, 1] * 2", [0, 1, 0, 1]),
+        ("2*[1,0]", [1, 0, 1, 0]),
+        ("(0,1,1,0)", [0, 1, 1, 0]),
+    ],
+)
+def test_layer_patterns(text: str, expected: list[int]) -> None:
+    assert list(moe_pattern(text, 4)) == [bool(item) for item in expected]
+
+
+BROKEN = ["", "0", "-1", "[1]*3", "[1,2,0,0]", "x", "1.5", "[[1]]*4", "__import__('os')", "[1]**4"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_layer_patterns(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        moe_pattern(text, 4)
+
+
+BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
+EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
+
+
+def problems(argv: str, world_size: int) -> list[str]:
+    return [str(problem) for problem in validate(resolve(parse_args(argv.split()), world_size), world_size)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--moe-router-topk 9", 1, "--moe-router-topk 9: must be at most --num-experts 8; nearest: 8"),
+        ("--moe-router-topk 1", 1, "--moe-router-topk 1: gives every token's one expert weight 1"),
+        ("--ep 3", 3, "--num-experts 8: must be a multiple of --expert-model-parallel-size 3; nearest: 6 or 9"),
+        ("--ep 4", 2, "--expert-model-parallel-size 4: times --expert-tensor-parallel-size 1 must divide the 2 ranks"),
+        ("--etp 3", 3, "--moe-ffn-hidden-size 128: must be a multiple of --expert-tensor-parallel-size 3"),
+        ("--tp 2", 2, "--num-experts 8: with TP needs --sequence-parallel"),
+        ("--add-bias-linear", 1, "--num-experts 8: experts have no biases; add --disable-bias-linear"),
+        ("--moe-layer-freq [1]*3", 1, "--moe-layer-freq [1]*3: the list must have a 0 or 1 for each of 4 layers"),
+        ("--moe-layer-freq [0]*4", 1, "--moe-layer-freq [0]*4: leaves no layer with experts; drop --num-experts"),
+        ("--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias: needs sigmoid scores"),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", 1, "--moe-router-pre-softmax: counts only"),
+        ("--moe-aux-loss-coeff 1 --moe-router-load-balancing-type none", 1, "--moe-aux-loss-coeff 1.0: counts only"),
+        ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: counts only with"),
+        ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: counts only with"),
+        ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
+        ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),
+    ],
+)
+def test_rules(flags: str, world_size: int, expected: str) -> None:
+    found = problems(EXPERTS + flags, world_size)
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ep 2 --etp 2 --moe-layer-freq 2",
+        "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
+        "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
+        "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ],
+)
+def test_legal(flags: str) -> None:
+    assert problems(EXPERTS + flags, 4) == []
+
+
+def test_flags_of_experts_need_experts() -> None:
+    samples: dict[type, str] = {int: "3", float: "0.5", str: "2"}
+    for field in fields(MoEConfig):
+        flag = field_table()[field.name]
+        other = [choice for choice in flag.spec.choices or () if choice != flag.default]
+        value = [] if flag.kind is bool else [other[0] if other else samples[flag.kind]]
+        found = problems(" ".join([BASE, flag.name, *value]), 1)
+        needs = [p for p in found if p.startswith(flag.name) and "counts only with --num-experts" in p]
+        assert bool(needs) == (field.name != "num_experts"), (flag.name, found)
