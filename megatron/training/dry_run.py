@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from megatron.core.config import TransformerConfig
-from megatron.core.model_math import active_parameters, count_parameters, model_flops
+from megatron.core.model_math import Stage, active_parameters, count_parameters, model_flops
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
 from megatron.planner.memory import RankStates, states_of_rank
 from megatron.training.batch_size import BatchSizes, iterations_of_run, num_microbatches
 from megatron.training.config import RunConfig
@@ -119,14 +122,16 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
 
 
 def _holdings(plan: RankStates) -> str:
-    """`embedding, layers 0-7` and `layers 24-29, norm, head`."""
-    parts = []
-    for stage in plan.stages:
-        parts += ["embedding"] if stage.first else []
-        if len(stage.layers):
-            first, last = stage.layers[0], stage.layers[-1]
-            parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
-        parts += ["norm", "head"] if stage.last else []
+    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
+    return " | ".join(map(_holding, plan.stages))
+
+
+def _holding(stage: Stage) -> str:
+    parts = ["embedding"] if stage.first else []
+    if len(stage.layers):
+        first, last = stage.layers[0], stage.layers[-1]
+        parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
+    parts += ["norm", "head"] if stage.last else []
     return ", ".join(parts) or "nothing"
 
 
@@ -136,6 +141,16 @@ def _bytes(size: int) -> str:
         if size >= 2**power:
             return f"{size / 2**power:.2f} {unit}"
     return f"{size} B"
+
+
+def _pipeline_line(config: RunConfig, microbatches: int) -> str:
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none."""
+    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
+    costs = stage_costs(config.model, parallel)
+    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks)
+    bubble = simulate(schedule, StageCosts(forward=costs, input_grad=costs, weight_grad=costs)).bubble
+    where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
+    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"
 
 
 def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
@@ -150,8 +165,7 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     if t.rampup_batch_size:
         yield f"ramp-up from {sizes.start} by {sizes.increment} over {sizes.ramp_samples:,} samples"
     if dims.pp > 1:
-        bubble = f"{(dims.pp - 1) / micro:.1%} of the ideal time, were all stages equal"
-        yield f"pipeline bubble ({config.parallel.pipeline_schedule}) {bubble}"
+        yield _pipeline_line(config, micro)
     iterations = iterations_of_run(config)
     if iterations is None:
         yield "length: one epoch of the training data"

@@ -102,6 +102,7 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
         save(run)
     if progress.iteration >= run.train_iters and run.data.test is not None:
         evaluate_and_report(run, "test", sinks)
+    run.optimizer.finish_param_sync()  # nothing may be under way when ranks leave
 
 
 def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:
@@ -266,7 +267,7 @@ def _progress_bar(run: TrainingRun, resources: ExitStack) -> tqdm | None:
 
 
 def _due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return interval is not None and interval > 0 and iteration % interval == 0
 
 
 def _exit_reason(run: TrainingRun, began: float) -> str | None:

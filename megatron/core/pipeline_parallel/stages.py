@@ -45,6 +45,13 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
     return [Stage(part, first=stage == 0, last=stage == last) for stage, part in enumerate(layers)]
 
 
+def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
+    """The forward of each stage, in layers, by FLOPs."""
+    first_cost, last_cost = end_costs(model)
+    stages = pipeline_stages(model, parallel)
+    return [len(stage.layers) + first_cost * stage.first + last_cost * stage.last for stage in stages]
+
+
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
     """The stages that hold a copy each of a tied embedding: the first and the last, unless one rank has both, which
     then share one parameter."""

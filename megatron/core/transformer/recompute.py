@@ -41,7 +41,7 @@ def with_input_recomputed(
     def pack(saved: Tensor) -> Tensor | _View:
         if saved.untyped_storage().data_ptr() != memory or saved.dtype != dtype:
             return saved
-        return _View(saved.size(), saved.stride(), saved.storage_offset())
+        return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
 
     @torch.no_grad()
     def unpack(kept: Tensor | _View) -> Tensor:

@@ -1,0 +1,130 @@
+"""Rules of pipeline stages, recomputation and overlap: what is legal, and what is said about what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from megatron.training.validation import resolve, validate
+
+BASE = (
+    "--num-layers 14 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --mock-data --train-iters 10 --lr 1e-3"
+)
+
+
+def problems(flags: str, world_size: int) -> list[str]:
+    config = resolve(parse_args([*BASE.split(), *flags.split()]), world_size)
+    return [str(problem) for problem in validate(config, world_size)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--pp 4 --pipeline-schedule interleaved", 4),
+        ("--pp 4 --num-virtual-stages-per-pipeline-rank 4", 4),
+        ("--pp 4 --num-layers-per-virtual-pipeline-stage 3", 4),
+        ("--pp 3 --num-layers-per-virtual-pipeline-stage 1", 3),
+        ("--pp 8 --pipeline-schedule zb-v", 8),
+        ("--pp 1 --pipeline-schedule zb-v", 1),
+        ("--pp 2 --pipeline-schedule zb-h2 --num-virtual-stages-per-pipeline-rank 1", 2),
+        ("--pp 4 --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2", 4),
+        ("--pp 2 --decoder-first-pipeline-num-layers 5 --account-for-loss-in-pipeline-split", 2),
+        ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --grad-reduce-in-bf16 --bf16", 2),
+        ("--overlap-grad-reduce --no-use-distributed-optimizer", 2),
+        ("--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act", 1),
+    ],
+)
+def test_legal(flags: str, world_size: int) -> None:
+    assert problems(flags, world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        (
+            "--pp 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
+            2,
+            "--num-virtual-stages-per-pipeline-rank 2: must be 1 with --pipeline-schedule 1f1b; nearest: 1, or use "
+            "--pipeline-schedule interleaved",
+        ),
+        (
+            "--pp 2 --pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2",
+            2,
+            "--num-layers-per-virtual-pipeline-stage 2: must be 2 with --pipeline-schedule zb-v",
+        ),
+        (
+            "--pp 2 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
+            2,
+            "--num-layers-per-virtual-pipeline-stage 2: and --num-virtual-stages-per-pipeline-rank exclude each other",
+        ),
+        (
+            "--pp 4 --num-layers-per-virtual-pipeline-stage 4",
+            4,
+            "--num-layers-per-virtual-pipeline-stage 4: must be at most --num-layers 14 / "
+            "--pipeline-model-parallel-size 4; nearest: 3",
+        ),
+        (
+            "--pp 4 --num-virtual-stages-per-pipeline-rank 5",
+            4,
+            "--num-virtual-stages-per-pipeline-rank 5: 14 layers, the embedding and the head fill at most 16 stages, "
+            "on 4 ranks; nearest: 4",
+        ),
+        (
+            "--pp 9 --pipeline-schedule zb-v",
+            9,
+            "--pipeline-model-parallel-size 9: 14 layers, the embedding and the head fill at most 16 stages, 2 on each "
+            "rank; nearest: 8",
+        ),
+        (
+            "--pp 2 --num-virtual-stages-per-pipeline-rank 0",
+            2,
+            "--num-virtual-stages-per-pipeline-rank 0: must be above",
+        ),
+        (
+            "--pp 2 --decoder-first-pipeline-num-layers 15",
+            2,
+            "--decoder-first-pipeline-num-layers 15: must be between 0 and --num-layers 14; nearest: 14",
+        ),
+        (
+            "--pp 2 --decoder-last-pipeline-num-layers -1",
+            2,
+            "--decoder-last-pipeline-num-layers -1: must not be negative",
+        ),
+        (
+            "--pp 2 --decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 8",
+            2,
+            "--decoder-first-pipeline-num-layers 5: and --decoder-last-pipeline-num-layers 8 must add up to --num-layers "
+            "14; nearest: 5 and 9",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 4",
+            1,
+            "--decoder-last-pipeline-num-layers 4: needs more than one pipeline rank; leave it out",
+        ),
+        (
+            "--pp 2 --decoder-last-pipeline-num-layers 4 --account-for-loss-in-pipeline-split",
+            2,
+            "--account-for-loss-in-pipeline-split: changes nothing where --decoder-last-pipeline-num-layers fixes that end",
+        ),
+        ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
+        (
+            "--recompute-granularity selective --recompute-num-layers 2",
+            1,
+            "--recompute-num-layers 2: counts only with --recompute-granularity full",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules mlp mlp_act",
+            1,
+            "--recompute-modules mlp mlp_act: mlp includes mlp_act; name one of them",
+        ),
+        (
+            "--overlap-param-gather --no-use-distributed-optimizer",
+            1,
+            "--overlap-param-gather: needs the distributed optimizer",
+        ),
+        ("--grad-reduce-in-bf16 --fp64", 1, "--grad-reduce-in-bf16: rounds gradients to 8 bits, and --fp64 asks"),
+    ],
+)
+def test_problems(flags: str, world_size: int, expected: str) -> None:
+    (found,) = problems(flags, world_size)
+    assert found.startswith(expected)
