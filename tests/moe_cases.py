@@ -30,7 +30,7 @@ DEEPSEEK = replace(
     moe_aux_loss_coeff=0.1,
 )
 SWITCH = replace(
-    MIXTRAL, moe_router_topk=1, moe_router_pre_softmax=True, swiglu=False, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=None
+    MIXTRAL, moe_router_topk=1, moe_router_pre_softmax=True, swiglu=False, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.0
 )
 CASES: dict[str, TransformerConfig] = {
     "mixtral": MIXTRAL,
@@ -113,7 +113,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         share = layer.router.balance.load / layer.router.balance.load.sum()
         auxiliary = count * (share * probabilities.mean((0, 1))).sum()
     z = logits.logsumexp(-1).square().mean()
-    return out, config.moe_aux_loss_coeff * auxiliary + (config.moe_z_loss_coeff or 0.0) * z, kept
+    return out, config.moe_aux_loss_coeff * auxiliary + config.moe_z_loss_coeff * z, kept
 
 
 def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:

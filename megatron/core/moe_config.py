@@ -52,7 +52,7 @@ class MoEConfig:
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the auxiliary load-balancing loss; for Switch Transformer's and Mixtral's 1e-2 is usual."""
 
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: float = 0.0
     """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is usual."""
 
     moe_expert_capacity_factor: float | None = None

@@ -89,7 +89,7 @@ def test_global_loss_averages_all_steps() -> None:
 
 
 def test_without_a_past_the_global_loss_has_no_gradient() -> None:
-    config = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=None)
+    config = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0)
     layer, x = build_layer(config), random_input(config)
     layer.router.balance.load.zero_()
     with_loss = gradients(layer, x, layer(x, context(B, SCALE)).sum())

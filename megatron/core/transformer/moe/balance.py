@@ -62,7 +62,7 @@ class Balance(nn.Module):
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.kind = config.moe_router_load_balancing_type
         self.coefficient = 0.0 if self.kind == "none" else config.moe_aux_loss_coeff
-        self.z_coefficient = config.moe_z_loss_coeff or 0.0
+        self.z_coefficient = config.moe_z_loss_coeff
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.experts.sequence
         self.load = make_state(f"{name}.load", self.num_experts, torch.float64, ctx)

@@ -1,0 +1,91 @@
+"""Mixture of experts at every layout against one process, in fp64: loss, every gradient, the gradient norm, weights,
+moments and balancing states after two steps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megatron.training.snapshot import Snapshot, first_difference, train_in_world
+
+BASE = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --train-iters 2 --eval-iters 0 "
+    "--num-workers 0 --fp64 --cpu --disable-bias-linear --moe-ffn-hidden-size 24 "
+)
+MODELS = {
+    "mixtral": "--swiglu --num-experts 8 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+    "deepseek": "--swiglu --num-experts 8 --moe-router-topk 3 --moe-layer-freq ([0]+[1]*2) "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 16 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+    "switch": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+    "drop": "--swiglu --num-experts 8 --moe-expert-capacity-factor 0.6 --moe-router-load-balancing-type none",
+    "many": "--swiglu --num-experts 64 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0.1",
+}
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+SP = "--tp 2 --sequence-parallel"
+LAYOUTS = {
+    "dp2": (2, "--micro-batch-size 2"),
+    "ep2": (2, "--ep 2"),
+    "ep4": (4, f"--ep 4 {ALLTOALL}"),
+    "ep4-gather": (4, "--ep 4"),
+    "ep8": (8, f"--ep 8 {ALLTOALL} --moe-grouped-gemm"),
+    "ep8-gather": (8, "--ep 8"),
+    "etp2": (2, f"--etp 2 {ALLTOALL}"),
+    "etp2-ep2": (4, f"--etp 2 --ep 2 {ALLTOALL}"),
+    "etp2-ep2-gather": (4, "--etp 2 --ep 2"),
+    "tp2": (2, SP),
+    "tp2-etp1-ep2": (2, f"{SP} --etp 1 --ep 2 {ALLTOALL}"),
+    "tp2-etp1-ep4-dp2": (4, f"{SP} --etp 1 --ep 4 {ALLTOALL}"),
+    "tp2-etp2-ep2-dp4": (8, f"{SP} --etp 2 --ep 2 {ALLTOALL}"),
+    "tp2-etp1-dp2": (4, f"{SP} --etp 1"),
+    "pp2-ep2-dp4": (8, f"--pp 2 --ep 2 {ALLTOALL}"),
+    "pp2-mapping": (4, "--pp 2 --ep 2 --use-tp-pp-dp-mapping"),
+    "zb-h1": (4, f"--pp 2 --ep 2 --pipeline-schedule zb-h1 {ALLTOALL}"),
+    "whole-optimizer": (4, "--ep 2 --no-use-distributed-optimizer"),
+    "overlapped": (4, "--ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
+    "recomputed": (2, f"--ep 2 --recompute-granularity full --recompute-method uniform {ALLTOALL}"),
+    "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
+    "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
+}
+PAIRS = [("mixtral", layout) for layout in LAYOUTS]
+PAIRS += [
+    ("deepseek", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed", "cp2-tp2")
+]
+PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
+PAIRS += [("drop", name) for name in ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2")]
+PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer")]
+
+
+@cache
+def one_process(model: str) -> Snapshot:
+    return train_in_world(1, (BASE + MODELS[model]).split())
+
+
+@pytest.mark.parametrize(("model", "layout"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def test_layout_equals_one_process(model: str, layout: str) -> None:
+    world_size, flags = LAYOUTS[layout]
+    found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
+    assert not found.replica_errors
+    assert first_difference(one_process(model), found, 1e-9) is None
+
+
+def test_the_models_exercise_what_they_are_for() -> None:
+    """Losses and drops change the gradient, the bias moves, and some experts have no token."""
+    plain = train_in_world(1, (BASE + MODELS["mixtral"] + " --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0").split())
+    router = "gradient decoder.layers.1.mlp.router.weight"
+    first = first_difference(plain, one_process("mixtral"), 1e-6)
+    assert first is not None and first[0].startswith("step 1")  # the z-loss; the balancing loss has no past yet
+    assert not plain[f"step 2 {router}"].equal(one_process("mixtral")[f"step 2 {router}"])
+    assert one_process("deepseek")["step 1 state decoder.layers.1.mlp.router.expert_bias"].abs().min() > 0.04
+    load = one_process("many")["step 1 state decoder.layers.0.mlp.router.load"]
+    gradient = one_process("many")["step 1 gradient decoder.layers.0.mlp.experts.linear_fc1.weight"]
+    idle = load == 0
+    assert 0 < idle.sum() < 64
+    assert not gradient[idle].any()
+    assert gradient[~idle].flatten(1).any(1).all()
+    kept = train_in_world(1, (BASE + MODELS["drop"] + " --moe-expert-capacity-factor 100").split())
+    assert first_difference(kept, one_process("drop"), 1e-3) is not None
