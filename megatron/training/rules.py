@@ -27,6 +27,8 @@ REQUIRED = {
 
 MAY_BE_ZERO = {
     "clip_grad",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "end_weight_decay",
     "eval_iters",
     "init_method_std",

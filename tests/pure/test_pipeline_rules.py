@@ -93,8 +93,8 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 8",
             2,
-            "--decoder-first-pipeline-num-layers 5: and --decoder-last-pipeline-num-layers 8 must add up to --num-layers "
-            "14; nearest: 5 and 9",
+            "--decoder-first-pipeline-num-layers 5: and --decoder-last-pipeline-num-layers 8 must add up to "
+            "--num-layers 14; nearest: 5 and 9",
         ),
         (
             "--decoder-last-pipeline-num-layers 4",
@@ -104,7 +104,7 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --decoder-last-pipeline-num-layers 4 --account-for-loss-in-pipeline-split",
             2,
-            "--account-for-loss-in-pipeline-split: changes nothing where --decoder-last-pipeline-num-layers fixes that end",
+            "--account-for-loss-in-pipeline-split: changes nothing where --decoder-last-pipeline-num-layers fixes",
         ),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
         (
