@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.flash import FlashCPUKernel
-from megatron.core.context_parallel.kernels import Dropout, TorchKernel
+from megatron.core.context_parallel.flash import FlashCPUKernel, FlashCUDAKernel
+from megatron.core.context_parallel.kernels import Dropout, Kernel, TorchKernel
 from megatron.core.context_parallel.partition import rank_spans
 from megatron.core.context_parallel.ring import Causal, local_attention
 from megatron.core.context_parallel.tiles import document_starts
@@ -57,9 +59,7 @@ def mask(window: int | None, documents: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [FlashCPUKernel(SCALE), TorchKernel(SCALE)], ids=["flash", "torch"])
-def test_kernels(
-    kernel: FlashCPUKernel | TorchKernel, groups: int, window: int | None, documents: Tensor | None
-) -> None:
+def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
     inputs = operands(groups)
     starts = None if documents is None else document_starts(documents.tolist())
     expected = dense(*inputs, mask(window, documents))
@@ -92,7 +92,7 @@ def test_dropout_has_the_mask_of_the_whole(window: int | None, documents: Tensor
 
 @pytest.mark.parametrize("kernel", [FlashCPUKernel(SCALE), TorchKernel(SCALE)], ids=["flash", "torch"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
-def test_lower_precision(kernel: FlashCPUKernel | TorchKernel, dtype: torch.dtype, tol: float) -> None:
+def test_lower_precision(kernel: Kernel, dtype: torch.dtype, tol: float) -> None:
     inputs = operands(2, dtype)
     exact = tuple(x.detach().double().requires_grad_() for x in inputs)
     out = local_attention(*inputs, Causal(kernel, document_starts(DOCUMENTS.tolist()), 9))
@@ -111,3 +111,59 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
     q, k, v = (x[:, :1] for x in operands(1))
     local_attention(q, k, v, Causal(TorchKernel(SCALE), documents)).sum().backward()
     assert sizes == [(8, 8)] * 6
+
+
+def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
+    """[heads, n, m] as flash attention for GPUs defines them: query i of n stands where key i + m - n of m does, and
+    sees `left` keys before it and `right` behind it, all for -1."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    at = torch.arange(len(q))[:, None] + len(k) - len(q)
+    key = torch.arange(len(k))
+    hidden = (key > at + right if right >= 0 else key < 0) | (key < at - left if left >= 0 else key < 0)
+    return (torch.einsum("nhd,mhd->hnm", q, k) * scale).masked_fill(hidden, float("-inf"))
+
+
+def varlen_forward(q, k, v, starts_q, starts_k, max_q, max_k, p, is_causal, debug, *, scale, **window):
+    left, right = window["window_size_left"], window["window_size_right"]
+    assert is_causal == ((left, right) == (-1, 0)) and p == 0
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        assert b - a <= max_q and d - c <= max_k
+        scores = scores_of_sequence(q[a:b], k[c:d], scale, left, right)
+        values = v[c:d].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        lse[:, a:b] = scores.logsumexp(-1)
+        out[a:b] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values)
+    return out, lse, None, None, None
+
+
+def varlen_backward(
+    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, p, is_causal, state, unused, *, scale, **window
+):
+    left, right = window["window_size_left"], window["window_size_right"]
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for (a, b), (c, d) in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
+        queries, keys, values = (x.detach().requires_grad_() for x in (q[a:b], k[c:d], v[c:d]))
+        with torch.enable_grad():
+            scores = scores_of_sequence(queries, keys, scale, left, right)
+            # Rows are parts of longer ones: their softmax is that of the whole row, and so is the mean of its gradient.
+            weights = (scores - lse[:, a:b, None]).exp()
+            grad_weights = torch.einsum(
+                "nhd,mhd->hnm", grad[a:b], values.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            )
+            mean = (grad[a:b] * out[a:b]).sum(-1).t()[..., None]
+            dq[a:b], dk[c:d] = torch.autograd.grad(scores, (queries, keys), (weights * (grad_weights - mean)).detach())
+        per_head = torch.einsum("hnm,nhd->mhd", weights.detach(), grad[a:b])
+        dv[c:d] = per_head.unflatten(1, (v.shape[1], -1)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_tiles_packed_for_gpus(
+    groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packing and the windows given to the GPU's kernel, with its definition in its place."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen_backward)
+    test_kernels(FlashCUDAKernel(SCALE), groups, window, documents)
