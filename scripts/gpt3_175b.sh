@@ -22,7 +22,8 @@ model=(
 )
 parallel=(
     --tensor-model-parallel-size "${TP:-8}" --pipeline-model-parallel-size "${PP:-16}"
-    --sequence-parallel --use-distributed-optimizer --bf16 --recompute-granularity selective
+    --sequence-parallel --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --recompute-granularity selective
 )
 # In samples of 2,048 tokens: 300B tokens, ramp over 12B, warm-up over 375M, decay over 260B.
 training=(

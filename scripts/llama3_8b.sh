@@ -27,7 +27,7 @@ model=(
 )
 parallel=(
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "${PP:-1}"
-    --use-distributed-optimizer --bf16
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 if ((TP > 1)); then
     parallel+=(--sequence-parallel)

@@ -20,7 +20,10 @@ model=(
     --seq-length 2048 --max-position-embeddings 2048
     --attention-dropout 0.0 --hidden-dropout 0.0
 )
-parallel=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --use-distributed-optimizer --bf16)
+parallel=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
 if ((TP > 1)); then
     parallel+=(--sequence-parallel)
 fi

@@ -16,7 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.parallel_dims import ParallelDims
+from megatron.training.arguments import parse_args
+from megatron.training.flags import spelling_table
+from megatron.training.validation import resolve, validate
+
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 1000 --mock-data "
+    "--global-batch-size 8 --train-iters 1 --lr 1e-3 --disable-bias-linear"
+)
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -95,10 +105,19 @@ def test_flags_and_files_in_text_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     sources = [*ROOT.glob("megatron/training/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("scripts/*.sh")]
     known = "".join(source.read_text() for source in sources)
-    from megatron.training.flags import spelling_table
-
     spellings = set(spelling_table())
     for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
-        assert flag in spellings or f'"{flag}"' in known or f"{flag}" in known, f"{page} names {flag}"
+        assert flag in spellings or flag in known, f"{page} names {flag}"
     for path in re.findall(r"`((?:megatron|tools|scripts|tests|docs)/[\w/]+\.(?:py|sh|md))`", text):
         assert (ROOT / path).exists(), f"{page} names {path}"
+
+
+def test_table_of_layouts_is_legal_and_says_the_sizes() -> None:
+    rows = re.findall(r"^\| (\(none\)|`--[^`]*`) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", README, re.MULTILINE)
+    assert len(rows) == 6
+    for flags, *sizes in rows:
+        argv = [*MODEL.split(), *flags.strip("`").replace("(none)", "").split()]
+        config = resolve(parse_args(argv), 8)
+        assert validate(config, 8) == [], flags
+        dims = ParallelDims.from_config(config.parallel, 8)
+        assert [dims.tp, dims.pp, dims.cp, dims.dp] == [int(size) for size in sizes], flags
