@@ -1,0 +1,118 @@
+"""Mixture of experts in the training loop: what is logged, what checkpoints carry, and 16-bit training."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.setup import build_run
+from megatron.training.snapshot import relative_difference, train_in_world
+from megatron.training.training import train
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+from tools.inspect_checkpoint import Checkpoint, find_checkpoint, first_difference
+
+BASE = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --train-iters 4 --eval-iters 1 "
+    "--eval-interval 3 --num-workers 0 --cpu --disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 24 "
+    "--moe-layer-freq [0,1,1] --moe-aux-loss-coeff 0.1 "
+)
+SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-z-loss-coeff 0.01 "
+LAYOUTS = {
+    "one": (1, ""),
+    "ep2": (4, "--ep 2 --moe-token-dispatcher-type alltoall"),
+    "tp2-pp2": (4, "--tp 2 --sequence-parallel --pp 2 --etp 1"),
+}
+
+
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
+    config = resolve(parse_args(argv), world_size)
+    assert not validate(config, world_size)
+    p = config.parallel
+    state = initialize_model_parallel(
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+        p.expert_model_parallel_size,
+        p.expert_tensor_parallel_size,
+    )
+    with ExitStack() as resources:
+        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        resources.callback(run.data.close)
+        train(run, resources)
+
+
+def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
+    world_size, of_layout = LAYOUTS[layout]
+    run_world(world_size, train_on_rank, f"{BASE} {of_layout} {flags} --save {folder}".split())
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "lm_loss" in record]
+
+
+def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> None:
+    flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging"
+    first, *others = (records(layout, tmp_path / layout, flags) for layout in LAYOUTS)
+    keys = [key for key in first[0] if key.startswith("moe_")]
+    assert len(first) == 2
+    for record in first:
+        load = record["moe_load_of_layer"]
+        assert list(load) == ["1", "2"]
+        assert all(len(row) == 8 and sum(row) == pytest.approx(8, abs=1e-3) for row in load.values())
+        assert record["moe_load_max"] == pytest.approx(max(map(max, load.values())), abs=1e-4)
+        assert record["moe_load_min"] == pytest.approx(min(map(min, load.values())), abs=1e-4)
+        assert record["moe_load"] == pytest.approx(
+            [sum(pair) / 2 for pair in zip(*load.values(), strict=True)], abs=1e-4
+        )
+        assert 0 < record["moe_dropped"] < 1
+        assert record["moe_z_loss"] > 0
+    assert first[1]["moe_aux_loss"] >= 0.9  # about 1 for even loads
+    for other in others:
+        assert [list(record) for record in other] == [list(record) for record in first]
+        for mine, theirs in zip(first, other, strict=True):
+            for key in keys:
+                assert theirs[key] == (
+                    mine[key] if isinstance(mine[key], dict) else pytest.approx(mine[key], rel=1e-9)
+                ), key
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("--fp64", 1e-12), ("--bf16", 0.02)])
+def test_resumed_run_goes_on_at_another_layout(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """States are in the checkpoint: the balancing loss of the next step needs the load of the one before."""
+    flags = f"{SIGMOID} {precision} --log-interval 1 --save-interval 2"
+    whole = records("ep2", tmp_path / "whole", flags)
+    half = tmp_path / "half"
+    records("ep2", half, f"{flags} --exit-interval 2")
+    resumed = records("ep2", tmp_path / "resumed", f"{flags} --load {half}")
+    losses = [record["lm_loss"] for record in whole]
+    assert [record["lm_loss"] for record in resumed] == losses[2:]
+    found, expected = (Checkpoint(find_checkpoint(tmp_path / name)) for name in ("resumed", "whole"))
+    assert "model.decoder.layers.1.mlp.router.load" in expected.tensors
+    assert "model.decoder.layers.1.mlp.router.expert_bias" in expected.tensors
+    assert first_difference(found, expected) is None
+    for layout in ("one", "tp2-pp2"):
+        other = records(layout, tmp_path / layout, f"{flags} --load {half}")
+        assert [r["lm_loss"] for r in other] == pytest.approx(losses[2:], rel=tolerance)
+        assert [r["moe_aux_loss"] for r in other] == pytest.approx(
+            [r["moe_aux_loss"] for r in whole[2:]], rel=tolerance
+        )
+
+
+@pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 4096", "--bf16", "--fp32"])
+def test_auxiliary_gradients_have_the_scale_of_the_rest(precision: str) -> None:
+    """In fp16 the backward pass starts from the loss scale over the sequence length."""
+    flags = f"{BASE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3"
+    expected = train_in_world(1, f"{flags} --fp64".split(), steps=1)
+    found = train_in_world(2, f"{flags} {precision} --ep 2".split(), steps=1)
+    for layer in (1, 2):
+        key = f"step 1 gradient decoder.layers.{layer}.mlp.router.weight"
+        assert relative_difference(found[key].double(), expected[key]) < (1e-4 if precision == "--fp32" else 0.1)
