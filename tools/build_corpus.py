@@ -3,7 +3,7 @@
     python tools/build_corpus.py --output corpus.jsonl
 
 Writes one JSON object a line, {"text": ..., "path": ...}, a document for each source file of the standard library.
-Tests are left out unless asked for, as are installed packages. Files come in an order that a hash of their path
+Installed packages, tables of characters and, unless asked for, tests are left out. Files come in an order that a hash of their path
 fixes, so that a split by document takes its validation part from all over the library.
 """
 
@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
+TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 def source_files(root: Path, with_tests: bool) -> list[Path]:
     """All .py files under `root`, relative to it, in the order of a hash of their path."""
-    skipped = SKIPPED_FOLDERS if with_tests else SKIPPED_FOLDERS | TEST_FOLDERS
+    skipped = SKIPPED_FOLDERS | TABLE_FOLDERS | (frozenset() if with_tests else TEST_FOLDERS)
     found = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child not in skipped]
