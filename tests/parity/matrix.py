@@ -1,0 +1,270 @@
+"""The parity matrix: legal combinations of parallelisms, each against one process in fp64.
+
+A pairwise-covering design picks combinations over worlds of 1, 2, 4 and 8 such that every legal pair of choices
+occurs; `NAMED` adds the pairs that have gone wrong in published frameworks. Of each combination two training
+steps are compared: loss, every gradient, gradient norm, every weight and moment.
+
+    python -m tests.parity.matrix             the whole matrix, a line each, and a summary
+    python -m tests.parity.matrix --list      what it would run
+
+CI runs a part, see test_matrix.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, product
+from random import Random
+
+from megatron.training.arguments import parse_args
+from megatron.training.snapshot import Snapshot, first_difference, train_in_world
+from megatron.training.validation import resolve, validate
+
+TOLERANCE = 1e-9
+
+COMMON = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 8 "
+    "--train-iters 2 --eval-iters 0 --num-workers 0 --fp64 --cpu"
+)
+
+# What a choice adds to the flags. Model factors are part of the one-process reference too, layout factors are not.
+MODEL_FACTORS: dict[str, dict[str, str]] = {
+    "heads": {
+        "mha": "",
+        "gqa": "--group-query-attention --num-query-groups 4",
+        "mqa": "--group-query-attention --num-query-groups 1",
+    },
+    "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
+    "style": {
+        "gpt": "",
+        "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+        " --attention-dropout 0 --hidden-dropout 0 --qk-layernorm",
+    },
+    "mlp": {
+        "dense": "",
+        "moe": "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"
+        " --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01",
+    },
+}
+LAYOUT_FACTORS: dict[str, dict[str, str]] = {
+    "world": {"1": "", "2": "", "4": "", "8": ""},
+    "tp": {
+        "1": "",
+        "2": "--tp 2",
+        "2sp": "--tp 2 --sequence-parallel",
+        "4": "--tp 4",
+        "4sp": "--tp 4 --sequence-parallel",
+    },
+    "pp": {"1": "", "2": "--pp 2", "4": "--pp 4"},
+    "schedule": {
+        "1f1b": "--pipeline-schedule 1f1b",
+        "gpipe": "--pipeline-schedule gpipe",
+        "interleaved2": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+        "interleaved3": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3",
+        "zb-h1": "--pipeline-schedule zb-h1",
+        "zb-h2": "--pipeline-schedule zb-h2",
+        "zb-v": "--pipeline-schedule zb-v",
+    },
+    "cp": {
+        "1": "",
+        "2ring": "--cp 2 --cp-comm-type p2p",
+        "2gather": "--cp 2 --cp-comm-type all_gather",
+        "2ulysses": "--cp 2 --cp-comm-type a2a",
+        "4ring": "--cp 4 --cp-comm-type p2p",
+    },
+    "ep": {"1": "", "2": "--ep 2", "4": "--ep 4"},
+    "etp": {"as tp": "", "1": "--etp 1", "2": "--etp 2"},
+    "dispatcher": {
+        "alltoall": "--moe-token-dispatcher-type alltoall",
+        "allgather": "--moe-token-dispatcher-type allgather",
+    },
+    "optimizer": {
+        "zero1": "",
+        "replicated": "--no-use-distributed-optimizer",
+        "overlapped": "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
+        "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
+    },
+    "recompute": {
+        "none": "",
+        "selective": "--recompute-granularity selective",
+        "full uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    },
+    "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
+}
+FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One choice of each factor, in the order of `FACTORS`."""
+
+    choices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, **changed: str) -> Combination:
+        """The first choice of every factor, but for those named (underscores stand for spaces)."""
+        named = {name.replace("_", " "): choice for name, choice in changed.items()}
+        assert named.keys() <= FACTORS.keys(), named
+        return cls(tuple(named.get(name, next(iter(options))) for name, options in FACTORS.items()))
+
+    @property
+    def world_size(self) -> int:
+        return int(self["world"])
+
+    @property
+    def argv(self) -> list[str]:
+        return self._flags(tuple(FACTORS))
+
+    @property
+    def model_argv(self) -> list[str]:
+        """Flags of the same model on one process."""
+        return self._flags(tuple(MODEL_FACTORS))
+
+    def _flags(self, names: Sequence[str]) -> list[str]:
+        moe = self["mlp"] == "moe"
+        named = [FACTORS[name][self[name]] for name in names if moe or name not in ("ep", "etp", "dispatcher")]
+        return " ".join([COMMON, *named]).split()
+
+    def __getitem__(self, factor: str) -> str:
+        return self.choices[list(FACTORS).index(factor)]
+
+    def __str__(self) -> str:
+        plain = Combination.of()
+        shown = [f"{name} {self[name]}" for name in FACTORS if name == "world" or self[name] != plain[name]]
+        return ", ".join(shown)
+
+
+def legal(combination: Combination) -> bool:
+    """Whether it passes validation, and is not another combination under a second name."""
+    sizes = [int(combination[name][0]) for name in ("tp", "pp", "cp")]
+    if combination.world_size % (sizes[0] * sizes[1] * sizes[2]) or not _distinct(combination):
+        return False
+    config = resolve(parse_args(combination.argv), combination.world_size)
+    return not validate(config, combination.world_size)
+
+
+def _distinct(combination: Combination) -> bool:
+    """Without experts, their layout is not varied; nor is a plain schedule without a pipeline."""
+    if combination["mlp"] == "dense":
+        return all(combination[name] == next(iter(FACTORS[name])) for name in ("ep", "etp", "dispatcher"))
+    return combination["pp"] != "1" or combination["schedule"] in ("1f1b", "interleaved2", "zb-v")
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def pairs_of(combination: Combination) -> set[Pair]:
+    return set(combinations(zip(FACTORS, combination.choices, strict=True), 2))
+
+
+@lru_cache
+def pairwise(tries: int = 60) -> tuple[Combination, ...]:
+    """Combinations in which every pair of choices occurs that a legal combination has. The same every time.
+
+    Greedy: of several random legal combinations that contain a pair still missing, the one that covers most of the
+    missing pairs is taken. A pair that `tries` random completions do not make legal counts as illegal; with rules
+    that reach over three or four factors, ready-made covering designs miss most of what is legal.
+    """
+    random = Random(0)
+    missing = dict.fromkeys(
+        pair
+        for a, b in combinations(FACTORS, 2)
+        for pair in product(product([a], FACTORS[a]), product([b], FACTORS[b]))
+    )
+    chosen = []
+    while missing:
+        pair = next(iter(missing))
+        found = [candidate for candidate in (_complete(pair, random) for _ in range(tries)) if legal(candidate)][:8]
+        if not found:
+            del missing[pair]
+            continue
+        chosen.append(max(found, key=lambda candidate: sum(p in missing for p in pairs_of(candidate))))
+        for covered in pairs_of(chosen[-1]):
+            missing.pop(covered, None)
+    return tuple(chosen)
+
+
+def _complete(pair: Pair, random: Random) -> Combination:
+    """A random combination with `pair` in it."""
+    fixed = dict(pair)
+    if "mlp" not in fixed and any(name in fixed for name in ("ep", "etp", "dispatcher")):
+        fixed["mlp"] = "moe"
+    moe = fixed.setdefault("mlp", random.choice(list(FACTORS["mlp"]))) == "moe"
+    for name in ("ep", "etp", "dispatcher"):
+        if not moe:
+            fixed.setdefault(name, next(iter(FACTORS[name])))
+    return Combination(tuple(fixed.get(name) or random.choice(list(options)) for name, options in FACTORS.items()))
+
+
+# Pairs behind published reports of silently wrong gradients, see docs/layouts.md.
+NAMED = {
+    "replicated parameters under TP and sequence parallelism": Combination.of(
+        world="2", tp="2sp", heads="gqa", style="llama"
+    ),
+    "tied embeddings over pipeline stages": Combination.of(world="4", pp="4", optimizer="replicated"),
+    "tied embeddings, overlapped reduction": Combination.of(world="8", pp="2", tp="2sp", optimizer="overlapped"),
+    "tied embeddings on one rank": Combination.of(world="2", pp="2", schedule="zb-v", optimizer="overlapped"),
+    "loss under context and pipeline parallelism": Combination.of(world="4", pp="2", cp="2ring"),
+    "loss under context and data parallelism": Combination.of(world="8", cp="2ulysses", tp="2sp"),
+    "experts and data parallelism": Combination.of(world="8", mlp="moe", ep="4", tp="2sp", etp="1"),
+    "experts and pipeline parallelism": Combination.of(world="8", mlp="moe", ep="2", pp="2", schedule="zb-h1"),
+    "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
+    "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
+    "recomputation under sequence parallelism": Combination.of(world="4", tp="4sp", recompute="selective"),
+}
+
+
+def whole_matrix() -> list[Combination]:
+    """The named combinations, then the covering ones."""
+    return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
+
+
+@lru_cache
+def reference(model_argv: tuple[str, ...]) -> Snapshot:
+    """The same model on one process."""
+    return train_in_world(1, model_argv)
+
+
+def difference(combination: Combination) -> str | None:
+    """What of a combination is not what one process computes; None if all of it is."""
+    snapshot = train_in_world(combination.world_size, combination.argv)
+    if snapshot.replica_errors:
+        return snapshot.replica_errors[0]
+    found = first_difference(reference(tuple(combination.model_argv)), snapshot, TOLERANCE)
+    return None if found is None else f"{found[0]}: relative error {found[1]:.1e}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the combinations and run none")
+    args = parser.parse_args(argv)
+    wanted = whole_matrix()
+    began, failures = time.perf_counter(), []
+    for number, combination in enumerate(wanted, 1):
+        line = f"{number:4d}/{len(wanted)} {combination}"
+        if args.list:
+            print(line)
+            continue
+        start = time.perf_counter()
+        try:
+            wrong = difference(combination)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {str(error)[-2000:]}"
+        print(f"{line}: {'equal' if wrong is None else wrong} ({time.perf_counter() - start:.1f} s)", flush=True)
+        if wrong is not None:
+            failures.append(str(combination))
+    if not args.list:
+        seconds = time.perf_counter() - began
+        print(f"{len(wanted)} combinations, {len(failures)} differ from one process, {seconds:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

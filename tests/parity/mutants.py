@@ -1,0 +1,243 @@
+"""Is the parity matrix able to fail? Each reduction is broken on purpose, and the matrix must go red.
+
+A mutant replaces one function of the product for one comparison; the one-process reference is computed before, from
+the product as it is. `CAUGHT_BY` names combinations of the matrix that exercise what is broken.
+
+    python -m tests.parity.mutants            every mutant against its combinations: what was seen, a line each
+    python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel import gathered, ring
+from megatron.core.distributed import finalize_model_grads as finalize
+from megatron.core.distributed import overlap, param_and_grad_buffer
+from megatron.core.optimizer import clip_grads
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel import executor
+from megatron.core.tensor_parallel import cross_entropy, layers, mappings, weight_grad
+from megatron.core.transformer.moe import balance, dispatcher
+from tests.parity.matrix import Combination, difference, reference, whole_matrix
+
+Patch = tuple[Any, str, Any]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a reduction: it does not happen."""
+
+
+def _slice_rows(x: Tensor, axis: Axis) -> mappings.Pending:
+    """In place of a reduce-scatter: this rank's rows, without the other ranks' part of the sum."""
+    return mappings.Pending(mappings.local_slice(x, axis).contiguous())
+
+
+def _without_reduction(name: str) -> Patch:
+    """A layer boundary whose entry in the backward, or whose exit in the forward, does not reduce."""
+    boundary = getattr(layers, name)
+    plain = _slice_rows if "SEQUENCE" in name else mappings.start_nothing
+    broken = {"enter_adjoint": plain} if name.startswith("COLUMN") else {"leave": plain}
+    return layers, name, replace(boundary, **broken)
+
+
+def _local_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
+    return num_tokens.double() * state.dp.size * state.cp.size * (1 + 0.5 * (state.dp_cp.size > 1))
+
+
+def _token_count_over_tp_too(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
+    return _true_count(num_tokens, state, loss_rank) * state.tp.size
+
+
+_true_count = finalize.global_token_count
+
+
+def _count_all(meta: ParamMeta, coords: Any) -> bool:
+    return True
+
+
+def _local_stats_only(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    return torch.cat([x] * axis.size, dim)
+
+
+def _keep_own_gradient(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    return mappings.local_slice(x, axis, dim)
+
+
+def _passing_of_nothing(real: type) -> Callable[..., Any]:
+    """Gradients of keys and values that are on their way around the ring arrive as zeros."""
+
+    def passing(x: Tensor, cp: Axis, tag: int) -> Any:
+        return real(torch.zeros_like(x) if tag == 1 else x, cp, tag)
+
+    return passing
+
+
+def _report_early(self: Any, microbatches: int) -> None:
+    """Waits for one micro-batch less: the reduction starts before the last gradient is in."""
+    _true_begin_step(self, microbatches - (self.per_microbatch is not None and microbatches > 1))
+
+
+_true_begin_step = overlap.GradReadiness.begin_step
+
+
+def _merge_without_weights(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    if first:
+        out.copy_(part)
+    else:
+        out.add_(part)
+    lse.copy_(part_lse)
+
+
+def _reversed_on_last_stage(self: Any, batches: Any, seed: Any, training: bool) -> None:
+    """The last stage pairs hidden states with the labels of another micro-batch."""
+    _true_begin(self, list(reversed(batches)) if self.pp.size > 1 and self.pp.last else batches, seed, training)
+
+
+_true_begin = executor.PipelineExecutor._begin
+
+
+# What is broken, how, and combinations that must notice.
+MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
+    "row-parallel forward all-reduce dropped": ([_without_reduction("ROW")], [Combination.of(world="2", tp="2")]),
+    "column-parallel backward all-reduce dropped": (
+        [_without_reduction("COLUMN")],
+        [Combination.of(world="2", tp="2")],
+    ),
+    "sequence-parallel forward reduce-scatter takes its own part": (
+        [_without_reduction("ROW_SEQUENCE")],
+        [Combination.of(world="2", tp="2sp")],
+    ),
+    "sequence-parallel backward reduce-scatter takes its own part": (
+        [_without_reduction("COLUMN_SEQUENCE")],
+        [Combination.of(world="2", tp="2sp")],
+    ),
+    "cross entropy over the local vocabulary only": (
+        [(cross_entropy, "all_gather", _local_stats_only)],
+        [Combination.of(world="2", tp="2")],
+    ),
+    "partial gradients of norms not summed over tp": (
+        [(finalize, "_sum_partial_grads", _nothing)],
+        [Combination.of(world="2", tp="2sp"), Combination.of(world="2", tp="2", style="llama")],
+    ),
+    "tied embeddings not summed over stages": (
+        [(finalize, "_sum_shared_grads", _nothing)],
+        [Combination.of(world="2", pp="2"), Combination.of(world="4", pp="2", optimizer="overlapped")],
+    ),
+    "data-parallel reduction dropped": (
+        [(param_and_grad_buffer.Bucket, "start_grad_sync", _nothing)],
+        [Combination.of(world="2"), Combination.of(world="2", optimizer="replicated")],
+    ),
+    "stale parameters: the gather after the update dropped": (
+        [(param_and_grad_buffer.Bucket, "start_param_sync", _nothing)],
+        [Combination.of(world="2"), Combination.of(world="2", optimizer="overlapped")],
+    ),
+    "overlapped reduction starts a micro-batch early": (
+        [(overlap.GradReadiness, "begin_step", _report_early)],
+        [Combination.of(world="2", optimizer="overlapped")],
+    ),
+    "loss scaled by a count of the wrong group (data)": (
+        [("training", "global_token_count", _local_token_count)],
+        [Combination.of(world="2"), Combination.of(world="2", cp="2ring")],
+    ),
+    "loss scaled by a count of the wrong group (tensor)": (
+        [("training", "global_token_count", _token_count_over_tp_too)],
+        [Combination.of(world="2", tp="2")],
+    ),
+    "gradient norm counts every replica": (
+        [(clip_grads, "counts_in_norm", _count_all)],
+        [Combination.of(world="2", tp="2"), Combination.of(world="2", pp="2")],
+    ),
+    "ring attention loses gradients of keys and values": (
+        [(ring, "_Passing", _passing_of_nothing(ring._Passing))],
+        [Combination.of(world="2", cp="2ring"), Combination.of(world="4", cp="4ring")],
+    ),
+    "ring attention adds parts without their weights": (
+        [(ring, "_merge_", _merge_without_weights)],
+        [Combination.of(world="2", cp="2ring", style="llama")],
+    ),
+    "gathered keys get only their own rank's gradient": (
+        [(gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
+        [Combination.of(world="2", cp="2gather")],
+    ),
+    "weight gradients left in the queue": (
+        [(weight_grad.WeightGradQueue, "run", lambda self, key: self._jobs.pop(key))],
+        [Combination.of(world="2", pp="2", schedule="zb-h1"), Combination.of(world="2", pp="2", schedule="zb-v")],
+    ),
+    "last stage takes micro-batches in another order": (
+        [(executor.PipelineExecutor, "_begin", _reversed_on_last_stage)],
+        [Combination.of(world="2", pp="2")],
+    ),
+    "experts' sums over expert tensor ranks dropped": (
+        [(dispatcher, "reduce_scatter", _keep_own_gradient)],
+        [
+            Combination.of(world="2", tp="2sp", mlp="moe"),
+            Combination.of(world="4", ep="4", mlp="moe", dispatcher="allgather"),
+        ],
+    ),
+    "auxiliary loss from the local part of the sequence": (
+        [(balance, "all_reduce_", lambda x, axis: x)],
+        [Combination.of(world="2", cp="2ring", mlp="moe")],
+    ),
+}
+
+
+@contextmanager
+def planted(patches: Sequence[Patch]) -> Iterator[None]:
+    """The product with a mutant in it."""
+    from megatron.training import training
+
+    running = []
+    try:
+        for target, name, broken in patches:
+            patcher = mock.patch.object(training if target == "training" else target, name, broken)
+            patcher.start()
+            running.append(patcher)
+        yield
+    finally:
+        for patcher in running:
+            patcher.stop()
+
+
+def seen(name: str, combination: Combination) -> str | None:
+    """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
+    reference(tuple(combination.model_argv))
+    with planted(MUTANTS[name][0]):
+        try:
+            return difference(combination)
+        except (RuntimeError, TimeoutError) as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:160]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--matrix", action="store_true", help="look for the first red combination of the whole matrix")
+    args = parser.parse_args(argv)
+    survivors = []
+    for name, (_, combinations) in MUTANTS.items():
+        red = None
+        for combination in whole_matrix() if args.matrix else combinations:
+            said = seen(name, combination)
+            if said is not None or not args.matrix:
+                red = said
+                print(f"{name} | {combination} | {said or 'NOT NOTICED'}", flush=True)
+                if args.matrix or said is None:
+                    break
+        if red is None:
+            survivors.append(name)
+    print(f"{len(MUTANTS)} mutants, {len(survivors)} survived: {survivors or 'none'}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""A part of the parity matrix that fits every change, and the proof that it can fail.
+
+The whole: `python -m tests.parity.matrix` and `python -m tests.parity.mutants`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.matrix import FACTORS, NAMED, Combination, difference, legal, pairs_of, pairwise, whole_matrix
+from tests.parity.mutants import MUTANTS, seen
+
+EVERY = 7
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_combination_computes_what_one_process_does(name: str) -> None:
+    assert difference(NAMED[name]) is None
+
+
+@pytest.mark.parametrize("combination", pairwise()[::EVERY], ids=str)
+def test_combination_computes_what_one_process_does(combination: Combination) -> None:
+    assert difference(combination) is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_matrix_notices_a_broken_reduction(name: str) -> None:
+    assert seen(name, MUTANTS[name][1][0]) is not None
+
+
+def test_matrix_covers_every_choice_and_is_legal() -> None:
+    chosen = whole_matrix()
+    assert all(legal(combination) for combination in chosen)
+    for factor, options in FACTORS.items():
+        assert {combination[factor] for combination in chosen} == set(options), factor
+    covered = set().union(*(pairs_of(combination) for combination in chosen))
+    assert (("tp", "4sp"), ("mlp", "moe")) in covered
+    assert (("schedule", "zb-v"), ("cp", "2ulysses")) in covered
+    assert (("cp", "4ring"), ("optimizer", "overlapped")) in covered
