@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.core.config import TransformerConfig
@@ -50,25 +53,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-5}),
     "mistral": ("mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
     "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
+    "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5}),
+    "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
 }
+
+
+EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 
 
 def random_model(case: str) -> Any:
     """A model of `transformers` in fp64 in which no weight, norm or bias is left at a special value.
 
-    Its RMSNorm and eager softmax are fp32 whatever the model's dtype; here both are as precise as the rest.
+    Its RMSNorm, eager softmax and router are fp32 whatever the model's dtype; here all are as precise as the rest.
     """
     model_type, settings = CASES[case]
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, **EXACT).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = partial(route, module.weight, module.top_k)
     return model
+
+
+def route(weight: Tensor, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.reshape(-1, x.shape[-1]) @ weight.T
+    weights, experts = logits.softmax(-1).topk(k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True), experts
 
 
 def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
@@ -76,7 +104,13 @@ def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The tensors that a file of the model holds: without a tied head."""
+    """The tensors that a file of the model holds: without a tied head, and expert by expert."""
+    if "moe" in model.config.model_type or model.config.model_type == "mixtral":
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return {
+                name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()
+            }
     tied = model.config.tie_word_embeddings
     return {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 

@@ -5,7 +5,7 @@ What a family cannot express is an error that names it, never a silent approxima
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,6 +27,14 @@ TRAINING_ONLY = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "recompute_modules",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_per_layer_logging",
 )
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -53,7 +61,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     ValueError listing every setting that cannot be expressed.
     """
     family = family_of(hf_config)
-    hf = {**family.defaults, **hf_config}
+    hf = {**family.defaults, **{family.aliases.get(key, key): value for key, value in hf_config.items()}}
     problems = [
         f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
         for key, legal in family.only.items()
@@ -150,6 +158,8 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "group_query_attention": True,
         "max_position_embeddings": config.max_positions,
         "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+        "moe_ffn_hidden_size": config.moe_ffn_size,
+        "moe_layer_freq": "1" if len(config.moe_layers) == config.num_layers else config.moe_layer_freq,
     }
 
 
@@ -161,6 +171,9 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if rotary else []
+    idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
+    idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
+    idle += ["moe_token_drop_policy"] if config.moe_expert_capacity_factor is None else []
     return {name: value for name, value in fields.items() if name not in idle}
 
 
@@ -205,9 +218,11 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
 def copy_shards_(
     parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Fills each parameter with its part of the whole one of its name."""
+    """Fills each parameter with its part of the whole one of its name. What is not trained stays as it is."""
     for parameter in parameters:
         meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        if meta.name not in whole and not parameter.requires_grad:
+            continue
         offset, shape = meta.box(coords)
         box = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
         parameter.copy_(whole[meta.name][box])
@@ -234,8 +249,16 @@ def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta
         if pattern not in rules:
             raise ValueError(f"a {family.model_type} model has no place for {meta.name}")
         rule = rules[pattern]
-        found.append((meta, replace(rule, theirs=tuple(name.replace("{i}", layer) for name in rule.theirs))))
+        found.append((meta, replace(rule, theirs=tuple(_names(rule, layer, config.num_experts or 0)))))
     return found
+
+
+def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
+    """Their names with the layer number filled in, and all of those of one expert before those of the next."""
+    names = [name.replace("{i}", layer) for name in rule.theirs]
+    if any("{e}" in name for name in names):
+        return (name.replace("{e}", str(expert)) for expert in range(experts) for name in names)
+    return iter(names)
 
 
 def _place(

@@ -58,6 +58,16 @@ class Stacked(Layout):
         return tuple(part.contiguous() for part in parameter.unbind())
 
 
+class StackedExperts(Layout):
+    """Gate and up of one expert after the other, as [E, 2, ffn, h]."""
+
+    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+        return stack(tensors).unflatten(0, (-1, 2))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in parameter.flatten(0, 1).unbind())
+
+
 class QueryGroups(Layout):
     """q [heads * d, ...], k and v [groups * d, ...] there; here [groups, q_per_group + 2, d, ...]."""
 
@@ -95,7 +105,7 @@ class JointHeadsBias(Layout):
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of ours, and what it is made of there. `{i}` stands for the layer number."""
+    """One parameter of ours, and what it is made of there. `{i}` stands for the layer number, `{e}` for each expert."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -152,6 +162,25 @@ LLAMA_RULES = (
 )
 
 
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The rules of a mixture of experts that stands in place of the MLP of every layer."""
+    expert = f"{_HF_LAYER}.{block}.experts.{{e}}"
+    return (
+        *(rule for rule in LLAMA_RULES if ".mlp." not in rule.ours),
+        Rule(f"{OUR_LAYER}.mlp.router.weight", (f"{_HF_LAYER}.{block}.gate.weight",)),
+        Rule(
+            f"{OUR_LAYER}.mlp.experts.linear_fc1.weight",
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            StackedExperts(),
+        ),
+        Rule(f"{OUR_LAYER}.mlp.experts.linear_fc2.weight", (f"{expert}.{down}.weight",), Stacked()),
+    )
+
+
+MIXTRAL_RULES = _experts("block_sparse_moe", "w1", "w3", "w2")
+QWEN3_MOE_RULES = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -177,6 +206,9 @@ class Family:
 
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Ends of names of tensors that hold no weights."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further spellings of keys of config.json."""
 
 
 _SHARED_KEYS = {"vocab_size": "vocab_size", "initializer_range": "init_method_std"}
@@ -270,6 +302,58 @@ def _llama_like(
     )
 
 
+_EXPERTS_FIXED = {
+    **_LLAMA_FIXED,
+    "moe_layer_freq": "1",
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+}
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    MIXTRAL_RULES,
+    prefix="model.",
+    keys={
+        **_LLAMA_KEYS,
+        "intermediate_size": "moe_ffn_hidden_size",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    fixed=_EXPERTS_FIXED,
+    defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.0},
+    only={"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,)},
+)
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    QWEN3_MOE_RULES,
+    prefix="model.",
+    keys={
+        **_LLAMA_KEYS,
+        "moe_intermediate_size": "moe_ffn_hidden_size",
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    fixed={**_EXPERTS_FIXED, "qk_layernorm": True},
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "attention_bias": False,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    only={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
+    aliases={"num_local_experts": "num_experts"},
+)
+
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -278,5 +362,7 @@ FAMILIES = {
         _llama_like("mistral", "MistralForCausalLM", {}, defaults={"sliding_window": 4096}),
         _llama_like("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
         _llama_like("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, without=("attention_bias",)),
+        MIXTRAL,
+        QWEN3_MOE,
     )
 }
