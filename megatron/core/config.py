@@ -32,7 +32,7 @@ class ModelParallelConfig:
     """Ranks that share each sequence (CP)."""
 
     cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
-    """Attention across context ranks: keys go round a ring (p2p), are gathered, or tokens are swapped for heads (a2a)."""
+    """Attention across context ranks: keys go round a ring (p2p), are gathered, or sequence is swapped for heads."""
 
     expert_model_parallel_size: int = flag(1, "--ep")
     """Ranks that share the experts of a mixture-of-experts layer (EP)."""

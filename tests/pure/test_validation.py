@@ -131,8 +131,8 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--cp 8 --cp-comm-type a2a",
             8,
-            "--num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 1 * --context-parallel-size 8 "
-            "= 8 for a2a; nearest: 8 or 16, or use --cp-comm-type p2p or all_gather",
+            "--num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 1 * --context-parallel-size 8"
+            " = 8 for a2a; nearest: 8 or 16, or use --cp-comm-type p2p or all_gather",
         ),
         (
             "--cp 4 --cp-comm-type a2a --group-query-attention --num-query-groups 6",
