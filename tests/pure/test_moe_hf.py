@@ -1,0 +1,65 @@
+"""Our layer against the untouched blocks of `transformers`, in fp32: routing, experts, shared expert, scaling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config import TransformerConfig
+from tests.moe_cases import DEEPSEEK, MIXTRAL, build_layer, context
+
+transformers = pytest.importorskip("transformers")
+
+S, B = 16, 3
+
+
+def settings(config: TransformerConfig, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": config.hidden_size, "num_experts_per_tok": config.moe_router_topk, "hidden_act": "silu"}
+    return sizes | {"experts_implementation": "eager"} | more
+
+
+def assert_same_output(config: TransformerConfig, theirs: torch.nn.Module) -> None:
+    """Gives their block our weights, and both the same tokens."""
+    layer = build_layer(config, dtype=torch.float32)
+    fc1, fc2 = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
+    with torch.no_grad():
+        theirs.gate.weight.copy_(layer.router.weight)
+        theirs.experts.gate_up_proj.copy_(fc1.flatten(1, 2))
+        theirs.experts.down_proj.copy_(fc2)
+        if layer.shared_experts is not None:
+            theirs.gate.e_score_correction_bias.copy_(layer.router.balance.expert_bias)
+            gate, up = layer.shared_experts.linear_fc1.weight
+            theirs.shared_experts.gate_proj.weight.copy_(gate)
+            theirs.shared_experts.up_proj.weight.copy_(up)
+            theirs.shared_experts.down_proj.weight.copy_(layer.shared_experts.linear_fc2.weight)
+        x = torch.randn(S, B, config.hidden_size, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(layer(x, context(B)), theirs(x), rtol=1e-4, atol=1e-4)
+
+
+def test_mixtral() -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+
+    sizes = settings(MIXTRAL, num_local_experts=8, intermediate_size=24)
+    assert_same_output(MIXTRAL, MixtralSparseMoeBlock(MixtralConfig(**sizes)))
+
+
+@pytest.mark.parametrize("topk", [2, 5])
+def test_deepseek_v3(topk: int) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+
+    config = replace(DEEPSEEK, moe_router_topk=topk, moe_shared_expert_intermediate_size=48)
+    sizes = settings(
+        config,
+        n_routed_experts=8,
+        num_local_experts=8,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )
+    assert_same_output(config, DeepseekV3MoE(DeepseekV3Config(**sizes)))
