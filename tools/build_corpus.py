@@ -3,8 +3,8 @@
     python tools/build_corpus.py --output corpus.jsonl
 
 Writes one JSON object a line, {"text": ..., "path": ...}, a document for each source file of the standard library.
-Installed packages, tables of characters and, unless asked for, tests are left out. Files come in an order that a hash of their path
-fixes, so that a split by document takes its validation part from all over the library.
+Installed packages, tables of characters and, unless asked for, tests are left out. Files come in an order that a hash
+of their path fixes, so that a split by document takes its validation part from all over the library.
 """
 
 from __future__ import annotations
