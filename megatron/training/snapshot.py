@@ -1,7 +1,8 @@
 """Everything that a layout computes in a few steps, as global tensors: what comparisons of layouts compare.
 
-Each rank reports fragments, boxes of global tensors, which it finds through `ParamMeta`; no layer has code here.
-`assemble` puts them together and insists that replicas agree and that nothing is missing.
+Each rank reports fragments, boxes of global tensors, which it finds through `ParamMeta` and, for activations, through
+the samples and places that a micro-batch's context names; no layer has code here. `assemble` puts them together in the
+order in which they were computed, and insists that replicas agree and that nothing is missing.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
@@ -27,12 +30,31 @@ from megatron.training.validation import resolve, validate
 
 @dataclass(frozen=True)
 class Fragment:
-    """`values` at `offset` of the global tensor `key` of `shape`."""
+    """`values` at `offset` of the global tensor `key` of `shape`. Keys are sorted by `order`."""
 
     key: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: Tensor
+    order: tuple[int, ...] = ()
+
+
+PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment")
+"""What a step computes, one after the other."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A step, 0 for what is there before the first, and its name in keys."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.step else "initial"
+
+    def order(self, phase: str, *place: int) -> tuple[int, ...]:
+        """Where a tensor stands among all: `place` is its place within the phase."""
+        return (self.step, PHASES.index(phase), *place)
 
 
 @dataclass
@@ -40,28 +62,36 @@ class Snapshot:
     """Global tensors in the order in which they were computed."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    replica_errors: list[str] = field(default_factory=list)
-    """Places where ranks that should hold equal values do not."""
+    differing_replicas: dict[str, str] = field(default_factory=dict)
+    """Tensors of which ranks that should hold equal values do not, and where."""
+
+    @property
+    def replica_errors(self) -> list[str]:
+        """`differing_replicas` in words."""
+        return list(self.differing_replicas.values())
 
     def __getitem__(self, key: str) -> Tensor:
         return self.tensors[key]
 
 
-def train_in_world(world_size: int, argv: Sequence[str], steps: int = 2, timeout: float = 120.0) -> Snapshot:
+def train_in_world(
+    world_size: int, argv: Sequence[str], steps: int = 2, timeout: float = 120.0, activations: bool = False
+) -> Snapshot:
     """Trains `steps` steps on `world_size` gloo ranks under the flags `argv`.
 
     Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
-    `step k exp_avg NAME`, ... and `initial weight NAME`. Raises ValueError if the configuration is not legal.
+    `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`, [samples,
+    s, h]: what the embedding and each layer put out. Raises ValueError if the configuration is not legal.
     """
     config = resolve(parse_args(argv), world_size)
     problems = validate(config, world_size)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
-    results = run_world(world_size, _train_on_rank, config, steps, timeout=timeout)
+    results = run_world(world_size, _train_on_rank, config, steps, activations, timeout=timeout)
     return assemble([fragment for fragments in results for fragment in fragments])
 
 
-def _train_on_rank(rank: int, world_size: int, config: Any, steps: int) -> list[Fragment]:
+def _train_on_rank(rank: int, world_size: int, config: Any, steps: int, activations: bool) -> list[Fragment]:
     parallel = config.parallel
     state = initialize_model_parallel(
         parallel.tensor_model_parallel_size,
@@ -74,14 +104,17 @@ def _train_on_rank(rank: int, world_size: int, config: Any, steps: int) -> list[
     with ExitStack() as resources:
         run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
         resources.callback(run.data.close)
-        fragments = list(_weights(run, "initial"))
+        fragments = list(_weights(run, Label(0)))
         for step in range(1, steps + 1):
-            fragments += train_and_snap(run, f"step {step}")
+            with ExitStack() as hooks:
+                seen = _Activations(run, Label(step), hooks) if activations else None
+                fragments += train_and_snap(run, Label(step))
+            fragments += seen.found if seen is not None else []
     return fragments
 
 
-def train_and_snap(run: TrainingRun, label: str) -> list[Fragment]:
-    """One training step, and the fragments of everything it computed on this rank."""
+def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
+    """One training step, and the fragments of the loss, gradients, weights and moments on this rank."""
     interval = Interval()
     found: list[Fragment] = []
 
@@ -94,57 +127,111 @@ def train_and_snap(run: TrainingRun, label: str) -> list[Fragment]:
     totals = interval.losses[0].clone()
     if run.runtime.launch.world_size > 1:
         torch.distributed.all_reduce(totals)
-    found.append(_scalar(f"{label} loss", (totals[0] / totals[1]).item()))
-    found.append(_scalar(f"{label} grad_norm", interval.results[0].grad_norm))
+    found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
+    found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))
     return found + list(_weights(run, label)) + list(_moments(run, label))
 
 
-def _scalar(key: str, value: float) -> Fragment:
-    return Fragment(key, (), (), torch.tensor(value, dtype=torch.float64))
+class _Activations:
+    """Fragments of what the embedding and the layers of this rank put out in the forward passes of one step."""
+
+    def __init__(self, run: TrainingRun, label: Label, hooks: ExitStack) -> None:
+        self.label, self.found = label, list[Fragment]()
+        self.first_sample = run.progress.consumed_samples
+        self.samples = run.batch_sizes.at(self.first_sample)
+        self.seq_length = run.config.model.seq_length
+        self.tp_rank = run.runtime.state.tp.rank if run.config.parallel.sequence_parallel else 0
+        for model in run.stages.values():
+            modules: dict[str, nn.Module] = {} if model.embedding is None else {"embedding": model.embedding}
+            modules |= {f"decoder.layers.{layer.number}": layer for layer in model.decoder.layers}
+            for name, module in modules.items():
+                place = getattr(module, "number", -1)
+                handle = module.register_forward_hook(partial(self.record, name, place))
+                hooks.callback(handle.remove)
+
+    def record(self, name: str, place: int, module: nn.Module, args: tuple[Any, ...], x: Tensor) -> None:
+        """x [n, b, h]: whatever rows of whatever samples the context says. Computing it again gives the same."""
+        context = args[-1]
+        rows = context.places_of(x, self.tp_rank).tolist()
+        samples = (context.sample_index - self.first_sample).tolist()
+        shape = (self.samples, self.seq_length, x.shape[-1])
+        key, order = f"{self.label} activation {name}", self.label.order("activation", place)
+        values = x.detach().transpose(0, 1)
+        for i, sample in enumerate(samples):
+            for run in _runs(rows):
+                part = values[i : i + 1, run.start : run.stop].clone()
+                self.found.append(Fragment(key, shape, (sample, rows[run.start], 0), part, order))
 
 
-def _parameters(run: TrainingRun) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Where in a list the stretches of numbers that follow one another lie."""
+    cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
+    return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
+
+
+def _scalar(label: Label, name: str, value: float) -> Fragment:
+    return Fragment(f"{label} {name}", (), (), torch.tensor(value, dtype=torch.float64), label.order(name))
+
+
+def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
+    """Parameter -> its stage and its place there, in the order of the forward pass; of shared ones the first."""
+    places: dict[str, tuple[int, int]] = {}
+    for stage, model in run.stages.items():
+        for i, (name, (_, meta)) in enumerate(model.named_metas().items()):
+            places.setdefault(name, (meta.shared_stages[0], 0) if meta.shared_stages else (stage, i))
+    return places
+
+
+def _parameters(run: TrainingRun) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, int]]]:
+    places = _places(run)
     for param in run.ddp.params:
-        offset, shape = param.meta.box(run.runtime.state.coords)  # type: ignore[attr-defined]
+        meta = param.meta  # type: ignore[attr-defined]
+        offset, shape = meta.box(run.runtime.state.coords)
         assert tuple(param.shape) == shape
-        yield param, offset
+        yield param, offset, places[meta.name]
 
 
-def _weights(run: TrainingRun, label: str) -> Iterator[Fragment]:
+def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     run.optimizer.finish_param_sync()
-    for param, offset in _parameters(run):
-        meta = param.meta
-        yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone())
+    for param, offset, place in _parameters(run):
+        meta, order = param.meta, label.order("weight", *place)
+        yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone(), order)
     for model in run.stages.values():
         for name, (param, meta) in model.named_metas().items():
             if not param.requires_grad:  # moved on by other rules than the optimizer's, and whole on every rank
                 origin = (0,) * param.ndim
-                yield Fragment(f"{label} state {name}", meta.global_shape, origin, param.detach().clone())
+                order = label.order("state")
+                yield Fragment(f"{label} state {name}", meta.global_shape, origin, param.detach().clone(), order)
 
 
-def _gradients(run: TrainingRun, label: str) -> Iterator[Fragment]:
-    for param, offset in _parameters(run):
-        meta = param.meta
-        yield Fragment(f"{label} gradient {meta.name}", meta.global_shape, offset, param.main_grad.clone())
+def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    for param, offset, (stage, i) in _parameters(run):
+        meta, order = param.meta, label.order("gradient", -stage, -i)  # the backward goes from the end
+        yield Fragment(f"{label} gradient {meta.name}", meta.global_shape, offset, param.main_grad.clone(), order)
 
 
-def _moments(run: TrainingRun, label: str) -> Iterator[Fragment]:
+def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     state: ParallelState = run.runtime.state
+    places = _places(run)
     for piece in run.optimizer.sharded_state():
         offset, shape = piece.meta.box(state.coords)
         for box in boxes_of_flat_range(offset, shape, piece.start, piece.stop):
             values = piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape).clone()
-            yield Fragment(f"{label} {piece.key} {piece.meta.name}", piece.meta.global_shape, box.offset, values)
+            order = label.order("moment", *places[piece.meta.name])
+            key = f"{label} {piece.key} {piece.meta.name}"
+            yield Fragment(key, piece.meta.global_shape, box.offset, values, order)
 
 
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:
-    """Global tensors from the fragments of all ranks. Replicas that differ are noted, the first one stands.
+    """Global tensors from the fragments of all ranks, in order. Replicas that differ are noted, the first one stands.
 
     Raises AssertionError if a tensor is not covered: a rank has not reported, or not what its metadata says.
     """
     snapshot = Snapshot()
     covered: dict[str, Tensor] = {}
+    orders: dict[str, tuple[int, ...]] = {}
     for fragment in fragments:
+        orders.setdefault(fragment.key, fragment.order)
         if fragment.key not in snapshot.tensors:
             snapshot.tensors[fragment.key] = torch.zeros(fragment.shape, dtype=fragment.values.dtype)
             covered[fragment.key] = torch.zeros(fragment.shape, dtype=torch.bool)
@@ -152,11 +239,13 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
         target, seen = snapshot.tensors[fragment.key][place], covered[fragment.key][place]
         different = seen & (target != fragment.values) & ~(target.isnan() & fragment.values.isnan())
         if different.any():
-            snapshot.replica_errors.append(f"{fragment.key}: replicas differ at {_first_place(different, fragment)}")
+            where = _first_place(different, fragment)
+            snapshot.differing_replicas.setdefault(fragment.key, f"{fragment.key}: replicas differ at {where}")
         target.copy_(torch.where(seen, target, fragment.values))
         seen.fill_(True)
     for key, seen in covered.items():
         assert seen.all(), f"{key}: no rank has reported {_first_missing(seen)}"
+    snapshot.tensors = {key: snapshot.tensors[key] for key in sorted(snapshot.tensors, key=orders.__getitem__)}
     return snapshot
 
 
@@ -179,11 +268,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
-    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative.
-
-    Gradients that are sums of cancelling terms are measured against the largest gradient of the step: a key bias,
-    whose gradient is zero but for rounding, has no scale of its own.
-    """
+    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
     assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
     for key, value in a.tensors.items():
         error = relative_difference(value, b[key])

@@ -1,0 +1,106 @@
+"""tools/compare_layouts.py: layouts agree, and a planted bug is found and its layer named."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.core.tensor_parallel.layers import LOCAL
+from megatron.core.transformer.layer import TransformerLayer
+from tools.compare_layouts import main
+
+MODEL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --lr 1e-2"
+).split()
+
+PLANT = "PLANTED_BUG"
+
+
+def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
+    return main(["--a", a, "--b", b, "--steps", str(steps), "--", *MODEL, *flags])
+
+
+@pytest.fixture
+def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 2 is built with the mistake that the environment variable names, on ranks that share matrices."""
+    build = TransformerLayer.__init__
+
+    def init(self: TransformerLayer, number: int, *args: Any, **more: Any) -> None:
+        build(self, number, *args, **more)
+        fc2, norm = self.mlp.linear_fc2, self.pre_mlp_layernorm
+        if number != 2 or fc2.axis.size == 1:
+            return
+        match os.environ.get(PLANT):
+            case "no all-reduce":
+                fc2.boundary = LOCAL
+            case "partial norm gradient":
+                norm.weight.meta = replace(norm.weight.meta, partial_over=())
+            case "no input gradient reduction":
+                self.mlp.linear_fc1.boundary = LOCAL
+
+    monkeypatch.setattr(TransformerLayer, "__init__", init)
+
+
+def test_layouts_agree(bugs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare("--tp 1", "--tp 2 --pp 2 --pipeline-schedule zb-v --sequence-parallel", steps=2) == 0
+    out = capsys.readouterr().out
+    assert "a: --tp 1: 2 steps on 1 rank in " in out
+    assert "steps on 4 ranks in " in out
+    assert "no difference in " in out
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "first"),
+    [
+        ("no all-reduce", "--tp 2", "step 1 activation decoder.layers.2"),
+        ("no all-reduce", "--tp 2 --pp 2", "step 1 activation decoder.layers.2"),
+        (
+            "partial norm gradient",
+            "--tp 2 --sequence-parallel --dp 2",
+            "step 1 gradient decoder.layers.2.pre_mlp_layernorm.weight",
+        ),
+        ("no input gradient reduction", "--tp 2", "step 1 gradient decoder.layers.2.pre_mlp_layernorm.bias"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    bug: str, layout: str, first: str, bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PLANT, bug)
+    assert compare("", layout) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"first difference: {first}" in lines
+    assert any(line.startswith("  a ") for line in lines) and any("elements differ" in line for line in lines)
+
+
+def test_replicas_that_differ_are_found(
+    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides have the bug, so that comparing them with each other would not find it."""
+    monkeypatch.setenv(PLANT, "partial norm gradient")
+    assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
+    out = capsys.readouterr().out
+    assert "first difference: step 1 gradient decoder.layers.2.pre_mlp_layernorm.weight" in out
+    assert "within a: replicas differ at (0,)" in out and "within b" in out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("--tp 3", "", "--a: --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3"),
+        ("", "--tp 2 --world-size 3", "--world-size: is not for here; the flags say how many ranks, or --world-b"),
+        ("", "--pp 2 --pipeline-schedule zb", "--b: --pipeline-schedule zb: must be one of"),
+        ("", "--swiglu", "give both one model"),
+    ],
+)
+def test_bad_configurations_exit_2(a: str, b: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(a, b) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--a", "--micro-batch-size 2", "--b", "", "--world-b", "3", "--steps", "1", "--", *MODEL]) == 0
+    assert "1 step on 3 ranks in " in capsys.readouterr().out

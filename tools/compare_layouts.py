@@ -1,0 +1,245 @@
+"""Trains the same model under two layouts and names the first tensor in which they differ beyond rounding.
+
+    python tools/compare_layouts.py --a "--tp 1" --b "--tp 2 --pp 2 --sequence-parallel" -- \
+        --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --lr 1e-3
+
+Both sides run on this machine's CPU, in gloo worlds of as many ranks as their flags ask for. What is compared, in the
+order in which it is computed: initial weights, then of each step the output of the embedding and of every layer, the
+loss, gradients from the head down, their norm, weights and optimizer state. Replicas within a side are compared too.
+Exit code 0: no difference; 1: a difference; 2: the configuration is not legal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.snapshot import Snapshot, relative_difference, train_in_world
+from megatron.training.validation import resolve, validate
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""Relative difference that another order of the same sums explains after a few steps. Only in fp64 is it far below what
+a mistake makes: Adam divides small gradients by their own size, and their rounding with them."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two layouts: its name, its flags, all of them, and its ranks."""
+
+    name: str
+    flags: str
+    argv: tuple[str, ...]
+    world_size: int
+
+    @property
+    def config(self) -> RunConfig:
+        return resolve(parse_args(self.argv), self.world_size)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where and by how much a tensor differs. `place` is that of the largest difference."""
+
+    key: str
+    relative: float
+    place: tuple[int, ...]
+    values: tuple[float, float]
+    elements: int
+    """How many differ by more than the tolerance times the largest value."""
+    of: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    own, flags = arguments[:cut], arguments[cut + 1 :]
+    args = build_parser().parse_args(_joined(own))
+    if args.steps < 1:
+        print(f"error: --steps {args.steps}: must be at least 1", file=sys.stderr)
+        return 2
+    try:
+        sides = build_sides(args, flags)
+        print(f"flags of both: {shlex.join(common_flags(args, flags))}")
+        snapshots = [run_side(side, args.steps) for side in sides]
+        check_comparable(snapshots)
+    except ValueError as error:
+        for line in str(error).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    tolerance = args.tolerance
+    if tolerance is None:
+        tolerance = max(TOLERANCES[side.config.parallel.params_dtype] for side in sides)
+    return report(sides, snapshots, tolerance)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare_layouts.py",
+        description="Train under two layouts and name the first tensor that differs.",
+        epilog="Behind -- stand the flags of both, as for pretrain_gpt.py; --fp64, made-up data and the length are "
+        "added where they say nothing about it.",
+        usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
+    )
+    parser.add_argument("--a", required=True, metavar="FLAGS", help="what one side adds to the flags")
+    parser.add_argument("--b", required=True, metavar="FLAGS", help="what the other side adds")
+    parser.add_argument("--steps", type=int, default=2, help="training steps (default: 2)")
+    parser.add_argument("--world-a", type=int, metavar="N", help="ranks of side a; default: tp * pp * cp * dp")
+    parser.add_argument("--world-b", type=int, metavar="N", help="ranks of side b")
+    parser.add_argument("--tolerance", type=float, help="relative difference that is rounding; default by precision")
+    return parser
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--a X` as `--a=X`: what stands behind may begin with dashes, which argparse would take for a flag."""
+    joined: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        joined.append(f"{word}={next(words, '')}" if word in ("--a", "--b") else word)
+    return joined
+
+
+def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
+    """Both sides. Raises ValueError with every problem of both, one a line."""
+    common = common_flags(args, flags)
+    batch = _batch_flags(args, common)
+    sides, problems = [], []
+    for name, own, world in (("a", args.a, args.world_a), ("b", args.b, args.world_b)):
+        argv = (*common, *batch, *shlex.split(own))
+        try:
+            side = Side(name, own, argv, world or ranks_of(parse_args(argv)))
+        except ValueError as error:
+            problems += [f"--{name}: {line}" for line in str(error).split("\n")]
+            continue
+        if "--world-size" in argv:
+            problems.append(f"--world-size: is not for here; the flags say how many ranks, or --world-{name}")
+        problems += [f"--{name}: {problem}" for problem in validate(side.config, side.world_size)]
+        sides.append(side)
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    return sides
+
+
+def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """The flags of both sides, with what a comparison needs where they do not say it."""
+    try:  # what one side alone says counts too
+        config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
+    except ValueError:
+        config = parse_args(flags)
+    added = ["--cpu", "--num-workers", "0", "--eval-iters", "0"]
+    parallel, data, training = config.parallel, config.data, config.training
+    if not (parallel.fp16 or parallel.bf16 or parallel.fp32 or parallel.fp64):
+        added.append("--fp64")
+    if not (data.data_path or data.per_split or data.mock_data):
+        added.append("--mock-data")
+    if not (training.train_iters or training.train_samples or training.train_tokens):
+        added += ["--train-iters", str(args.steps)]
+    return [*added, *flags]
+
+
+def ranks_of(config: RunConfig) -> int:
+    return max(1, config.parallel.model_parallel_size * (config.parallel.data_parallel_size or 1))
+
+
+def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
+    """Where no side says how large the batch is: two micro-batches of both, as the default would differ."""
+    rows, given = [], False
+    for own, world in ((args.a, args.world_a), (args.b, args.world_b)):
+        try:
+            config = parse_args([*common, *shlex.split(own)])
+        except ValueError:
+            return []  # reported with the side
+        given |= config.training.global_batch_size is not None
+        replicas = (world or ranks_of(config)) // max(1, config.parallel.model_parallel_size)
+        rows.append(max(1, replicas * config.training.micro_batch_size))
+    return [] if given else ["--global-batch-size", str(2 * lcm(*rows))]
+
+
+def run_side(side: Side, steps: int) -> Snapshot:
+    """Trains a side, and says how long it took."""
+    start = time.perf_counter()
+    snapshot = train_in_world(side.world_size, side.argv, steps, timeout=600.0, activations=True)
+    ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"
+    seconds = time.perf_counter() - start
+    length = f"{steps} step{'s' if steps > 1 else ''}"
+    print(f"{side.name}: {side.flags or 'no flags of its own'}: {length} on {ranks} in {seconds:.1f} s", flush=True)
+    return snapshot
+
+
+def check_comparable(snapshots: Sequence[Snapshot]) -> None:
+    """Raises ValueError if the sides do not have the same tensors."""
+    shapes = [{key: tuple(value.shape) for key, value in snapshot.tensors.items()} for snapshot in snapshots]
+    problems = []
+    for name, mine, other in (("a", *shapes), ("b", *reversed(shapes))):
+        only = [key for key in mine if key not in other]
+        if only:
+            problems.append(f"--{name}: only this side has {only[0]} ({len(only)} such tensors); give both one model")
+    for key in shapes[0].keys() & shapes[1].keys():
+        if shapes[0][key] != shapes[1][key]:
+            problems.append(f"{key} is {shapes[0][key]} in a and {shapes[1][key]} in b; give both one model")
+            break
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
+    """Prints the first difference, of the sides or of replicas within one, or that there is none."""
+    a, b = snapshots
+    largest, where = 0.0, ""
+    for key in a.tensors:
+        torn = [
+            (side.name, s.differing_replicas[key])
+            for side, s in zip(sides, snapshots, strict=True)
+            if key in s.differing_replicas
+        ]
+        relative = relative_difference(a[key], b[key])
+        if torn or relative > tolerance:
+            print(f"first difference: {key}")
+            for name, message in torn:
+                print(f"  within {name}: {message.removeprefix(f'{key}: ')}")
+            if relative > tolerance:
+                print_difference(difference_of(key, a[key], b[key], tolerance), tolerance)
+            return 1
+        if relative > largest:
+            largest, where = relative, key
+    found = f"the largest relative difference is {largest:.2g}, of {where}" if where else "all are equal bit for bit"
+    print(f"no difference in {len(a.tensors)} tensors (tolerance {tolerance:g}): {found}")
+    return 0
+
+
+def difference_of(key: str, a: Tensor, b: Tensor, tolerance: float) -> Difference:
+    """In detail, of tensors that differ."""
+    x, y = a.double(), b.double()
+    gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
+    finite = torch.cat([x.flatten(), y.flatten()])
+    scale = finite[torch.isfinite(finite)].abs().amax().item() if torch.isfinite(finite).any() else 0.0
+    flat = int(gap.flatten().argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
+    elements = int((gap > tolerance * scale).sum())
+    return Difference(key, relative_difference(a, b), place, (x[place].item(), y[place].item()), elements, a.numel())
+
+
+def print_difference(found: Difference, tolerance: float) -> None:
+    print(f"  relative difference {found.relative:.3g}, rounding explains {tolerance:g}")
+    if found.place:
+        axes = "sample, position, feature" if " activation " in found.key else "index"
+        print(f"  {found.elements:,} of {found.of:,} elements differ; most at {axes} {list(found.place)}")
+    print(f"  a {found.values[0]!r}")
+    print(f"  b {found.values[1]!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
