@@ -58,6 +58,9 @@ class TrainingConfig:
     eval_iters: int = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
 
+    check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
+    """Every so many iterations, compare replicated parameters and optimizer state bit by bit; stop if any differ."""
+
     deterministic: bool = flag(False, "--deterministic-mode")
     """Deterministic kernels only; an error where there is none."""
 

@@ -187,6 +187,8 @@ CONSTANTS: dict[str, tuple[str, Any]] = {
 
 RENAMED: dict[str, str] = {
     "--expert-interval": "use --moe-layer-freq",
+    "--moe-layer-recompute": "use --recompute-granularity full",
+    "--moe-extended-tp": "use --expert-tensor-parallel-size",
     "--batch-size": "use --micro-batch-size",
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--warmup": "use --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction",
@@ -210,7 +212,23 @@ def _refuse(feature: str, *flags: str) -> dict[str, str]:
 
 
 NOT_BUILT: dict[str, str] = {
-    **_refuse("overlap of expert-parallel communication", "--overlap-moe-expert-parallel-comm"),
+    **_refuse(
+        "overlap of expert-parallel communication", "--overlap-moe-expert-parallel-comm", "--moe-shared-expert-overlap"
+    ),
+    **_refuse(
+        "this variant of mixture of experts",
+        "--moe-input-jitter-eps",
+        "--moe-router-num-groups",
+        "--moe-router-group-topk",
+        "--moe-router-force-load-balancing",
+        "--moe-router-padding-for-fp8",
+        "--moe-shared-expert-gate",
+        "--moe-pad-expert-input-to-capacity",
+        "--moe-apply-probs-on-input",
+        "--moe-latent-size",
+    ),
+    **_refuse("making experts from a dense model", "--moe-use-upcycling"),
+    **_refuse("this way of sending tokens to experts", "--moe-enable-deepep", "--moe-flex-dispatcher-backend"),
     **_refuse("context parallelism in two levels", "--hierarchical-context-parallel-sizes"),
     **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
     **_refuse("another grouping of interleaved micro-batches", "--microbatch-group-size-per-virtual-pipeline-stage"),
@@ -326,7 +344,6 @@ NOT_BUILT: dict[str, str] = {
         "--wandb-entity",
         "--wandb-save-dir",
     ),
-    **_refuse("comparing replicas while training", "--check-weight-hash-across-dp-replicas-interval"),
     **_refuse("profiling", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--memory-snapshot-path"),
     **_refuse("CUDA graphs", "--enable-cuda-graph", "--external-cuda-graph"),
     **_refuse("a choice of when ranks wait for each other", "--train-sync-interval"),
@@ -337,7 +354,9 @@ NOT_BUILT: dict[str, str] = {
 
 
 NOT_BUILT_FAMILIES: dict[str, str] = {
-    "--moe-": "this variant of mixture of experts",
+    "--moe-deepep-": "this way of sending tokens to experts",
+    "--moe-hybridep-": "this way of sending tokens to experts",
+    "--moe-upcycling-": "making experts from a dense model",
     "--fp8-": "8-bit floating point",
     "--fp4-": "4-bit floating point",
     "--tp-comm-": "overlap of tensor-parallel communication in user buffers",

@@ -28,6 +28,7 @@ from megatron.training.data import put_on_device
 from megatron.training.initialize import StartupPhases, initialize, name_of_rank, shut_down
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
+from megatron.training.replicas import check_replicas
 from megatron.training.setup import TrainingRun, build_run
 
 CONFIG_FILE = "run_config.yaml"
@@ -78,6 +79,8 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
     sinks = _open_sinks(run, resources)
     runtime = run.runtime
     runtime.say(str(runtime.phases))
+    if progress.iteration:
+        runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
     bar = _progress_bar(run, resources)
     interval, began = Interval(), time.monotonic()
     saved_at = progress.iteration or None
@@ -90,6 +93,8 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
         if bar is not None:
             bar.update(1)
         with interval.outside():
+            if _due(iteration, config.training.check_replicas):
+                check_replicas(run)
             if run.data.valid is not None and (last or _due(iteration, config.training.eval_interval)):
                 evaluate_and_report(run, "valid", sinks)
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
