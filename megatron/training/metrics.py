@@ -151,4 +151,8 @@ def progress_line(record: Record, train_iters: int) -> str:
         f"nan iterations: {record['nan_iterations']}",
         f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
     ]
+    if "moe_load_max" in record:
+        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
+        parts.append(f"expert load: {load}")
+        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
     return " " + " | ".join(parts)

@@ -41,6 +41,8 @@ def test_shellcheck() -> None:
         ("gpt3_175b.sh", 1024, "174,604,836,864"),
         ("llama3_8b.sh", 128, "8,030,261,248"),
         ("train_gpt_single_node.sh", 8, "1,315,819,520"),
+        ("mixtral_8x7b.sh", 64, "46,702,792,704, of which a token meets 12,879,925,248"),
+        ("deepseek_v3_style.sh", 2048, "674,836,083,712, of which a token meets 41,361,961,984"),
     ],
 )
 def test_settings_pass_a_dry_run_as_the_published_model(script: str, world_size: int, parameters: str) -> None:

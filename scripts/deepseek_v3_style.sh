@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# A model in the style of DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168, the first 3 dense, in
+# each other one 256 experts of width 2048 of which a token meets 8, and a shared one that every token meets; sigmoid
+# scores, balanced by a bias and a small loss within each sequence.
+#
+#   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
+#       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/deepseek_v3_style.sh
+#   bash scripts/deepseek_v3_style.sh --dry-run --world-size 2048
+#
+# Settings in capitals come from the environment (DATA_PATH and its kin: scripts/env.sh); further flags win over those
+# below. Unlike the paper's model, attention is grouped-query in place of latent, routing is not limited to a few
+# nodes, no second token is predicted, and training is in bf16. Schedule: the batch grows from 3,072 to 15,360 sequences
+# over 469B tokens; the learning rate is constant up to 10T tokens, then falls to a tenth over 4.3T and stays there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/env.sh
+source scripts/env.sh
+
+TP="${TP:-1}"
+SAVE="${SAVE:-runs/deepseek_v3_style}"
+
+model=(
+    --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
+    --num-attention-heads 128 --kv-channels 128 --group-query-attention --num-query-groups 8
+    --seq-length 4096 --max-position-embeddings 4096
+    --position-embedding-type rope --rotary-base 10000
+    --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.006
+)
+experts=(
+    --num-experts 256 --moe-layer-freq "([0]*3+[1]*58)" --moe-ffn-hidden-size 2048
+    --moe-shared-expert-intermediate-size 2048
+    --moe-router-topk 8 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+)
+parallel=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "${PP:-16}"
+    --expert-model-parallel-size "${EP:-64}" --expert-tensor-parallel-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+)
+if ((TP > 1)); then
+    parallel+=(--sequence-parallel)
+fi
+# In samples of 4,096 tokens: 14.8T tokens, ramp over 469B, warm-up over 2,000 steps of the smallest batch, decay from
+# 10T to 14.3T.
+training=(
+    --micro-batch-size "${MICRO_BATCH_SIZE:-1}" --global-batch-size 15360 --rampup-batch-size 3072 1536 114501953
+    --train-samples 3613281250
+    --lr 2.2e-4 --min-lr 2.2e-5 --lr-warmup-samples 6144000
+    --lr-decay-style WSD --lr-wsd-decay-style cosine --lr-decay-samples 3491210938 --lr-wsd-decay-samples 1049804688
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0
+)
+data_flags 129280 HuggingFaceTokenizer
+output=(
+    --save "$SAVE" --load "$SAVE" --save-interval 500 --eval-interval 1000 --eval-iters 10
+    --log-interval 10 --tensorboard-dir "$SAVE/tensorboard"
+)
+
+launch_training "${model[@]}" "${experts[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${output[@]}" "$@"
