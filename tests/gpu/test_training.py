@@ -1,0 +1,56 @@
+"""Training on GPUs against training on the CPU. Each run is a process of its own, so that this one never touches CUDA
+and the other tests can fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --mock-data "
+    "--global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0"
+).split()
+
+
+def losses(metrics: Path, processes: int, *flags: str) -> list[float]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(tmp_path_factory.mktemp("cpu") / "metrics.jsonl", 1, "--cpu")
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("--fp32", 1e-3), ("--bf16", 2e-2), ("--fp16", 2e-2)])
+def test_losses_are_those_of_the_cpu(precision: str, tolerance: float, on_cpu: list[float], tmp_path: Path) -> None:
+    # A loss scale that overflows would skip the first steps.
+    scale = ["--initial-loss-scale", "4096"] if precision == "--fp16" else []
+    assert losses(tmp_path / "metrics.jsonl", 1, precision, *scale) == pytest.approx(on_cpu, rel=tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2", "--dp 2", "--cp 2"])
+def test_layouts_over_nccl(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
+    assert losses(tmp_path / "metrics.jsonl", 2, *layout.split()) == pytest.approx(on_cpu, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--dp 2"])
+def test_two_ranks_share_a_gpu_over_gloo(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
+    found = losses(tmp_path / "metrics.jsonl", 2, "--distributed-backend", "gloo", *layout.split())
+    assert found == pytest.approx(on_cpu, rel=1e-3)
