@@ -48,12 +48,14 @@ LAYOUTS = {
     "whole-optimizer": (4, "--ep 2 --no-use-distributed-optimizer"),
     "overlapped": (4, "--ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
     "recomputed": (2, f"--ep 2 --recompute-granularity full --recompute-method uniform {ALLTOALL}"),
+    "recomputed-mlp": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp core_attn"),
+    "recomputed-act": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
 }
-PAIRS = [("mixtral", layout) for layout in LAYOUTS]
+PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-mlp"]
 PAIRS += [
-    ("deepseek", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed", "cp2-tp2")
+    ("deepseek", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2")
 ]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
 PAIRS += [("drop", name) for name in ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2")]

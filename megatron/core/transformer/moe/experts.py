@@ -22,6 +22,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_grouped_product_, main_grad_of
 from megatron.core.transformer.mlp import ACTIVATIONS
+from megatron.core.transformer.recompute import with_input_recomputed
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,15 @@ class Experts(nn.Module):
         gemm = gemm_grouped if grouped else gemm_each
         self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
         self.activation = ACTIVATIONS[config.activation]
+        self.recompute_activation = "mlp_act" in config.recomputed_modules
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
         """rows [n, h], weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
+
+        def activate(hidden: Tensor) -> Tensor:
+            return _WeightedActivation.apply(hidden, weights, self.activation)
+
         hidden = self.linear_fc1(rows, segments)
-        return self.linear_fc2(_WeightedActivation.apply(hidden, weights, self.activation), segments)
+        if self.recompute_activation and self.training:
+            return with_input_recomputed(activate, hidden, self.linear_fc2, segments)
+        return self.linear_fc2(activate(hidden), segments)

@@ -12,6 +12,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.dispatcher import DISPATCHERS
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.recompute import recomputed
 
 
 class MoELayer(nn.Module):
@@ -31,9 +32,15 @@ class MoELayer(nn.Module):
         self.shared_experts = (
             MLP(f"{name}.shared_experts", config, ctx, init, output_init, ffn_size=shared) if shared else None
         )
+        self.recompute = "mlp" in config.recomputed_modules
+        if self.shared_experts is not None:
+            self.shared_experts.recompute = False  # by itself: it is part of what this layer recomputes
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        return recomputed(self._run, x, context) if self.recompute and self.training else self._run(x, context)
+
+    def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         routes = self.dispatcher.plan(choice.experts.flatten(0, 1))
         rows, weights = routes.of_tokens(x.flatten(0, 1)), routes.of_assignments(choice.weights.flatten())
