@@ -56,12 +56,12 @@ else
     export OMP_NUM_THREADS=1
 fi
 run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py "${layout[@]}" \
-    --num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 4 \
+    --num-layers 4 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 4 \
     --seq-length 256 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
     --attention-dropout 0 --hidden-dropout 0 \
     --data-path "$OUT/stdlib_text_document" --split 95,5,0 --num-workers 1 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
-    --train-iters "${TRAIN_ITERS:-600}" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+    --train-iters "${TRAIN_ITERS:-800}" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --log-interval 10 --eval-interval 200 --eval-iters 5 \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 200
@@ -70,7 +70,7 @@ step "6/7 Loss curve"
 run "$PYTHON" tools/plot_loss.py "$OUT/checkpoints/metrics.jsonl" --output "$OUT/loss.png"
 
 step "7/7 Generated text"
-run "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "def read(self, size=-1):" \
+run "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "def read(self, size=-1):" "import os" \
     --max-new-tokens 80 --temperature 0.7 --top-k 40 | tee "$OUT/sample.txt"
 
 cat <<END
