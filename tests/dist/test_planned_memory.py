@@ -49,7 +49,7 @@ def compare(
         sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
         sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own),
         sum(moment.nbytes for shard in shards for moment in shard.moments.values()),
-        sum(parameter.numel() for parameter in built.parameters()),
+        sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad),
     )
     memory = plan.memory
     planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters)
@@ -63,6 +63,19 @@ def compare(
 def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, optimizer: OptimizerConfig) -> None:
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})
     for planned, allocated in run_world(4, compare, model, parallel, optimizer):
+        assert planned == allocated
+
+
+def test_experts_over_their_own_groups() -> None:
+    model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=36, moe_layer_freq="2")
+    parallel = ModelParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+        bf16=True,
+    )
+    for planned, allocated in run_world(4, compare, model, parallel, OptimizerConfig()):
         assert planned == allocated
 
 

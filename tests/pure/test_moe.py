@@ -14,6 +14,8 @@ from megatron.core.model_math import active_parameters, count_parameters, model_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe_config import MoEConfig, moe_pattern
 from megatron.core.parallel_state import Axis
+from megatron.core.transformer.context import Batch
+from megatron.core.transformer.dot_product import KeyValueCache
 from megatron.core.transformer.moe.balance import balances_of, end_step
 from megatron.core.transformer.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.transformer.moe.layer import MoELayer
@@ -235,6 +237,15 @@ def test_model_trains_on_random_tokens() -> None:
         end_step(balances_of([model]), Axis())
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_generation_with_a_cache_routes_each_token_alike() -> None:
+    config = moe_model(attention_dropout=0.0, hidden_dropout=0.0)
+    model, tokens = GPTModel(config, FP64).eval(), torch.randint(101, (2, 9))
+    whole = model.logits(None, Batch.of_tokens(tokens))
+    cache = KeyValueCache(9)
+    parts = [model.logits(None, Batch.of_tokens(part), cache) for part in tokens.split((5, 1, 3), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
 
 
 # Configuration
