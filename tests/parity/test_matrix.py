@@ -1,6 +1,6 @@
 """A part of the parity matrix that fits every change, and the proof that it can fail.
 
-The whole: `python -m tests.parity.matrix` and `python -m tests.parity.mutants`.
+The whole: --whole, or `python -m tests.parity.matrix` and `python -m tests.parity.mutants` for a line each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def test_named_combination_computes_what_one_process_does(name: str) -> None:
     assert difference(NAMED[name]) is None
 
 
-@pytest.mark.parametrize("combination", pairwise()[::EVERY], ids=str)
+@pytest.mark.grid("combination", pairwise()[::EVERY], pairwise())
 def test_combination_computes_what_one_process_does(combination: Combination) -> None:
     assert difference(combination) is None
 
