@@ -120,7 +120,8 @@ def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
         "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 "
-        "--dataloader-type cyclic --pipeline-schedule 1f1 --learning_rate 3 --swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
+        "--dataloader-type cyclic --pipeline-schedule 1f1 --learning_rate 3 "
+        "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
         "--cp-comm-type ring --hierarchical-context-parallel-sizes 2 4",
         capsys,
     )
