@@ -85,8 +85,8 @@ class AllGatherDispatcher(Dispatcher):
         assignments = order[begin : begin + sum(local)]
         to_all = gather_map(both)
         return Routes(
-            to_all.then(take_map(assignments // k, tokens * both.size)),
-            to_all.then(take_map(assignments, tokens * k * both.size)),
+            to_all.then(take_map(assignments, tokens * both.size, k)),
+            to_all.then(take_map(assignments, tokens * both.size * k, 1)),
             Segments(tuple(local), chosen.device),
         )
 
@@ -107,8 +107,8 @@ class AllToAllDispatcher(Dispatcher):
         travel = travel.then(gather_uneven_map(expt_tp, sizes)).then(sort_blocks_map(arriving, chosen.device))
         assignments = order[: sum(mine)]
         return Routes(
-            take_map(assignments // k, tokens).then(travel),
-            take_map(assignments, tokens * k).then(travel),
+            take_map(assignments, tokens, k).then(travel),
+            take_map(assignments, tokens * k, 1).then(travel),
             Segments(tuple(arriving.sum((0, 1)).tolist()), chosen.device),
         )
 
@@ -123,15 +123,24 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, edges.diff()
 
 
-def take_map(index: Tensor, rows: int) -> RowMap:
-    """x [rows, ...] -> x[index]; the adjoint adds up what was taken from one row."""
+def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
+    """x [rows, ...] -> [assignments, ...]: assignment i takes row i // k. The adjoint adds up what one row gave, in an
+    order that is the same each time; where all `rows` * k assignments are there, as without drops, by a plain sum."""
+    index = assignments // k
+    if assignments.shape[0] < rows * k:
 
-    def add_up(y: Tensor) -> Tensor:
-        out = y.new_zeros(rows, *y.shape[1:])
-        add_rows_(out, index, y)
-        return out
+        def add_up(y: Tensor) -> Tensor:
+            out = y.new_zeros(rows, *y.shape[1:])
+            add_rows_(out, index, y)
+            return out
 
-    return RowMap(lambda x: x.index_select(0, index), add_up)
+        return RowMap(lambda x: x.index_select(0, index), add_up)
+    place = torch.empty_like(assignments)
+    place[assignments] = torch.arange(rows * k, device=place.device)
+    return RowMap(
+        lambda x: x.index_select(0, index),
+        lambda y: y.index_select(0, place).unflatten(0, (rows, k)).sum(1),
+    )
 
 
 def gather_map(axis: Axis) -> RowMap:
