@@ -75,9 +75,15 @@ class Snapshot:
 
 
 def train_in_world(
-    world_size: int, argv: Sequence[str], steps: int = 2, timeout: float = 120.0, activations: bool = False
+    world_size: int,
+    argv: Sequence[str],
+    steps: int = 2,
+    timeout: float = 120.0,
+    activations: bool = False,
+    unseen: int = 0,
 ) -> Snapshot:
-    """Trains `steps` steps on `world_size` gloo ranks under the flags `argv`.
+    """Trains `steps` steps on `world_size` gloo ranks under the flags `argv`, after `unseen` steps more: looking at
+    parameters waits for them, so only those show what happens to steps that overlap.
 
     Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
     `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`, [samples,
@@ -87,11 +93,13 @@ def train_in_world(
     problems = validate(config, world_size)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
-    results = run_world(world_size, _train_on_rank, config, steps, activations, timeout=timeout)
+    results = run_world(world_size, _train_on_rank, config, steps, activations, unseen, timeout=timeout)
     return assemble([fragment for fragments in results for fragment in fragments])
 
 
-def _train_on_rank(rank: int, world_size: int, config: Any, steps: int, activations: bool) -> list[Fragment]:
+def _train_on_rank(
+    rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
+) -> list[Fragment]:
     parallel = config.parallel
     state = initialize_model_parallel(
         parallel.tensor_model_parallel_size,
@@ -105,7 +113,9 @@ def _train_on_rank(rank: int, world_size: int, config: Any, steps: int, activati
         run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
         resources.callback(run.data.close)
         fragments = list(_weights(run, Label(0)))
-        for step in range(1, steps + 1):
+        for _ in range(unseen):
+            train_step(run, Interval())
+        for step in range(unseen + 1, unseen + steps + 1):
             with ExitStack() as hooks:
                 seen = _Activations(run, Label(step), hooks) if activations else None
                 fragments += train_and_snap(run, Label(step))

@@ -1,0 +1,205 @@
+"""Overlapped data parallelism computes what waiting would, bit for bit, however slow the network is.
+
+Gathers that happen only when somebody waits for them are the slowest network there is: whoever reads a parameter
+without waiting then reads last step's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config import DDPConfig
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from megatron.core.distributed.param_layout import plan_buffers
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import build_parallel_state, initialize_model_parallel
+from megatron.core.param_meta import ParamMeta
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.local_world import run_world
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.snapshot import first_difference
+from megatron.training.training import Interval, evaluate, save, train_step
+from megatron.training.validation import resolve
+from tests.harness import Snapshot, train_in_world
+
+COMMON = (
+    "--num-layers 5 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
+    "--make-vocab-size-divisible-by 4 --lr 1e-2 --mock-data --global-batch-size 8 --ddp-bucket-size 700 "
+    "--train-iters 3 --eval-iters 1 --num-workers 0 --fp64 --cpu"
+)
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+LAYOUTS = [
+    (2, "--dp 2", OVERLAP),
+    (4, "--dp 4 --no-use-distributed-optimizer", "--overlap-grad-reduce"),
+    (4, "--dp 2 --tp 2 --sequence-parallel --recompute-activations", OVERLAP),
+    (4, "--dp 2 --pp 2 --micro-batch-size 2", OVERLAP),
+    (4, "--dp 2 --pp 2 --pipeline-schedule interleaved", OVERLAP),
+    (4, "--dp 2 --pp 2 --pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", OVERLAP),
+    (4, "--dp 2 --pp 2 --pipeline-schedule zb-v", OVERLAP),
+    (4, "--dp 2 --cp 2", OVERLAP),
+    (4, "--dp 4 --ep 2 --disable-bias-linear --num-experts 4 --moe-router-topk 2", OVERLAP),
+]
+
+
+@lru_cache
+def waiting(world_size: int, layout: str) -> Snapshot:
+    return train_in_world(world_size, [*COMMON.split(), *layout.split()], 1, unseen=2)
+
+
+def compare(world_size: int, layout: str, overlap: str) -> None:
+    """The third step after two that nobody looked into."""
+    found = train_in_world(world_size, [*COMMON.split(), *layout.split(), *overlap.split()], 1, unseen=2)
+    assert not found.replica_errors
+    assert first_difference(waiting(world_size, layout), found, 0.0) is None
+
+
+@pytest.mark.parametrize(("world_size", "layout", "overlap"), LAYOUTS, ids=lambda value: str(value).replace("--", ""))
+def test_overlap_changes_no_bit(world_size: int, layout: str, overlap: str) -> None:
+    compare(world_size, layout, overlap)
+
+
+class Late:
+    """A collective that happens when it is waited for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = run
+
+    def wait(self) -> None:
+        self.run()
+
+
+@pytest.fixture
+def slow_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Bucket.start_param_sync
+
+    def start_late(self: Bucket) -> None:
+        assert self._param_work is None
+
+        def gather() -> None:
+            self._param_work = None
+            start(self)
+            assert self._param_work is not None
+            self._param_work.wait()
+
+        if self.shard_grads and self.axis.size > 1:
+            self._param_work = Late(gather)
+
+    monkeypatch.setattr(Bucket, "start_param_sync", start_late)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6], LAYOUTS[8]], ids=lambda value: str(value[1]))
+def test_no_parameter_is_read_before_it_has_arrived(layout: tuple[int, str, str], slow_gather: None) -> None:
+    compare(*layout)
+
+
+def build(rank: int, world_size: int, flags: str, resources: ExitStack) -> TrainingRun:
+    config: RunConfig = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
+    p = config.parallel
+    state = initialize_model_parallel(p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
+    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+    resources.callback(run.data.close)
+    return run
+
+
+def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags, resources)
+        train_step(run, Interval())
+        loss = evaluate(run, "valid")
+        train_step(run, Interval())
+        save(run)
+        run.optimizer.finish_param_sync()
+        return loss
+
+
+def weights_loaded(rank: int, world_size: int, flags: str) -> dict[str, torch.Tensor]:
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags, resources)
+        assert run.progress.iteration == 2
+        return {param.meta.name: param.detach().clone() for param in run.ddp.params}  # type: ignore[attr-defined]
+
+
+def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> None:
+    results = {}
+    for name, overlap in (("plain", ""), ("overlapped", OVERLAP)):
+        folder = f"--save {tmp_path / name} --load {tmp_path / name} --no-save-optim --no-load-optim"
+        losses = run_world(2, evaluate_and_save, f"--dp 2 {folder} {overlap}")
+        results[name] = losses, run_world(1, weights_loaded, folder)
+    assert results["plain"][0] == results["overlapped"][0]
+    torch.testing.assert_close(results["plain"][1], results["overlapped"][1], rtol=0, atol=0)
+
+
+def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]]:
+    """After the backward of each of three steps: reductions that have started, and those that there are."""
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags, resources)
+        train, found = run.pipeline.train, []
+
+        def train_and_count(*args: Any) -> Any:
+            losses = train(*args)
+            found.append((run.ddp._started, len(run.ddp.buckets)))
+            return losses
+
+        run.pipeline.train = train_and_count  # type: ignore[method-assign]
+        for size in (4, 8, 2):  # another number of micro-batches in each step, as in a ramp-up
+            run.batch_sizes = replace(run.batch_sizes, final=size)
+            train_step(run, Interval())
+        run.optimizer.finish_param_sync()
+        return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_every_reduction_starts_during_the_backward(schedule: str) -> None:
+    flags = f"--dp 2 --pp 1 --pipeline-schedule {schedule} {OVERLAP}"
+    for found in run_world(2, early_starts, flags):
+        buckets = found[0][1]
+        assert buckets > 3
+        assert found == [(0, buckets), (buckets, buckets), (buckets, buckets)]
+
+
+def reduced(rank: int, world_size: int, shard: bool) -> torch.Tensor:
+    state = build_parallel_state(ParallelDims(dp=world_size), rank)
+    meta = ParamMeta("decoder.final_layernorm.weight", (300,))
+    (layout,) = plan_buffers([(meta, (300,))], world_size)
+    parameter = torch.nn.Parameter(torch.zeros(300))
+    buffer = ParamAndGradBuffer(layout, [parameter], state.dp_cp, torch.float32, shard, torch.bfloat16)
+    parameter.main_grad.copy_(values(rank))  # type: ignore[attr-defined]
+    (bucket,) = buffer.buckets
+    bucket.start_grad_sync()
+    bucket.finish_grad_sync()
+    bucket.gather_grads_()
+    return buffer.grad_data[:300]
+
+
+def values(rank: int) -> torch.Tensor:
+    return torch.randn(300, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["zero1", "replicated"])
+def test_bf16_reduction_rounds_what_ranks_add_up(shard: bool) -> None:
+    expected = (values(0).bfloat16() + values(1).bfloat16()).float()
+    for found in run_world(2, reduced, shard):
+        assert torch.equal(found, expected)
+    assert not torch.equal(expected, values(0) + values(1))
+
+
+def test_training_with_bf16_reduction() -> None:
+    argv = COMMON.replace("--fp64", "--fp32 --dp 2").split()
+    exact, rounded = train_in_world(2, argv), train_in_world(2, [*argv, "--grad-reduce-in-bf16"])
+    assert torch.equal(exact["step 1 loss"], rounded["step 1 loss"])
+    gap = (exact["step 1 grad_norm"] - rounded["step 1 grad_norm"]).abs() / exact["step 1 grad_norm"]
+    assert 0 < gap < 2**-8
+    assert math.isclose(exact["step 2 loss"], rounded["step 2 loss"], rel_tol=1e-2)
+    assert DDPConfig().grad_reduce_in_bf16 is False
