@@ -1,27 +1,26 @@
 # Sourced by the other scripts, from the repository root.
 # shellcheck shell=bash
 
-# Sets PYTHON to an interpreter that has what requirements.txt lists: that of .venv in the repository, made on first
-# use and brought up to date whenever requirements.txt has changed. To use an environment of your own (a container,
-# a cluster module), set PYTHON to its interpreter: nothing is installed then.
+# Sets PYTHON to an interpreter that has what the given requirements file lists: that of .venv in the repository, made
+# on first use and brought up to date whenever the file has changed. To use an environment of your own (a container, a
+# cluster module), set PYTHON to its interpreter: nothing is installed then.
 ensure_environment() {
+    local requirements="$1" venv=.venv installed
     if [[ -n "${PYTHON:-}" ]]; then
         return
     fi
-    local venv=.venv
     PYTHON="$venv/bin/python"
-    if [[ ! -x "$PYTHON" ]]; then
-        show python3 -m venv "$venv"
-        if ! python3 -m venv "$venv"; then
-            echo "python3 -m venv failed: install Python 3.11 or later with its venv module" \
-                "(python3-venv on Debian and Ubuntu), or set PYTHON to an environment of your own" >&2
-            return 1
-        fi
+    if [[ ! -x "$PYTHON" ]] && ! run python3 -m venv "$venv"; then
+        echo "install Python 3.11 or later with its venv module (python3-venv on Debian and Ubuntu)," \
+            "or set PYTHON to an environment of your own" >&2
+        return 1
     fi
-    local stamp="$venv/requirements.installed"
-    if ! cmp -s requirements.txt "$stamp"; then
-        run "$PYTHON" -m pip install --quiet -r requirements.txt
-        cp requirements.txt "$stamp"
+    # What was installed, kept beside it: nothing to do while the files are the same.
+    installed="$venv/$requirements"
+    if ! cat requirements.txt "$requirements" | cmp -s - "$installed"; then
+        echo "installing $requirements into $venv (a minute or two; torch is large)"
+        run "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r "$requirements"
+        cat requirements.txt "$requirements" >"$installed"
     fi
 }
 

@@ -27,7 +27,7 @@ step() {
 }
 
 step "1/7 Python environment"
-ensure_environment
+ensure_environment requirements.txt
 
 step "2/7 Corpus: the Python standard library's own source"
 if [[ ! -f "$OUT/corpus.jsonl" ]]; then

@@ -7,6 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-ensure_environment
+ensure_environment requirements-dev.txt
 show "$PYTHON" -m pytest "$@"
 exec "$PYTHON" -m pytest "$@"
