@@ -3,8 +3,10 @@
     python tools/inspect_checkpoint.py checkpoints/
     python tools/inspect_checkpoint.py checkpoints/iter_0000100 other/iter_0000100
 
-A folder of checkpoints stands for its latest. Two checkpoints may have been saved at different layouts: whole tensors
-are compared, bit for bit and one at a time. Exit code 0: they are equal, 1: they differ, 2: one is no checkpoint.
+A folder of checkpoints stands for the one that a run would load: the latest, or where that is damaged one before it.
+Every file is read and its checksum compared. Two checkpoints may have been saved at different layouts: whole tensors
+are compared, bit for bit and one at a time. Exit code 0: they are equal, 1: they differ, 2: one is no
+checkpoint or damaged.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import MODEL
-from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, find_checkpoint
+from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError
 from megatron.core.parallel_state import Axis
 
 
@@ -44,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_or_complain(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises ValueError if there is none."""
-    folder = find_checkpoint(path)
-    if folder is None:
+    """The checkpoint at `path`, its files verified. Raises ValueError if there is none that is whole."""
+    checkpoint = choose_checkpoint(path, Axis(), lambda line: print(line, file=sys.stderr))
+    if checkpoint is None:
         raise ValueError(f"{path} is no checkpoint and holds none")
-    return Checkpoint(folder)
+    return checkpoint
 
 
 def describe(checkpoint: Checkpoint) -> str:
@@ -57,6 +61,7 @@ def describe(checkpoint: Checkpoint) -> str:
     layout = " ".join(f"{name}={value}" for name, value in payload.get("layout", {}).items())
     names = sorted(tensors, key=lambda key: (not key.startswith(MODEL), key))
     width = max(map(len, names), default=0)
+    sums = read_manifest(checkpoint.folder)
     lines = [
         str(checkpoint.folder),
         f"iteration          {payload.get('iteration')}",
@@ -65,6 +70,7 @@ def describe(checkpoint: Checkpoint) -> str:
         f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}",
         f"tensors            {len(tensors)}, {sum(info.nbytes for info in tensors.values()):,} bytes",
         f"parameters         {sum(tensors[key].numel for key in names if key.startswith(MODEL)):,}",
+        f"files              {len(sums)}, {sum(entry['bytes'] for entry in sums.values()):,} bytes, checksums verified",
         "",
     ]
     for key in names:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron.core.config import ModelParallelConfig, TokenizerConfig, TransformerConfig
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
     MODEL,
@@ -29,9 +30,6 @@ from megatron.core.dist_checkpointing.state_dict import (
 from megatron.core.dist_checkpointing.storage import (
     LATEST,
     Checkpoint,
-    find_checkpoint,
-    on_first_rank,
-    open_checkpoint,
     read_latest,
     save,
 )
@@ -102,18 +100,22 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    config: RunConfig, state: ParallelState, stages: Mapping[int, nn.Module], optimizer: MixedPrecisionOptimizer
+    config: RunConfig,
+    state: ParallelState,
+    stages: Mapping[int, nn.Module],
+    optimizer: MixedPrecisionOptimizer,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Progress:
-    """Loads the latest checkpoint of --load, saved at any layout, into the parameters and the optimizer.
+    """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and the
+    optimizer, and says which were skipped and why.
 
     Collective over the world. Returns where the run stands: at the start if there is no checkpoint or under
     --finetune. Raises ValueError, on every rank, if the checkpoint does not fit the run.
     """
     options = config.checkpoint
-    folder = on_first_rank(lambda: _latest(config), state.world)
-    if folder is None:
+    checkpoint = _choose(config, state.world, say)
+    if checkpoint is None:
         return Progress()
-    checkpoint = open_checkpoint(folder, state.world)
     load_optimizer = options.load_optim and not options.finetune
     _check_fits(checkpoint, config, load_optimizer)
     targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
@@ -133,10 +135,9 @@ def load_model_for_inference(
     `path` is a checkpoint, or a folder of which the latest is meant. `tokenizer_config` replaces the one the run
     had, whose files may have moved. Raises ValueError if there is no readable checkpoint.
     """
-    folder = find_checkpoint(Path(path))
-    if folder is None:
+    checkpoint = choose_checkpoint(Path(path), Axis())
+    if checkpoint is None:
         raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
-    checkpoint = Checkpoint(folder)
     config, state = saved_config(checkpoint), ParallelState()
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
     model = GPTModel(config.model, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
@@ -157,17 +158,17 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     return _from_json(RunConfig, checkpoint.payload["config"])
 
 
-def _latest(config: RunConfig) -> Path | None:
+def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:
     options = config.checkpoint
     if options.load is None:
         return None
-    folder = find_checkpoint(Path(options.load))
-    if folder is None and options.exit_on_missing_checkpoint:
+    checkpoint = choose_checkpoint(Path(options.load), world, say)
+    if checkpoint is None and options.exit_on_missing_checkpoint:
         raise ValueError(
             f"--load {options.load} holds no checkpoint (there is no {LATEST} in it): "
             "correct the path, or drop --exit-on-missing-checkpoint to start anew"
         )
-    return folder
+    return checkpoint
 
 
 def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool) -> None:

@@ -145,7 +145,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         optimizer = build_optimizer(config.optimizer, ddp, state)
         scheduler = build_scheduler(config, train_iters)
     with phases("checkpoint"):
-        progress = load_checkpoint(config, state, stages, optimizer)
+        progress = load_checkpoint(config, state, stages, optimizer, runtime.say)
     pipeline = Pipeline(config, runtime, stages, queue)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     return TrainingRun(

@@ -1,5 +1,6 @@
 """Sharded checkpoints that any layout loads: see `state_dict` for what is saved and `storage` for how."""
 
+from megatron.core.dist_checkpointing.choose import choose_checkpoint, verify
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_state
 from megatron.core.dist_checkpointing.storage import (
@@ -17,10 +18,12 @@ __all__ = [
     "ShardedBoxes",
     "boxes_of_flat_range",
     "checkpoint_folder",
+    "choose_checkpoint",
     "find_checkpoint",
     "load_targets",
     "model_state",
     "optimizer_state",
     "read_latest",
     "save",
+    "verify",
 ]

@@ -3,6 +3,7 @@
     root/latest_checkpointed_iteration.txt      number of the newest complete checkpoint
     root/iter_0000100/metadata.json             everything that is not a tensor
     root/iter_0000100/.metadata, __*.distcp     tensors, as DCP writes them
+    root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint is written into a folder of another name, synced to disk, and renamed once it is whole; then the number
 in the text file is replaced the same way. Whenever the run is killed, the text file names a complete checkpoint.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -31,6 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.manifest import SummedFiles, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.parallel_state import Axis
 
@@ -59,15 +62,20 @@ def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any]
     final = checkpoint_folder(root, iteration)
     scratch = final.with_suffix(".tmp")
     on_first_rank(lambda: _clear(root, scratch), world)
+    # Files are synced by SummedFiles, as DCP would do so with the end still in Python's buffer. Without copying ahead
+    # DCP creates no CUDA stream, which a thread that is none of the device's would do on device 0.
+    writer = dcp.FileSystemWriter(scratch, sync_files=False, per_thread_copy_ahead=0)
+    writer.fs = files = SummedFiles()
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"):
         dcp.save(
             _nonempty(tensors),
-            storage_writer=dcp.FileSystemWriter(scratch, sync_files=True),
+            storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=world.group,
             no_dist=world.size == 1,
         )
-    on_first_rank(lambda: _publish(root, iteration, scratch, payload), world)
+    sums = {name: entry for part in gather(files.sums, world) for name, entry in part.items()}
+    on_first_rank(lambda: _publish(root, iteration, scratch, payload, sums), world)
     return final
 
 
@@ -86,6 +94,15 @@ def read_latest(root: Path) -> int | None:
     return int(text)
 
 
+def saved_folders(root: Path) -> dict[int, Path]:
+    """Iteration -> folder of every checkpoint in `root` that was made visible."""
+    found: dict[int, Path] = {}
+    for folder in sorted(root.glob("iter_*")):  # X before X.old
+        if match := re.fullmatch(r"iter_(\d+)(\.old)?", folder.name):
+            found.setdefault(int(match[1]), folder)
+    return found
+
+
 def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint that `path` means: itself, or the latest of a folder of checkpoints; None if there is none."""
     if (path / METADATA).exists():
@@ -93,10 +110,8 @@ def find_checkpoint(path: Path) -> Path | None:
     iteration = read_latest(path)
     if iteration is None:
         return None
-    folder = checkpoint_folder(path, iteration)
-    # Killed while a checkpoint was replaced by one of the same iteration: see _publish.
-    replaced = folder.with_suffix(".old")
-    return replaced if not folder.exists() and replaced.exists() else folder
+    # One whose name ends in .old was being replaced by another of its iteration: see _publish.
+    return saved_folders(path).get(iteration, checkpoint_folder(path, iteration))
 
 
 @dataclass(frozen=True)
@@ -162,7 +177,7 @@ class Checkpoint:
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
         wanted: dict[str, tuple[int, ...]] = {}
-        for part in _gather({key: tuple(target.shape) for key, target in targets.items()}, world):
+        for part in gather({key: tuple(target.shape) for key, target in targets.items()}, world):
             wanted |= part
         problems = {
             "missing from the checkpoint": [key for key in wanted if key not in self.tensors],
@@ -184,7 +199,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
     """Opens a checkpoint on every rank; what fails on one is raised on all."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
-    _raise_first(_gather(problem, world))
+    _raise_first(gather(problem, world))
     assert checkpoint is not None
     return checkpoint
 
@@ -231,9 +246,10 @@ def _clear(root: Path, scratch: Path) -> None:
     scratch.mkdir()
 
 
-def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any]) -> None:
+def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any], sums: Sums) -> None:
     """Makes a written checkpoint visible, and then the latest."""
-    _write_synced(scratch / METADATA, json.dumps(payload, indent=1))
+    metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
+    write_manifest(scratch, sums | {METADATA: metadata})
     _sync_folder(scratch)
     final = checkpoint_folder(root, iteration)
     replaced = final.with_suffix(".old")
@@ -245,16 +261,9 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any])
     _sync_folder(root)
     shutil.rmtree(replaced, ignore_errors=True)
     beside = root / f"{LATEST}.tmp"
-    _write_synced(beside, str(iteration))
+    write_summed(beside, str(iteration))
     beside.replace(root / LATEST)
     _sync_folder(root)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -266,7 +275,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _gather(value: T, world: Axis) -> list[T]:
+def gather(value: T, world: Axis) -> list[T]:
+    """What every rank has, on every rank."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size

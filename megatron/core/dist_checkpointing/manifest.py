@@ -1,0 +1,141 @@
+"""The list of a checkpoint's files with their sizes and checksums: written last, read first.
+
+Checksums are CRC-32, which finds every burst of damage up to 32 bits and of longer ones all but one in 2^32, and is
+the fastest that the standard library has (over 1 GiB/s a core). They are taken from the bytes on their way to the file,
+so that a checkpoint is not read again to be listed. They guard against disks, not against people.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 20
+
+Sums = dict[str, dict[str, int]]
+"""File name -> {"bytes": size, "crc32": checksum}."""
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file that sums what is written to it, in one pass from start to end, and is on disk once closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"), CHUNK)
+        self.bytes = self.crc32 = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.bytes += written
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return written
+
+    def seek(self, *args: Any) -> int:
+        raise io.UnsupportedOperation("the checksum is that of bytes written one after another")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return {"bytes": self.bytes, "crc32": self.crc32}
+
+
+class SummedFiles(FileSystem):
+    """The file system that DCP's writer is given: it remembers the sums of what was written."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb", mode
+        stream = SummedFile(Path(path))
+        try:
+            yield cast(io.IOBase, stream)
+        except Exception as error:
+            # torch's zip writer says that it could not write, and not why.
+            if stream.failure is not None and stream.failure is not error:
+                raise stream.failure from error
+            raise
+        finally:
+            stream.close()
+        self.sums[Path(path).name] = stream.sums
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        if Path(path).name in self.sums:
+            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+def write_summed(path: Path, text: str) -> dict[str, int]:
+    """Writes a file, on disk when this returns, and returns its sums."""
+    file = SummedFile(path)
+    try:
+        file.write(text.encode())
+    finally:
+        file.close()
+    return file.sums
+
+
+def write_manifest(folder: Path, sums: Sums) -> None:
+    """Lists the files of a folder. Raises OSError if one is not there whole: a disk that lies, or another writer."""
+    for name, expected in sums.items():
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            raise OSError(f"{folder / name} has {size} bytes after {expected['bytes']} were written")
+    write_summed(folder / MANIFEST, json.dumps({"files": dict(sorted(sums.items()))}, indent=1))
+
+
+def read_manifest(folder: Path) -> Sums:
+    """Raises ValueError, saying what is wrong, if there is no readable manifest."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, entry in files.items():
+            if Path(name).name != name or not all(type(entry[key]) is int for key in ("bytes", "crc32")):
+                raise TypeError(f"entry {name!r}")
+        return files
+    except FileNotFoundError:
+        raise ValueError(f"there is no {MANIFEST} in it, so it was not finished") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+
+
+def damages(folder: Path, sums: Sums, names: Sequence[str]) -> list[str]:
+    """What is wrong with these files of a folder; reads each whole unless its size tells already."""
+    return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
+
+
+def _damage(path: Path, expected: dict[str, int]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"has {size} bytes, not {expected['bytes']}"
+        crc32, buffer = 0, bytearray(CHUNK)
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None if crc32 == expected["crc32"] else f"has checksum {crc32:08x}, not {expected['crc32']:08x}"

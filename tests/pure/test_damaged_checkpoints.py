@@ -1,0 +1,139 @@
+"""Damage of every kind to a checkpoint's files: found, said, and the newest whole checkpoint loaded instead."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
+from megatron.core.dist_checkpointing.storage import LATEST, CheckpointError, read_latest, save
+from megatron.core.parallel_state import Axis
+from tools import inspect_checkpoint
+
+
+def save_at(root: Path, iteration: int, elements: int = 400) -> Path:
+    values = torch.full((elements,), float(iteration))
+    return save(root, iteration, {"model.a": ShardedBoxes((elements,), [((0,), values)])}, {"n": iteration}, Axis())
+
+
+def load(root: Path) -> tuple[int | None, list[str]]:
+    """(which was loaded, what was said); its tensor is looked at as well."""
+    said: list[str] = []
+    checkpoint = choose_checkpoint(root, Axis(), said.append)
+    if checkpoint is None:
+        return None, said
+    assert inspect_checkpoint.whole(checkpoint, "model.a")[0] == checkpoint.payload["n"]
+    return checkpoint.payload["n"], said
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for iteration in (10, 20, 30):
+        save_at(tmp_path, iteration)
+    return tmp_path
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit of a tensor": (lambda folder: flip(folder / "__0_0.distcp", 700), "__0_0.distcp has checksum"),
+    "a flipped bit of the metadata": (lambda folder: flip(folder / "metadata.json", 1), "metadata.json has checksum"),
+    "a truncated tensor file": (lambda folder: truncate(folder / "__0_0.distcp"), "bytes, not"),
+    "an empty index": (lambda folder: (folder / ".metadata").write_bytes(b"") and None, ".metadata has 0 bytes"),
+    "a missing tensor file": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a missing manifest": (lambda folder: (folder / MANIFEST).unlink(), "so it was not finished"),
+    "a damaged manifest": (lambda folder: truncate(folder / MANIFEST), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_skipped_and_said(root: Path, damage: Callable[[Path], None], said: str) -> None:
+    assert load(root) == (30, [])
+    damage(root / "iter_0000030")
+    loaded, lines = load(root)
+    assert loaded == 20 and len(lines) == 1
+    assert lines[0].startswith(f"skipped checkpoint {root / 'iter_0000030'}: ") and said in lines[0]
+    damage(root / "iter_0000020")
+    assert load(root)[0] == 10
+    damage(root / "iter_0000010")
+    with pytest.raises(ValueError, match="holds no checkpoint that can be loaded") as error:
+        load(root)
+    assert all(f"iter_00000{number}0" in str(error.value) for number in (1, 2, 3))
+
+
+def test_every_flipped_bit_counts(root: Path) -> None:
+    path = root / "iter_0000030" / "__0_0.distcp"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 97):
+        flip(path, place)
+        assert load(root)[0] == 20, place
+        path.write_bytes(whole)
+    assert load(root) == (30, [])
+
+
+@pytest.mark.parametrize("text", [None, "", "\n", "garbage", "30.5"])
+def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: str | None) -> None:
+    (root / LATEST).unlink()
+    if text is not None:
+        (root / LATEST).write_text(text)
+    loaded, lines = load(root)
+    assert loaded == 30 and len(lines) == 1 and "taken as the latest: 30" in lines[0] and LATEST in lines[0]
+
+
+def test_latest_may_point_back(root: Path) -> None:
+    (root / LATEST).write_text("20")
+    assert load(root) == (20, [])
+    (root / LATEST).write_text("25")
+    loaded, lines = load(root)
+    assert loaded == 20 and "skipped checkpoint 25" in lines[0]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert load(tmp_path) == (None, [])
+    (tmp_path / LATEST).write_text("")
+    with pytest.raises(ValueError, match="must hold the number"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_asked_for_by_name_has_no_other(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(root / "iter_0000030" / "__0_0.distcp", 700)
+    with pytest.raises(ValueError, match="has checksum"):
+        load(root / "iter_0000030")
+    assert inspect_checkpoint.main([str(root / "iter_0000030")]) == 2
+    assert "__0_0.distcp has checksum" in capsys.readouterr().err
+    assert inspect_checkpoint.main([str(root)]) == 0
+    shown = capsys.readouterr()
+    assert "iter_0000020" in shown.out and "skipped checkpoint" in shown.err
+
+
+def test_everything_in_the_folder_is_listed(root: Path) -> None:
+    folder = root / "iter_0000030"
+    assert sorted(read_manifest(folder)) == sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+
+
+def test_a_disk_that_is_full_is_named_as_the_reason(root: Path) -> None:
+    """The limit on the size of a file stands for it: a write that fails in the midst of torch's."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save_at(root, 40, elements=1_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert read_latest(root) == 30 and load(root) == (30, [])
+    save_at(root, 40)
+    assert load(root) == (40, []) and not list(root.glob("*.tmp"))
