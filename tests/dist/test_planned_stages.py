@@ -1,0 +1,56 @@
+"""The plan of a pipeline rank with several stages is what is built: parameters, and bytes to the last."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.planner.memory import states_of_rank
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.setup import build_run
+from megatron.training.validation import resolve
+from tests.harness import run_world
+
+COMMON = (
+    "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --mock-data "
+    "--global-batch-size 4 --train-iters 1 --eval-iters 0 --num-workers 0 --bf16 --cpu --ddp-bucket-size 500"
+)
+
+
+def compare(rank: int, world_size: int, flags: str) -> tuple[Any, Any]:
+    """(planned, built): names of parameters in order, their elements, bytes of weights and gradients."""
+    config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
+    with ExitStack() as resources:
+        state = initialize_model_parallel(1, config.parallel.pipeline_model_parallel_size)
+        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        resources.callback(run.data.close)
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, state.pp.rank)
+    planned = [str(meta) for meta in plan.metas], plan.parameters, plan.memory.parameters, plan.memory.gradients
+    built = (
+        [str(param.meta) for param in run.ddp.params],  # type: ignore[attr-defined]
+        sum(param.numel() for param in run.ddp.params),
+        sum(buffer.param_data.nbytes for buffer in run.ddp.buffers),
+        sum(buffer.grad_data.nbytes for buffer in run.ddp.buffers),
+    )
+    return planned, built
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pp 2 --pipeline-schedule interleaved",
+        "--pp 2 --pipeline-schedule zb-v",
+        "--pp 2 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights",
+    ],
+)
+def test_the_plan_is_what_is_built(flags: str) -> None:
+    for planned, built in run_world(2, compare, flags):
+        assert planned == built
