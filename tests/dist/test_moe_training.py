@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.arguments import parse_args
 from megatron.training.initialize import Runtime
@@ -19,7 +20,7 @@ from megatron.training.snapshot import relative_difference, train_in_world
 from megatron.training.training import train
 from megatron.training.validation import resolve, validate
 from tests.harness import run_world
-from tools.inspect_checkpoint import Checkpoint, find_checkpoint, first_difference
+from tools.inspect_checkpoint import first_difference
 
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
@@ -75,7 +76,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
-    assert first[1]["moe_aux_loss"] >= 0.9  # about 1 for even loads
+    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 for even loads, in the first step too
     for other in others:
         assert [list(record) for record in other] == [list(record) for record in first]
         for mine, theirs in zip(first, other, strict=True):

@@ -90,6 +90,20 @@ def test_global_loss_averages_all_steps() -> None:
         torch.testing.assert_close(balance.load / balance.load.sum(), torch.stack(shares).mean(0))
 
 
+def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
+    config = replace(MIXTRAL, moe_layer_freq="1")
+    layer, x = build_layer(config), random_input(config)
+    layer(x, context(B, SCALE)).sum().backward()
+    (row,) = end_step(balances_of([layer]), Axis())
+    logits = (x @ layer.router.weight.T).detach()
+    mean = logits.softmax(-1).mean((0, 1))
+    share = torch.zeros(8, dtype=torch.float64).index_add_(
+        0, logits.topk(2).indices.flatten(), torch.ones(S * B * 2, dtype=torch.float64)
+    ) / (S * B * 2)
+    torch.testing.assert_close(row[-3], S * B * 8 * (share * mean).sum())
+    torch.testing.assert_close(row[-2], logits.logsumexp(-1).square().sum())
+
+
 def test_without_a_past_the_global_loss_has_no_gradient() -> None:
     config = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0)
     layer, x = build_layer(config), random_input(config)

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.tensor_parallel.mappings import all_reduce_
 
 EXTRA_COLUMNS = 3
-"""What a tally holds behind the assignments of each expert: balancing loss, z-loss, dropped assignments."""
+"""What is known of a step beside the assignments of each expert: balancing loss, z-loss, dropped assignments."""
 
 
 class _Attach(torch.autograd.Function):
@@ -69,8 +69,8 @@ class Balance(nn.Module):
         """[E] share of assignments in the last global batch, or for global_aux_loss the sum of that over all."""
         biased = config.moe_router_enable_expert_bias
         self.expert_bias = make_state(f"{name}.expert_bias", self.num_experts, torch.float32, ctx) if biased else None
-        columns = self.num_experts + EXTRA_COLUMNS
-        self.tally = torch.zeros(columns, dtype=torch.float64, device=ctx.device)
+        self.tally = torch.zeros(2 * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
+        """Sums over the tokens of a step so far: assignments [E], probabilities [E], extra columns."""
 
     def forward(
         self,
@@ -92,7 +92,8 @@ class Balance(nn.Module):
         loss = self.coefficient * balancing + self.z_coefficient * z
         dropped = z.new_zeros(()) if kept is None else (~kept).sum()
         extra = [value.detach().to(torch.float64) for value in (balancing, z, dropped)]
-        entries = torch.cat([self._assignments(chosen).sum((0, 1), dtype=torch.float64), torch.stack(extra)])
+        per_expert = self._assignments(chosen), probabilities.detach()
+        entries = torch.cat([*(x.sum((0, 1), dtype=torch.float64) for x in per_expert), torch.stack(extra)])
         return _Attach.apply(weights, loss, scale, entries, self.tally)
 
     def balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
@@ -110,15 +111,21 @@ class Balance(nn.Module):
         return zeros.scatter_(-1, chosen, 1.0)
 
     @torch.no_grad()
-    def end_step(self, counts: Tensor) -> None:
-        """Moves the states on: `counts` [E] are the assignments of the whole global batch."""
+    def end_step(self, sums: Tensor) -> Tensor:
+        """Moves the states on, given the tallies of the whole global batch summed up. Returns its assignments [E] and
+        the extra columns, with the balancing loss that the batch really has now that its load is known."""
+        counts, mass, extra = sums.split((self.num_experts, self.num_experts, EXTRA_COLUMNS))
         share = counts / counts.sum()
+        if self.kind != "seq_aux_loss":
+            extra[0] = self.num_experts * (share * mass).sum()
         if self.kind == "global_aux_loss":
             self.load.add_(share)
         else:
             self.load.copy_(share)
         if self.expert_bias is not None:
             self.expert_bias.add_(self.bias_rate * torch.sign(counts.mean() - counts))
+        self.tally.zero_()
+        return torch.cat((counts, extra))
 
 
 def make_state(name: str, size: int, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
@@ -136,10 +143,6 @@ def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
 @torch.no_grad()
 def end_step(balances: Sequence[Balance], stage: Axis) -> Tensor:
     """Ends an optimizer step: sums the tallies over the ranks of the pipeline stage, moves every state on, and
-    returns the sums [layers, E + 3]. Collective over `stage`, even where the micro-batches had no gradient."""
-    table = torch.stack([balance.tally for balance in balances])
-    all_reduce_(table, stage)
-    for balance, row in zip(balances, table, strict=True):
-        balance.end_step(row[: balance.num_experts])
-        balance.tally.zero_()
-    return table
+    returns the assignments and extra columns [layers, E + 3]. Collective over `stage`."""
+    table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
+    return torch.stack([balance.end_step(sums) for balance, sums in zip(balances, table, strict=True)])
