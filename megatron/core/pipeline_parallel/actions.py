@@ -24,6 +24,8 @@ class Kind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    __hash__ = object.__hash__  # members are singletons, and schedules are made of many of them
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
@@ -45,16 +47,19 @@ Lists = Sequence[Sequence[Action]]
 """The actions of every pipeline rank, in the order in which it runs them."""
 
 
+OTHER_END = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+"""Kind -> the kind at the other end, and how many stages further that is."""
+
+
 def counterpart(action: Action) -> Action:
     """The other end of a send or receive."""
-    kind, stage, microbatch = action
-    other = {
-        Kind.SEND_F: (Kind.RECV_F, stage + 1),
-        Kind.RECV_F: (Kind.SEND_F, stage - 1),
-        Kind.SEND_B: (Kind.RECV_B, stage - 1),
-        Kind.RECV_B: (Kind.SEND_B, stage + 1),
-    }[kind]
-    return Action(*other, microbatch)
+    kind, distance = OTHER_END[action.kind]
+    return Action(kind, action.stage + distance, action.microbatch)
 
 
 def num_stages_of(lists: Lists) -> int:
