@@ -61,10 +61,10 @@ run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes
     --attention-dropout 0 --hidden-dropout 0 \
     --data-path "$OUT/stdlib_text_document" --split 95,5,0 --num-workers 1 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
-    --train-iters "${TRAIN_ITERS:-800}" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+    --train-iters "${TRAIN_ITERS:-700}" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    --log-interval 10 --eval-interval 200 --eval-iters 5 \
-    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 200
+    --log-interval 10 --eval-interval 100 --eval-iters 5 \
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 100
 
 step "6/7 Loss curve"
 run "$PYTHON" tools/plot_loss.py "$OUT/checkpoints/metrics.jsonl" --output "$OUT/loss.png"
