@@ -6,7 +6,7 @@
 Both sides run on this machine's CPU, in gloo worlds of as many ranks as their flags ask for. What is compared, in the
 order in which it is computed: initial weights, then of each step the output of the embedding and of every layer, the
 loss, gradients from the head down, their norm, weights and optimizer state. Replicas within a side are compared too.
-Exit code 0: no difference; 1: a difference; 2: the configuration is not legal.
+Exit code 0: no difference; 1: a difference; 2: the configuration is not legal; 3: a side broke off with an error.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except (RuntimeError, TimeoutError, AssertionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     tolerance = args.tolerance
     if tolerance is None:
         tolerance = max(TOLERANCES[side.config.parallel.params_dtype] for side in sides)

@@ -41,6 +41,8 @@ def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
                 norm.weight.meta = replace(norm.weight.meta, partial_over=())
             case "no input gradient reduction":
                 self.mlp.linear_fc1.boundary = LOCAL
+            case "error":
+                self.mlp.activation = None  # type: ignore[assignment]
 
     monkeypatch.setattr(TransformerLayer, "__init__", init)
 
@@ -85,6 +87,14 @@ def test_replicas_that_differ_are_found(
     out = capsys.readouterr().out
     assert "first difference: step 1 gradient decoder.layers.2.pre_mlp_layernorm.weight" in out
     assert "within a: replicas differ at (0,)" in out and "within b" in out
+
+
+def test_an_error_is_no_difference(
+    bugs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PLANT, "error")
+    assert compare("", "--tp 2") == 3
+    assert "'NoneType' object is not callable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
