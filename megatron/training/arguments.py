@@ -240,9 +240,16 @@ def _set(reading: _Reading, flag: Flag, name: str, value: Any) -> None:
     """The last of several wins, as launch scripts append overrides; where they differ, that is said."""
     if flag.field in reading.given and reading.values.get(flag.field) != value:
         first = reading.given[flag.field]
-        reading.notes.append(f"{first} and {name} are given with different values: the last one, {name}, counts")
+        both = f"{name} is given twice" if first == name else f"{first} and {name} are both given"
+        reading.notes.append(f"{both}, with different values: the last one, {name}{_shown(value)}, counts")
     reading.values[flag.field] = value
     reading.given[flag.field] = name
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands behind its flag; nothing for a switch."""
+    values = value if isinstance(value, tuple) else (value,)
+    return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
 
 
 def _wrong(reading: _Reading, flag: Flag, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:

@@ -84,5 +84,5 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     if training.train_tokens is not None and config.model.seq_length > 0:
-        training = _filled(training, train_samples=samples_of_run(config))
+        training = _filled(training, train_samples=samples_of_run(config) or None)
     return training

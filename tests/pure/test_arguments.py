@@ -174,8 +174,17 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:
     command = command_line(f"{TINY} --lr 1 --learning-rate 2".split(), Launch())
     assert command.config.optimizer.lr == 2
-    said = "--lr and --learning-rate are given with different values: the last one, --learning-rate, counts"
+    said = "--lr and --learning-rate are both given, with different values: the last one, --learning-rate 2.0, counts"
     assert command.notes[-1] == said
+    twice = command_line(f"{TINY} --lr 1 --lr 2".split(), Launch())
+    assert twice.notes[-1] == "--lr is given twice, with different values: the last one, --lr 2.0, counts"
+
+
+def test_too_few_tokens_for_a_step_are_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = failure(f"{TINY.replace('--train-iters 10', '')} --train-tokens 3 --nope", capsys)
+    assert [problem for problem in problems if "--train-" in problem] == [
+        "--train-tokens 3: is less than one step of 1 samples; nearest: 16"
+    ]
 
 
 def test_command_line_options() -> None:
