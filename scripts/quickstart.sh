@@ -63,7 +63,7 @@ run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
     --train-iters "${TRAIN_ITERS:-700}" --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    --log-interval 10 --eval-interval 100 --eval-iters 5 \
+    --log-interval 10 --eval-interval 100 --eval-iters 10 \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 100
 
 step "6/7 Loss curve"
