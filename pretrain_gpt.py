@@ -9,8 +9,8 @@ from megatron.training.launch import Launch
 from megatron.training.prepare import prepare
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parses, validates, and trains. Exit code 2 for a configuration that cannot run."""
+def main(argv: list[str] | None = None) -> int:
+    """Parses, validates, and trains. Returns the exit code (`megatron.training.exit_codes`)."""
     command = command_line(sys.argv[1:] if argv is None else argv)
     launch = Launch.from_environment()
     config = prepare(command, launch)
@@ -18,8 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain
 
-    pretrain(config, launch)
+    return pretrain(config, launch)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -52,6 +52,12 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Save and exit after this many minutes."""
 
+    exit_signal_handler: bool = True
+    """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second one exits at once."""
+
+    exit_margin_in_mins: float = 3.0
+    """Save and exit this many minutes before the end of the SLURM job."""
+
     eval_interval: int = 1000
     """Iterations between evaluations on the validation set."""
 

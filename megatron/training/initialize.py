@@ -1,7 +1,7 @@
 """Start of a rank: who am I in the world, which device, which process groups.
 
-The environment is read here and nowhere else: torchrun's variables first, SLURM's (one task a rank) second,
-and a single process where there are neither.
+The environment says it: torchrun's variables first, SLURM's (one task a rank) second, and a single process where
+there are neither.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,19 +22,23 @@ import torch.distributed as dist
 
 from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.training.board import Board, meet
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch
+from megatron.training.watch import Limits, Watch
 
 
 class StartupPhases:
     """Wall time of each phase of start-up, to be printed once training begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}
+        self._begin = begin
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._begin(name)
         try:
             yield
         finally:
@@ -52,6 +57,7 @@ class Runtime:
     device: torch.device
     state: ParallelState
     phases: StartupPhases = field(default_factory=StartupPhases)
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def is_main(self) -> bool:
@@ -86,12 +92,38 @@ def set_determinism(config: RunConfig) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def initialize(config: RunConfig, launch: Launch, phases: StartupPhases) -> Runtime:
+def start_watch(config: RunConfig, watch: Watch) -> None:
+    """Connects this rank to the others' board, before anything that can fail or hang."""
+    launch, training = watch.launch, config.training
+    launch.export(os.environ)
+    deadlines = {}
+    if training.exit_duration_in_mins is not None:
+        until = time.time() + 60 * training.exit_duration_in_mins
+        deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")
+    if end := os.environ.get("SLURM_JOB_END_TIME"):
+        margin = training.exit_margin_in_mins
+        deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    board = Board(meet(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes)), launch)
+    watch.start(board, Limits(training.exit_signal_handler, deadlines, folder))
+
+
+def record_collectives(folder: Path) -> None:
+    """Has NCCL keep its last collectives, and write them to `folder` when one times out."""
+    for name, value in {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "stacks" / "nccl-rank-"),
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: Watch | None = None) -> Runtime:
     """Joins the world and builds its groups. `config` is validated for `launch.world_size`.
 
     Raises ValueError if the device or backend asked for is not here.
     """
-    parallel = config.parallel
+    parallel, watch = config.parallel, watch or Watch(launch)
     set_determinism(config)
     device = choose_device(parallel, launch)
     if device.type == "cuda":
@@ -101,10 +133,12 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases) -> Runt
     np.random.seed(config.training.seed % 2**32)
     torch.manual_seed(config.training.seed)
     if launch.world_size == 1:
-        return Runtime(launch, device, ParallelState(), phases)
+        return Runtime(launch, device, ParallelState(), phases, watch)
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     launch.export(os.environ)
+    if backend == "nccl" and config.checkpoint.save:
+        record_collectives(Path(config.checkpoint.save))
     with phases("join the world"):
         dist.init_process_group(
             backend,
@@ -123,7 +157,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases) -> Runt
             parallel.use_tp_pp_dp_mapping,
             timeout=timeout,
         )
-    return Runtime(launch, device, state, phases)
+    return Runtime(launch, device, state, phases, watch)
 
 
 def shut_down() -> None:

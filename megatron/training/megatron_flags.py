@@ -139,6 +139,7 @@ MEANINGLESS: dict[str, Accepted] = {
         "--tensorboard-queue-size",
         arity=1,
     ),
+    **_accept("data workers are threads of the rank", "--exit-signal-handler-for-dataloader"),
     **_accept("there is one level of logging", "--logging-level", arity=1),
     **_accept("nothing is sent to One Logger", "--no-one-logger", "--one-logger-async"),
     **_accept(
@@ -325,7 +326,6 @@ NOT_BUILT: dict[str, str] = {
         "--replication-jump",
         "--replication-factor",
     ),
-    **_refuse("saving on a signal", "--exit-signal-handler", "--exit-signal-handler-for-dataloader"),
     **_refuse(
         "restarts within a job", "--enable-ft-package", "--calc-ft-timeouts", "--result-rejected-tracker-filename"
     ),

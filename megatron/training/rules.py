@@ -31,6 +31,7 @@ MAY_BE_ZERO = {
     "decoder_last_pipeline_num_layers",
     "end_weight_decay",
     "eval_iters",
+    "exit_margin_in_mins",
     "init_method_std",
     "num_workers",
     "start_weight_decay",

@@ -25,27 +25,31 @@ from megatron.training.arguments import save_config, to_flat_dict
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.config import RunConfig
 from megatron.training.data import put_on_device
-from megatron.training.initialize import StartupPhases, initialize, name_of_rank, shut_down
+from megatron.training.exit_codes import ExitCode
+from megatron.training.initialize import StartupPhases, initialize, shut_down, start_watch
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
 from megatron.training.replicas import check_replicas
 from megatron.training.setup import TrainingRun, build_run
+from megatron.training.watch import Watch
 
 CONFIG_FILE = "run_config.yaml"
 
 
-def pretrain(config: RunConfig, launch: Launch) -> None:
-    """Trains as `config` says, resolved and validated for `launch.world_size`."""
+def pretrain(config: RunConfig, launch: Launch) -> ExitCode:
+    """Trains as `config` says, resolved and validated for `launch.world_size`. A failure ends all ranks."""
+    watch = Watch(launch)
+    start_watch(config, watch)
     with ExitStack() as resources:
-        runtime = initialize(config, launch, StartupPhases())
-        resources.callback(shut_down)
+        resources.callback(watch.close)
         try:
+            runtime = initialize(config, launch, StartupPhases(watch.begin), watch)
+            resources.callback(shut_down)
             run = build_run(config, runtime)
             resources.callback(run.data.close)
-            train(run, resources)
+            return train(run, resources)
         except BaseException as error:
-            error.add_note(f"on {name_of_rank(launch)}")
-            raise
+            watch.fail(error)  # at once: closing what is open may wait for ranks that are gone
 
 
 @dataclass
@@ -73,18 +77,29 @@ class Interval:
         return time.perf_counter() - self.start - self.excluded
 
 
-def train(run: TrainingRun, resources: ExitStack) -> None:
+def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     """Iterates until the run's length, an exit condition, or an error."""
-    config, progress = run.config, run.progress
+    config, progress, watch = run.config, run.progress, run.runtime.watch
+    watch.actions = run.pipeline.executor
     sinks = _open_sinks(run, resources)
     runtime = run.runtime
     runtime.say(str(runtime.phases))
     if progress.iteration:
         runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
     bar = _progress_bar(run, resources)
-    interval, began = Interval(), time.monotonic()
+    interval = Interval()
     saved_at = progress.iteration or None
     while progress.iteration < run.train_iters:
+        watch.begin(f"step {progress.iteration + 1}")
+        if not watch.tick():
+            if watch.stopping:
+                break
+            if saved_at != progress.iteration:
+                with interval.outside():
+                    save(run)
+                saved_at = progress.iteration
+            watch.done()
+            continue
         train_step(run, interval)
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if last or _due(iteration, config.logging.log_interval):
@@ -100,14 +115,19 @@ def train(run: TrainingRun, resources: ExitStack) -> None:
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
                 save(run)
                 saved_at = iteration
-        if reason := _exit_reason(run, began):
-            runtime.say(f"exiting at iteration {iteration}: {reason}")
+        if _due(iteration, config.training.exit_interval):
+            runtime.say(f"exiting at iteration {iteration}: --exit-interval {config.training.exit_interval}")
             break
     if config.checkpoint.save and saved_at != progress.iteration:
         save(run)
-    if progress.iteration >= run.train_iters and run.data.test is not None:
+    if progress.iteration >= run.train_iters and run.data.test is not None and not watch.stopping:
         evaluate_and_report(run, "test", sinks)
     run.optimizer.finish_param_sync()  # nothing may be under way when ranks leave
+    watch.begin("leaving")
+    if not watch.stopping:
+        return ExitCode.DONE
+    runtime.say(f"exiting at iteration {progress.iteration}: {watch.why}")
+    return ExitCode.TO_BE_RESUMED if watch.resumes else ExitCode.DONE
 
 
 def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:
@@ -200,8 +220,10 @@ def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None
 
 
 @torch.no_grad()
-def evaluate(run: TrainingRun, split: str) -> float:
-    """Mean loss per token over `eval_iters` global batches of a split, equal on every rank. No dropout."""
+def evaluate(run: TrainingRun, split: str) -> float | None:
+    """Mean loss per token over `eval_iters` global batches of a split, equal on every rank. No dropout.
+
+    None if the run is to stop before the evaluation is over."""
     training = run.config.training
     iterator = getattr(run.data, split)
     assert training.global_batch_size is not None
@@ -209,6 +231,8 @@ def evaluate(run: TrainingRun, split: str) -> float:
         stage.eval()
     total = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     for step in range(training.eval_iters):
+        if not run.runtime.watch.tick(save_later=True):
+            break
         first = run.data.evaluated[split] + step * training.global_batch_size
         batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime)
         losses = run.pipeline.evaluate(batches)
@@ -217,6 +241,8 @@ def evaluate(run: TrainingRun, split: str) -> float:
         stage.train()
     if run.runtime.launch.world_size > 1:
         dist.all_reduce(total)
+    if run.runtime.watch.stopping:
+        return None
     loss, tokens = total.tolist()
     return loss / tokens if tokens else 0.0
 
@@ -228,7 +254,10 @@ def evaluate_and_report(run: TrainingRun, split: str, sinks: list[Sink]) -> None
     if split == "valid":
         evaluations = (progress.iteration - 1) // training.eval_interval
         run.data.evaluated[split] = evaluations * training.eval_iters * training.global_batch_size
+    run.runtime.watch.begin(f"evaluation ({split}) at iteration {progress.iteration}")
     loss = evaluate(run, split)
+    if loss is None:
+        return
     perplexity = math.exp(loss) if loss < 700 else math.inf
     for sink in sinks:
         sink.write({"iteration": progress.iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
@@ -242,6 +271,7 @@ def save(run: TrainingRun) -> None:
     folder = run.config.checkpoint.save
     assert folder is not None
     start = time.perf_counter()
+    run.runtime.watch.begin(f"saving iteration {run.progress.iteration}")
     save_checkpoint(run.config, run.runtime.state, run.stages, run.optimizer, run.progress)
     run.runtime.say(
         f" saved checkpoint at iteration {run.progress.iteration} to {folder} in {time.perf_counter() - start:.2f} s"
@@ -259,6 +289,7 @@ def _open_sinks(run: TrainingRun, resources: ExitStack) -> list[Sink]:
     sinks = open_sinks(run.config.logging, save_folder, run.progress.iteration, to_flat_dict(run.config))
     for sink in sinks:
         resources.callback(sink.close)
+        run.runtime.watch.at_exit.append(sink.close)
     return sinks
 
 
@@ -273,18 +304,3 @@ def _progress_bar(run: TrainingRun, resources: ExitStack) -> tqdm | None:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
-
-
-def _exit_reason(run: TrainingRun, began: float) -> str | None:
-    """Why to stop now, decided alike on every rank."""
-    training = run.config.training
-    if _due(run.progress.iteration, training.exit_interval):
-        return f"--exit-interval {training.exit_interval}"
-    if training.exit_duration_in_mins is not None:
-        over = torch.tensor([(time.monotonic() - began) / 60 > training.exit_duration_in_mins], dtype=torch.int32)
-        over = over.to(run.runtime.device)
-        if run.runtime.launch.world_size > 1:
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-        if over.item():
-            return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
-    return None

@@ -1,0 +1,129 @@
+"""What is said when a run fails: one report, of the rank that failed first. No process groups in here."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from megatron.training.exit_codes import ExitCode
+
+PACKAGE = str(Path(__file__).parents[1])
+RULE = "=" * 60
+
+CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|time-?out|gloo|nccl|failed to (recv|send)",
+    re.IGNORECASE,
+)
+"""What an error says that another rank's end may have caused."""
+
+ADVICE = {
+    "memory": "make --micro-batch-size smaller, raise the model-parallel sizes, or recompute: "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "died": "a crash or a kill from outside leaves no traceback: see the launcher's lines for the signal, `dmesg` for "
+    "the kernel's out-of-memory killer, and the stacks named below for where it was",
+    "stopped": "the process or its node hangs or is stopped: look at it there, or exclude the node and start again",
+    "collective": "ranks waited for one another: compare where each of them was; one that is elsewhere took another "
+    "branch or is slow. A slow one needs a longer --distributed-timeout-minutes",
+    "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The root cause, as the rank that found it says it. Travels between ranks as JSON."""
+
+    reporter: int
+    """Rank that prints."""
+
+    who: str
+    """The rank that failed, of how many, and its host."""
+
+    phase: str
+    title: str
+    """In a few words, for one line."""
+
+    what: str
+    """The traceback, or a sentence."""
+
+    advice: str
+    code: int = ExitCode.FAILED
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        return cls(**json.loads(text))
+
+    def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
+        """The report. `others`: where the other ranks were. A configuration's error needs no more than itself."""
+        if self.code == ExitCode.BAD_CONFIGURATION:
+            return f"This configuration cannot run ({self.phase}):\n  {self.what}"
+        lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
+        lines += [f"{ranks}: {place}" for place, ranks in _grouped(others or {}).items()]
+        if stacks is not None:
+            lines.append(f"stacks of all ranks: {stacks}")
+        return "\n".join([*lines, f"what to do: {self.advice}", RULE])
+
+    def line(self) -> str:
+        """In one line, for ranks that end because of it."""
+        return f"ended because {self.who} failed ({self.phase}): {self.title}"
+
+
+def _grouped(places: dict[int, str]) -> dict[str, str]:
+    """Place -> the ranks that were there, those with the fewest ranks last."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        ranks.setdefault(place, []).append(rank)
+    ordered = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    return {place: ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) for place, who in ordered}
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether this is a value that the user gave: a ValueError raised by this package itself."""
+    if not isinstance(error, ValueError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(PACKAGE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the end of another rank may be the cause of this error."""
+    return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
+
+
+def failure_of(error: BaseException, rank: int, who: str, phase: str) -> Failure:
+    """The report on an exception."""
+    title = "".join(traceback.format_exception_only(error)).splitlines()[0]
+    if is_users(error):
+        return Failure(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
+    what = "".join(traceback.format_exception(error))
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        advice = ADVICE["memory"]
+    else:
+        advice = ADVICE["collective" if is_consequence(error) else "error"]
+    return Failure(rank, who, phase, title, what, advice)
+
+
+def place_in(error: BaseException) -> str:
+    """The innermost line of this package that an error came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+
+
+def place_of(thread_id: int) -> str:
+    """The innermost line of this package that a thread of this process is in."""
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith(("watch.py", "failure.py")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return "outside of the package"

@@ -1,0 +1,415 @@
+"""A thread beside the training that sees signals and the ends of other ranks, and ends this one with them.
+
+Stopping. A signal, a time limit or a file on any one rank becomes a request on the board. Each rank answers with the
+number of ticks it has begun (a tick: a step, or a batch of an evaluation; all ranks make the same ones) and begins no
+further one until the agreed tick is known, which is the highest answer. So all ranks stop after the same tick, and as
+long as nobody asks, a tick costs the test of a flag: no collective, no wait for the device.
+
+Failing. The first rank to fail puts its report on the board; the others dump their stacks, say where they were and
+leave without a word. An error that another rank's end may have caused waits for a better one first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.training.board import Board, Request
+from megatron.training.exit_codes import ExitCode
+from megatron.training.failure import ADVICE, Failure, failure_of, is_consequence, place_in, place_of
+from megatron.training.launch import Launch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PERIOD = 0.4
+"""Seconds between two looks at the board."""
+
+GRACE = 3.0
+"""Seconds that a consequence waits for its cause."""
+
+GATHER = 2.0
+"""Seconds in which the other ranks say where they were."""
+
+REPEATED = 1.0
+"""Seconds within which a signal is the first one again: launchers and SLURM both deliver it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a run beside signals."""
+
+    signals: bool = True
+    deadlines: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """What is over -> (time.time() at which it is, kind of the request)."""
+
+    folder: Path | None = None
+    """Where `save` and `exit` files are looked for, and stacks are written."""
+
+
+class Watch:
+    """What one rank knows of the others. Without `start` it asks for nothing and costs nothing."""
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self.launch = launch or Launch()
+        self.phase = "start-up"
+        self.actions: Any = None
+        """What has the action being run as `.current`, where that is known."""
+
+        self.at_exit: list[Callable[[], None]] = []
+        """What to close when the process ends by a failure."""
+
+        self.request: Request | None = None
+        """What is asked for, once it is agreed and all ticks before it are made."""
+
+        self._board: Board | None = None
+        self._ticks, self._number = 0, 0
+        self._asked: Request | None = None
+        self._after: int | None = None
+        self._wishes: list[Request] = []
+        self._change = threading.Condition()
+        self._failing = threading.Lock()
+        self._closed = threading.Event()
+        self._signal_at: float | None = None
+        self._main = threading.get_ident()
+        self._handlers: dict[int, Any] = {}
+        self._stacks: Any = None
+        self._waited_in = ""
+
+    # What the training calls.
+
+    def start(self, board: Board, limits: Limits) -> None:
+        """Begins to watch. Call it on the main thread, which is the one whose place is reported."""
+        self._board, self._limits = board, limits
+        if limits.folder is not None:
+            folder = limits.folder / "stacks"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stacks = (folder / f"rank-{self.launch.rank:05d}.txt").open("w")
+            faulthandler.enable(self._stacks)
+        self._wake, receives = socket.socketpair()
+        self._wake.setblocking(False)
+        receives.setblocking(False)
+        self._receives = receives
+        if limits.signals and threading.current_thread() is threading.main_thread():
+            # The byte on the socket comes also while the main thread is inside a collective; the handler does not.
+            signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+            self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def begin(self, phase: str) -> None:
+        """Names what comes next, for the report of a failure."""
+        self.phase = phase
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks are to stop now."""
+        return self.request is not None and self.request.kind != "save"
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run was cut short, and is to be started again."""
+        return self.request is not None and self.request.kind == "resume"
+
+    @property
+    def why(self) -> str:
+        return self.request.why if self.request is not None else ""
+
+    def tick(self, save_later: bool = False) -> bool:
+        """Begins a tick; False if a request is due first: `request` then is it, and no tick is begun. With
+        `save_later` only a request to stop keeps it from beginning."""
+        if self._board is None:
+            return True
+        with self._change:
+            while self._asked is not None:
+                if self._after is not None:
+                    if self._ticks < self._after or (save_later and self._asked.kind == "save"):
+                        break
+                    self.request = self._asked
+                    return False
+                self._change.wait()
+            self._ticks += 1
+            return True
+
+    def done(self) -> None:
+        """The request is carried out, and the next one may come."""
+        with self._change:
+            self.request = self._asked = self._after = None
+            self._number += 1
+
+    def close(self) -> None:
+        """Ends the watch in peace. Waits a little for ranks that are slower, as the store may live on this one."""
+        if self._board is None:
+            return
+        self._closed.set()
+        self._thread.join(5)
+        self._board.store.set(f"over/{self.launch.rank}", "")
+        if self.launch.rank == 0:
+            self._wait(lambda board: len(board.get_all("over")) == self.launch.world_size, 10.0)
+        if self._handlers:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                # A launcher sends SIGTERM to the others as soon as the first rank has ended.
+                signal.signal(number, handler if self.launch.launcher == "none" else signal.SIG_IGN)
+        if self.resumes:
+            self._write_error_file(f"saved; start again to go on: {self.why}")
+        self._board = None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends all ranks because of an exception on this one."""
+        if self._board is None:
+            raise error
+        silent = []
+        if is_consequence(error):
+            self._waited_in = place_in(error)
+            silent = self._await_cause()
+        self._only_once()
+        failure = failure_of(error, self.launch.rank, self._name(), self._phase())
+        if silent:
+            who = ", ".join(self._name(rank) for rank in silent)
+            what = f"it stopped answering; rank {self.launch.rank} waited for it:\n{failure.what}"
+            failure = Failure(self.launch.rank, who, failure.phase, "stopped answering", what, ADVICE["stopped"])
+        self._end(failure)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            ready, _, _ = select.select([self._receives], [], [], PERIOD)
+            try:
+                if ready:
+                    self._on_signals(self._receives.recv(64))
+                self._look()
+            except RuntimeError as error:  # the store is gone, and with it the process that held it
+                if not self._closed.wait(1.0):
+                    self._store_lost(error)
+
+    def _look(self) -> None:
+        board = self._board
+        assert board is not None
+        board.beat()
+        cause = board.cause()
+        if cause is not None and cause.reporter != self.launch.rank:
+            self._only_once()
+            self._follow(cause)
+        over = None
+        for rank, peer in board.neighbours().items():
+            if not peer.state() and (over := board.get_all("over")) is not None and rank not in over:
+                self._only_once()
+                self._end(
+                    Failure(
+                        self.launch.rank,
+                        self._name(rank),
+                        f"unknown; rank {self.launch.rank}, which noticed, was in {self._place()}",
+                        "process is gone",
+                        f"process {peer.pid} is gone and left no traceback{self._last_words(rank)}",
+                        ADVICE["died"],
+                    )
+                )
+        self._look_at_requests(board)
+
+    def _look_at_requests(self, board: Board) -> None:
+        if self._asked is None:
+            if self.launch.rank == 0:
+                self._look_at_limits()
+            if self._wishes:
+                board.ask(self._number, self._wishes[0])
+            request = board.asked(self._number)
+            if request is not None:
+                if request in self._wishes:
+                    self._wishes.remove(request)
+                with self._change:
+                    self._asked = request
+                    board.say_position(self._number, self._ticks)
+        if self._asked is not None and self._after is None:
+            after = board.agreed(self._number)
+            if after == 0 and self._asked.kind == "resume":  # no rank has trained yet: nothing to save
+                self._leave(ExitCode.TO_BE_RESUMED, f"ending before the first step: {self._asked.why}")
+            with self._change:
+                self._after = after
+                self._change.notify_all()
+            if after is None and self._ticks == 0 and self._signal_at and time.monotonic() - self._signal_at > 5:
+                os._exit(ExitCode.TO_BE_RESUMED)  # others have not come up, or are gone
+
+    def _look_at_limits(self) -> None:
+        for why, (when, kind) in self._limits.deadlines.items():
+            if time.time() >= when:
+                self._ask(Request(kind, why))
+        for name, kind in (("save", "save"), ("exit", "stop")):
+            path = self._limits.folder / name if self._limits.folder is not None else None
+            if path is not None and path.is_file():
+                path.unlink()
+                self._ask(Request(kind, f"{path} was there"))
+
+    def _ask(self, request: Request) -> None:
+        if request not in self._wishes:
+            self._wishes.append(request)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number not in SIGNALS:
+                continue
+            name, now = signal.Signals(number).name, time.monotonic()
+            if self._signal_at is None:
+                self._signal_at = now
+                self._ask(Request("resume", f"{name} on {self._name()}"))
+            elif now - self._signal_at > REPEATED and not self._failing.locked():
+                self._leave(ExitCode.KILLED + number, f"{self._name()}: a second signal, {name}: ending at once")
+
+    def _leave(self, code: int, message: str) -> NoReturn:
+        if self.launch.rank == 0 or code >= ExitCode.KILLED:
+            print(message, file=sys.stderr, flush=True)
+        self._write_error_file(message)
+        time.sleep(2 * PERIOD)  # all ranks have seen it when the first of them ends
+        self._exit(code)
+
+    def _store_lost(self, error: RuntimeError) -> NoReturn:
+        """The launcher, or rank 0 where there is none, has ended: nobody is left to talk through."""
+        self._only_once()
+        if self._signal_at is None and self.launch.local_rank <= (self.launch.launcher == "srun"):
+            what = f"the store of the ranks does not answer: {error}"
+            who = "rank 0 or the launcher, which holds the store of the ranks"
+            print(Failure(self.launch.rank, who, self._place(), "", what, ADVICE["died"]).text(), file=sys.stderr)
+        self._exit(ExitCode.FAILED)
+
+    # Ending.
+
+    def _only_once(self) -> None:
+        """Lets the first thread of this process end it; the other waits for that."""
+        if not self._failing.acquire(blocking=False):
+            while True:
+                time.sleep(60)
+
+    def _await_cause(self) -> list[int]:
+        """Gives a cause time to show up. Returns the ranks that did not answer in that time."""
+        assert self._board is not None
+        try:
+            before = self._board.get_all("beat")
+            self._wait(lambda board: board.cause() is not None or self._failing.locked(), GRACE)
+            after = self._board.get_all("beat")
+        except RuntimeError:
+            return []
+        return [rank for rank, beat in before.items() if after[rank] == beat and rank != self.launch.rank]
+
+    def _end(self, failure: Failure) -> NoReturn:
+        """Reports and ends, unless another rank already does."""
+        board = self._board
+        assert board is not None
+        try:
+            first = board.post_cause(failure)
+            if first.reporter != self.launch.rank:
+                self._follow(first)
+            self._dump_stacks()
+            others: dict[int, str] = {}
+            if failure.code == ExitCode.FAILED:
+                self._wait(lambda b: len(b.get_all("place")) >= self.launch.world_size - 1, GATHER)
+                others = board.get_all("place")
+            self._deliver(failure.text(others, self._stacks and Path(self._stacks.name).parent))
+            board.store.set("told", "")
+            self._kill_silent()
+        except RuntimeError:  # the store is gone
+            self._deliver(failure.text())
+        self._exit(failure.code)
+
+    def _follow(self, cause: Failure) -> NoReturn:
+        """Ends because another rank has failed."""
+        board = self._board
+        assert board is not None
+        self._dump_stacks()
+        self._write_error_file(cause.line(), 1)
+        try:
+            board.store.set(f"place/{self.launch.rank}", self._place())
+            if not self._wait(lambda b: b.store.check(["told"]), GATHER + 2) and self.launch.local_rank == 0:
+                print(cause.text(), file=sys.stderr, flush=True)
+            time.sleep(0.5)  # the launcher hears of the failed rank first
+            self._kill_silent()
+        except RuntimeError:
+            pass
+        self._exit(cause.code)
+
+    def _kill_silent(self) -> None:
+        """Ends the processes of this machine that are stopped or stuck and cannot end themselves."""
+        assert self._board is not None
+        said = self._board.get_all("place")
+        cause = self._board.cause()
+        for rank, peer in self._board.neighbours().items():
+            if rank not in said and peer.state() and (cause is None or rank != cause.reporter):
+                os.kill(peer.pid, signal.SIGKILL)
+
+    def _exit(self, code: int) -> NoReturn:
+        closing = threading.Thread(target=lambda: [close() for close in self.at_exit], daemon=True)
+        closing.start()
+        closing.join(1.0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _wait(self, condition: Callable[[Board], bool], seconds: float) -> bool:
+        """Whether a condition came true in time."""
+        assert self._board is not None
+        deadline = time.monotonic() + seconds
+        while not condition(self._board):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _name(self, rank: int | None = None) -> str:
+        rank = self.launch.rank if rank is None else rank
+        host = socket.gethostname()
+        if self._board is not None and rank in self._board.peers:
+            host = self._board.peers[rank].host
+        return f"rank {rank} of {self.launch.world_size} on {host}"
+
+    def _phase(self) -> str:
+        """Phase, and within a step the micro-batch and the action of the schedule."""
+        action = getattr(self.actions, "current", None)
+        return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
+
+    def _place(self) -> str:
+        """Phase and line of code."""
+        return f"{self._phase()}, {self._waited_in or place_of(self._main)}"
+
+    def _last_words(self, rank: int) -> str:
+        """What the interpreter of another rank wrote while it crashed."""
+        if self._stacks is None:
+            return ""
+        path = Path(self._stacks.name).with_name(f"rank-{rank:05d}.txt")
+        text = path.read_text() if path.exists() else ""
+        return ":\n" + text.partition("\nExtension modules")[0][:2000] if text.startswith("Fatal") else ""
+
+    def _dump_stacks(self) -> None:
+        if self._stacks is not None:
+            self._stacks.write(f"{self._name()}: {self._place()}\n")
+            self._stacks.flush()
+            faulthandler.dump_traceback(self._stacks)
+
+    def _deliver(self, text: str) -> None:
+        """Prints the report last: torchrun prints what is in a worker's error file when all workers have ended, but
+        not if it starts them again."""
+        written = self._write_error_file(text, -10)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        if not written or restarts or self._signal_at is not None:
+            print(text, file=sys.stderr, flush=True)
+
+    def _write_error_file(self, text: str, later: int = 0) -> bool:
+        """For torchrun, which takes the earliest failure for the cause and counts in whole seconds."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not path:
+            return False
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
+        Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
+        return True
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """The thread acts on the signal; but for a handler it would end the process."""

@@ -1,0 +1,89 @@
+"""`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
+gets the time at which it did. Started by `tests.faults.runs`, under a launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.training import training
+
+
+def exception(run: training.TrainingRun) -> None:
+    raise RuntimeError("injected: this rank's own error")
+
+
+def in_a_forward(run: training.TrainingRun) -> None:
+    def hook(*_: object) -> None:
+        raise RuntimeError("injected: this rank's own error")
+
+    next(iter(run.stages.values())).register_forward_pre_hook(hook)
+
+
+def out_of_memory(run: training.TrainingRun) -> None:
+    raise torch.OutOfMemoryError("injected: no memory left")
+
+
+def exit_code_3(run: training.TrainingRun) -> None:
+    os._exit(3)
+
+
+def segfault(run: training.TrainingRun) -> None:
+    ctypes.string_at(0)
+
+
+def kill(run: training.TrainingRun) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(run: training.TrainingRun) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def other_collective(run: training.TrainingRun) -> None:
+    dist.barrier()
+
+
+def exhausted_data(run: training.TrainingRun) -> None:
+    assert run.data.train is not None
+    run.data.train.dataset = run.data.train.dataset.__class__(8, 16, 64, 1)  # type: ignore[call-arg]
+
+
+def slow(run: training.TrainingRun) -> None:
+    time.sleep(600)
+
+
+def terminate(run: training.TrainingRun) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def user_signal(run: training.TrainingRun) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def main() -> int:
+    kind, rank, step = os.environ["FAULT"].split(":")
+    fault, healthy = globals()[kind], training.train_step
+
+    def train_step(run: training.TrainingRun, *args: object) -> None:
+        if run.progress.iteration + 1 == int(step) and run.runtime.launch.rank == int(rank):
+            Path(os.environ["FAULT_FILE"]).write_text(str(time.time()))
+            fault(run)
+        healthy(run, *args)  # type: ignore[arg-type]
+
+    training.train_step = train_step
+    return pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

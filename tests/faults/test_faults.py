@@ -1,0 +1,44 @@
+"""Four real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import run_with_fault
+
+BOUND = 60.0
+"""Seconds: generous, as tests share the machine. The table of docs/reliability.md has what it takes."""
+
+
+def test_one_report_ends_the_screen(tmp_path: Path) -> None:
+    ended = run_with_fault("in_a_forward", tmp_path)
+    assert ended.code != 0 and ended.seconds < BOUND and not ended.left
+    report = ended.screen[ended.screen.index("RUN FAILED") :]
+    assert ended.screen.count("RUN FAILED") == 1
+    assert re.search(r"RUN FAILED: rank 2 of 4 on \S+\s+phase: step 3, micro-batch \d+, action F", report)
+    assert "RuntimeError: injected: this rank's own error" in report
+    assert "what to do: " in report
+    stacks = sorted(path.name for path in (tmp_path / "save" / "stacks").glob("rank-*"))
+    assert stacks == [f"rank-{rank:05d}.txt" for rank in range(4)]
+    assert "train_step" in (tmp_path / "save" / "stacks" / "rank-00000.txt").read_text()
+
+
+@pytest.mark.parametrize("kind", ["kill"])
+def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path, kind: str) -> None:
+    ended = run_with_fault(kind, tmp_path)
+    assert ended.code != 0 and ended.seconds < BOUND and not ended.left
+    assert re.search(r"RUN FAILED: rank 2 of 4", ended.screen)
+    assert "SIGKILL" in ended.screen
+
+
+def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
+    ended = run_with_fault("user_signal", tmp_path)
+    assert ended.seconds < BOUND and not ended.left
+    saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 3
+    assert re.search(rf"exiting at iteration {saved}: SIGUSR1 on rank 2 of 4", ended.screen)
+    assert "exitcode  : 75" in ended.screen
+    assert "RUN FAILED" not in ended.screen
