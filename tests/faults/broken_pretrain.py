@@ -54,11 +54,6 @@ def other_collective(run: training.TrainingRun) -> None:
     dist.barrier()
 
 
-def exhausted_data(run: training.TrainingRun) -> None:
-    assert run.data.train is not None
-    run.data.train.dataset = run.data.train.dataset.__class__(8, 16, 64, 1)  # type: ignore[call-arg]
-
-
 def slow(run: training.TrainingRun) -> None:
     time.sleep(600)
 
