@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,13 +53,23 @@ class Sink(Protocol):
 
 class JsonLinesSink:
     """One JSON object a line. A resumed run continues the file: records past its starting point are dropped,
-    so that the file reads as if the run had never stopped."""
+    so that the file reads as if the run had never stopped. A run that starts anew keeps what lies there under
+    another name."""
 
     def __init__(self, path: Path, resume_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._truncate(path, resume_iteration)
+        if path.exists() and path.stat().st_size:
+            if resume_iteration:
+                self._truncate(path, resume_iteration)
+            else:
+                os.replace(path, self._free_name(path))
         self._file = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _free_name(path: Path) -> Path:
+        """metrics.1.jsonl, or the first number that is not taken."""
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        return next(name for name in names if not name.exists())
 
     @staticmethod
     def _truncate(path: Path, iteration: int) -> None:

@@ -26,7 +26,7 @@ from megatron.training.checkpointing import save_checkpoint
 from megatron.training.config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.exit_codes import ExitCode
-from megatron.training.initialize import StartupPhases, initialize, shut_down, start_watch
+from megatron.training.initialize import StartupPhases, give_back_memory, initialize, shut_down, start_watch
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
 from megatron.training.replicas import check_replicas
@@ -86,6 +86,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     runtime.say(str(runtime.phases))
     if progress.iteration:
         runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
+    elif config.checkpoint.load and not config.checkpoint.finetune:
+        runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
     bar = _progress_bar(run, resources)
     interval = Interval()
     saved_at = progress.iteration or None
@@ -208,6 +210,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
 
 def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None) -> None:
     """Prints and writes a record, on the rank that speaks for the run."""
+    give_back_memory(run.runtime.device)
     for sink in sinks:
         sink.write(record)
     line = progress_line(record, run.train_iters)

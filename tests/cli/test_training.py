@@ -102,6 +102,16 @@ def test_saved_configuration_runs_again(tmp_path: Path) -> None:
     assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "first"), rel=1e-5)
 
 
+def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        said = launch(
+            1, *MODEL, "--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path / "nothing")
+        ).stdout
+        assert f"no checkpoint in --load {tmp_path / 'nothing'}: starting at iteration 0" in said
+    assert len(losses(tmp_path)) == 2
+    assert records(tmp_path / "metrics.1.jsonl")[0]["lm_loss"] == losses(tmp_path)[0]
+
+
 def test_no_length_is_one_epoch(tmp_path: Path) -> None:
     documents = tmp_path / "text.jsonl"
     documents.write_text("".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30)))
