@@ -9,7 +9,7 @@ seed it was saved with, at any layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -18,10 +18,13 @@ from torch import nn
 
 from megatron.core.config import ModelParallelConfig, TokenizerConfig, TransformerConfig
 from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.retention import Retention
+from megatron.core.dist_checkpointing.saver import CheckpointSaver
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
     MODEL,
     OPTIMIZER,
+    StateDict,
     load_targets,
     model_state,
     optimizer_key,
@@ -43,7 +46,9 @@ from megatron.training.tokenizer import resolved_tokenizer
 
 __all__ = [
     "Progress",
+    "build_saver",
     "changed_fields",
+    "checkpoint_contents",
     "load_checkpoint",
     "load_model_for_inference",
     "read_latest",
@@ -70,6 +75,38 @@ class Progress:
     data_fingerprint: str | None = None
     """What the data position refers to; equal where the same sample number means the same sample."""
 
+    loaded_from: str | None = field(default=None, compare=False)
+    """The checkpoint that this process went on from."""
+
+
+def checkpoint_contents(
+    config: RunConfig,
+    state: ParallelState,
+    stages: Mapping[int, nn.Module],
+    optimizer: MixedPrecisionOptimizer,
+    progress: Progress,
+    metrics: Mapping[str, float | None] | None = None,
+) -> tuple[StateDict, dict[str, Any]]:
+    """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
+
+    `metrics`: what was measured at this iteration, for retention to choose by.
+    """
+    optimizer.finish_param_sync()
+    tensors = model_state(stages.values(), state)
+    if config.checkpoint.save_optim:
+        tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)
+    payload = {
+        "format_version": FORMAT_VERSION,
+        "torch_version": torch.__version__,
+        **asdict(progress),
+        "metrics": dict(metrics or {}),
+        "layout": asdict(state.dims) | {"use_distributed_optimizer": config.optimizer.use_distributed_optimizer},
+        "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
+        "rng": {"seed": config.training.seed},
+        "config": asdict(config),
+    }
+    return tensors, payload
+
 
 def save_checkpoint(
     config: RunConfig,
@@ -83,20 +120,19 @@ def save_checkpoint(
     Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
     """
     assert config.checkpoint.save is not None
-    optimizer.finish_param_sync()
-    tensors = model_state(stages.values(), state)
-    if config.checkpoint.save_optim:
-        tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)
-    payload = {
-        "format_version": FORMAT_VERSION,
-        "torch_version": torch.__version__,
-        **asdict(progress),
-        "layout": asdict(state.dims) | {"use_distributed_optimizer": config.optimizer.use_distributed_optimizer},
-        "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
-        "rng": {"seed": config.training.seed},
-        "config": asdict(config),
-    }
+    tensors, payload = checkpoint_contents(config, state, stages, optimizer, progress)
     return save(Path(config.checkpoint.save), progress.iteration, tensors, payload, state.world)
+
+
+def build_saver(config: RunConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
+    """What writes the run's checkpoints; None without --save. Collective over the world."""
+    options = config.checkpoint
+    if options.save is None:
+        return None
+    retention = Retention(options.keep_last, options.keep_every, options.save_retain_best)
+    saver = CheckpointSaver(Path(options.save), world, background=options.async_save, retention=retention)
+    saver.held += [Path(progress.loaded_from)] if progress.loaded_from else []
+    return saver
 
 
 def load_checkpoint(
@@ -105,26 +141,29 @@ def load_checkpoint(
     stages: Mapping[int, nn.Module],
     optimizer: MixedPrecisionOptimizer,
     say: Callable[[str], None] = lambda line: None,
+    data_fingerprint: str | None = None,
 ) -> Progress:
     """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and the
     optimizer, and says which were skipped and why.
 
     Collective over the world. Returns where the run stands: at the start if there is no checkpoint or under
-    --finetune. Raises ValueError, on every rank, if the checkpoint does not fit the run.
+    --finetune. Raises ValueError, on every rank, if the checkpoint does not fit the run, or the run's data, of which
+    `data_fingerprint` tells, is not what its data position refers to.
     """
     options = config.checkpoint
     checkpoint = _choose(config, state.world, say)
     if checkpoint is None:
-        return Progress()
+        return Progress(data_fingerprint=data_fingerprint)
     load_optimizer = options.load_optim and not options.finetune
-    _check_fits(checkpoint, config, load_optimizer)
+    _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
     targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
     checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
     if load_optimizer:
         _load_counters(checkpoint, optimizer)
-    if options.finetune:
-        return Progress()
-    return _from_json(Progress, checkpoint.payload)
+    progress = Progress() if options.finetune else _from_json(Progress, checkpoint.payload)
+    progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
+    progress.loaded_from = str(checkpoint.folder)
+    return progress
 
 
 def load_model_for_inference(
@@ -171,7 +210,7 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     return checkpoint
 
 
-def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool) -> None:
+def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
     """Raises ValueError, with every difference at once, if the run would not go on as what was saved."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
@@ -185,6 +224,8 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool)
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
                 "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
             )
+        if problem := _other_data(checkpoint, options.override_data_fingerprint, data_fingerprint):
+            problems.append(problem)
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
         problems.append("it has no optimizer state: give --no-load-optim to go on with fresh moments, or --finetune")
     elif load_optimizer and saved.optimizer.optimizer != config.optimizer.optimizer:
@@ -194,6 +235,18 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool)
         )
     if problems:
         raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
+    before, consumed = checkpoint.payload.get("data_fingerprint"), checkpoint.payload.get("consumed_samples")
+    if override or not consumed or None in (before, now) or before == now:
+        return None
+    return (
+        f"the training data is not what its {consumed} consumed samples came from (fingerprint {before} in the "
+        f"checkpoint, {now} in the run), so that samples would be repeated and left out: give the same data, split, "
+        "seed, sequence length and length of the run, or --override-data-fingerprint to go on with the new data from "
+        f"its sample {consumed}"
+    )
 
 
 # Fields that leave open what another value, and so another flag, says.
@@ -223,11 +276,11 @@ WITHOUT_EFFECT = {
 def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
     """Every field that changes a result and in which two models differ, with both values."""
     changed, table = [], field_table()
-    for field in fields(TransformerConfig):
-        effective = EFFECTIVE.get(field.name, field.name)
+    for each in fields(TransformerConfig):
+        effective = EFFECTIVE.get(each.name, each.name)
         before, now = getattr(saved, effective), getattr(run, effective)
-        if before != now and field.name not in WITHOUT_EFFECT:
-            changed.append(f"{table[field.name].name} {before} in the checkpoint, {now} in the run")
+        if before != now and each.name not in WITHOUT_EFFECT:
+            changed.append(f"{table[each.name].name} {before} in the checkpoint, {now} in the run")
     return changed
 
 
@@ -255,7 +308,7 @@ def _from_json(cls: type[C], values: dict[str, Any]) -> C:
     """A dataclass of nested dataclasses from what `asdict` and JSON made of it. Fields it has no more are dropped,
     fields it has gained take their default."""
     hints = get_type_hints(cls)
-    known = {field.name: values[field.name] for field in fields(cls) if field.name in values}  # type: ignore[arg-type]
+    known = {each.name: values[each.name] for each in fields(cls) if each.name in values}  # type: ignore[arg-type]
     return cls(**{name: _value(hints[name], value) for name, value in known.items()})
 
 

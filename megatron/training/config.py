@@ -119,6 +119,24 @@ class CheckpointConfig:
     finetune: bool = False
     """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
 
+    async_save: bool = True
+    """Write checkpoints in the background; training waits for a copy to host memory only."""
+
+    fatal_save_errors: bool = False
+    """Stop when a checkpoint cannot be saved, after trying again; default: go on to the next."""
+
+    keep_last: int | None = None
+    """Delete all but the newest so many checkpoints; 1 if only others of these flags are given."""
+
+    keep_every: int | None = flag(None, "--save-retain-interval")
+    """Keep checkpoints whose iteration is a multiple of this, and the newest."""
+
+    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"))
+    """Keep the checkpoint with the lowest of this metric, measured at its iteration, and the newest."""
+
+    override_data_fingerprint: bool = False
+    """Go on from a checkpoint with other training data than it was saved with."""
+
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""
 

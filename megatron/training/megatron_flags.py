@@ -316,9 +316,7 @@ NOT_BUILT: dict[str, str] = {
     ),
     **_refuse(
         "this way of saving or loading",
-        "--async-save",
         "--use-persistent-ckpt-worker",
-        "--save-retain-interval",
         "--pretrained-checkpoint",
         "--ckpt-step",
         "--load-main-params-from-ckpt",

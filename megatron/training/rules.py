@@ -259,10 +259,24 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.checkpoint.load is None:
-        for field in ("finetune", "exit_on_missing_checkpoint"):
+        for field in ("finetune", "exit_on_missing_checkpoint", "override_data_fingerprint"):
             if getattr(c.checkpoint, field):
                 name = f"--{field.replace('_', '-')}"
                 yield Problem(name, None, "needs a checkpoint to load", "give --load")
+    if c.checkpoint.save is None:
+        for field in ("keep_last", "keep_every", "save_retain_best", "fatal_save_errors"):
+            if value := getattr(c.checkpoint, field):
+                name = f"--{field.replace('_', '-')}"
+                shown = None if value is True else value
+                yield Problem(name, shown, "is about checkpoints, and none are saved", "give --save")
+    metric, interval = c.checkpoint.save_retain_best, c.checkpoint.save_interval
+    name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
+    measured = c.training.eval_interval if metric == "valid_loss" else c.logging.log_interval
+    if metric and interval and measured > 0 and interval % measured:
+        rule = f"{metric} is measured every {name} {measured}, and --save-interval {interval} is no multiple of it"
+        yield Problem("--save-retain-best", metric, rule, f"give {name} {interval}")
+    if metric == "valid_loss" and c.training.eval_iters == 0:
+        yield Problem("--save-retain-best", metric, "needs evaluation, and --eval-iters is 0", "raise --eval-iters")
 
 
 RULES: tuple[Rule, ...] = (

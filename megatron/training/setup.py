@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from megatron.core.dist_checkpointing.saver import CheckpointSaver
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
@@ -18,7 +19,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_sta
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import Batch
 from megatron.training.batch_size import BatchSizes
-from megatron.training.checkpointing import Progress, load_checkpoint
+from megatron.training.checkpointing import Progress, build_saver, load_checkpoint
 from megatron.training.config import RunConfig
 from megatron.training.data import TrainingData, build_data
 from megatron.training.expert_load import ExpertLoad
@@ -41,6 +42,11 @@ class TrainingRun:
     train_iters: int
     progress: Progress
     experts: ExpertLoad
+    saver: CheckpointSaver | None
+    """None where nothing is saved."""
+
+    measured: dict[str, float | None] = field(default_factory=dict)
+    """Metrics of the present iteration, as far as they were measured."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,9 +151,22 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         optimizer = build_optimizer(config.optimizer, ddp, state)
         scheduler = build_scheduler(config, train_iters)
     with phases("checkpoint"):
-        progress = load_checkpoint(config, state, stages, optimizer, runtime.say)
+        progress = load_checkpoint(config, state, stages, optimizer, runtime.say, data.fingerprint)
+        saver = build_saver(config, state.world, progress)
     pipeline = Pipeline(config, runtime, stages, queue)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     return TrainingRun(
-        config, runtime, stages, ddp, optimizer, scheduler, pipeline, data, batch_sizes, train_iters, progress, experts
+        config,
+        runtime,
+        stages,
+        ddp,
+        optimizer,
+        scheduler,
+        pipeline,
+        data,
+        batch_sizes,
+        train_iters,
+        progress,
+        experts,
+        saver,
     )

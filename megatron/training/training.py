@@ -22,7 +22,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads,
 from megatron.core.model_math import flops_per_token
 from megatron.core.optimizer.optimizer import StepResult
 from megatron.training.arguments import save_config, to_flat_dict
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.exit_codes import ExitCode
@@ -30,6 +29,7 @@ from megatron.training.initialize import StartupPhases, give_back_memory, initia
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
 from megatron.training.replicas import check_replicas
+from megatron.training.saving import finish_saves, save, tell_of_saves
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.watch import Watch
 
@@ -103,6 +103,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             watch.done()
             continue
         train_step(run, interval)
+        tell_of_saves(run)
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if last or _due(iteration, config.logging.log_interval):
             report(run, sinks, summarize(run, interval), bar)
@@ -125,6 +126,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     if progress.iteration >= run.train_iters and run.data.test is not None and not watch.stopping:
         evaluate_and_report(run, "test", sinks)
     run.optimizer.finish_param_sync()  # nothing may be under way when ranks leave
+    finish_saves(run)
     watch.begin("leaving")
     if not watch.stopping:
         return ExitCode.DONE
@@ -155,6 +157,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     interval.learning_rate = lr
     interval.batch_size = batch_size
     interval.samples += batch_size
+    run.measured.clear()
     progress.iteration += 1
     progress.consumed_samples += batch_size
 
@@ -211,6 +214,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
 def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None) -> None:
     """Prints and writes a record, on the rank that speaks for the run."""
     give_back_memory(run.runtime.device)
+    run.measured["lm_loss"] = record["lm_loss"]
     for sink in sinks:
         sink.write(record)
     line = progress_line(record, run.train_iters)
@@ -261,23 +265,12 @@ def evaluate_and_report(run: TrainingRun, split: str, sinks: list[Sink]) -> None
     loss = evaluate(run, split)
     if loss is None:
         return
+    run.measured[f"{split}_loss"] = loss
     perplexity = math.exp(loss) if loss < 700 else math.inf
     for sink in sinks:
         sink.write({"iteration": progress.iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
     run.runtime.say(
         f" {split} loss at iteration {progress.iteration} | lm loss: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
-    )
-
-
-def save(run: TrainingRun) -> None:
-    """Writes a checkpoint of the present iteration."""
-    folder = run.config.checkpoint.save
-    assert folder is not None
-    start = time.perf_counter()
-    run.runtime.watch.begin(f"saving iteration {run.progress.iteration}")
-    save_checkpoint(run.config, run.runtime.state, run.stages, run.optimizer, run.progress)
-    run.runtime.say(
-        f" saved checkpoint at iteration {run.progress.iteration} to {folder} in {time.perf_counter() - start:.2f} s"
     )
 
 

@@ -1,0 +1,66 @@
+"""Saves in the training loop: started, reported, and waited for before the process leaves."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+from megatron.core.dist_checkpointing.saver import SaveReport
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.training.checkpointing import checkpoint_contents
+from megatron.training.setup import TrainingRun
+
+
+def save(run: TrainingRun) -> None:
+    """Starts a checkpoint of the present iteration; with --no-async-save it is written when this returns."""
+    assert run.saver is not None
+    iteration, start = run.progress.iteration, time.perf_counter()
+    run.runtime.watch.begin(f"saving iteration {iteration}")
+    contents = checkpoint_contents(run.config, run.runtime.state, run.stages, run.optimizer, run.progress, run.measured)
+    run.saver.save(iteration, *contents)
+    if run.saver.background:
+        run.runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {time.perf_counter() - start:.2f} s")
+    tell_of_saves(run)
+
+
+def tell_of_saves(run: TrainingRun, last: bool = False) -> None:
+    """Says what came of saves since it was last called: a success once, a failure on every rank.
+
+    Raises CheckpointError where a save was given up, under --fatal-save-errors or if it was the `last` of the run.
+    """
+    if run.saver is None:
+        return
+    for report in run.saver.reports():
+        if report.error is None:
+            folder = run.config.checkpoint.save
+            run.runtime.say(f" saved checkpoint at iteration {report.iteration} to {folder} in {report.seconds:.2f} s")
+            continue
+        message = _failure(report)
+        launch = run.runtime.launch
+        who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}"
+        print(f"{who}: {message}", file=sys.stderr, flush=True)
+        given_up = not report.complete and not report.attempts_left
+        if given_up and (last or run.config.checkpoint.fatal_save_errors):
+            raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
+
+
+def finish_saves(run: TrainingRun) -> None:
+    """Waits for the save under way. Raises CheckpointError if the last one failed: the run's end is not on disk."""
+    if run.saver is None:
+        return
+    run.runtime.watch.begin(f"finishing the save at iteration {run.progress.iteration}")
+    run.saver.close()
+    tell_of_saves(run, last=True)
+
+
+def _failure(report: SaveReport) -> str:
+    what = f"checkpoint of iteration {report.iteration}"
+    if report.complete:
+        return f"{what} is saved, but older ones could not be deleted: {report.error}"
+    then = (
+        f"{report.attempts_left} more attempts"
+        if report.attempts_left
+        else "given up, and the last checkpoint that was saved stands"
+    )
+    return f"{what} was not saved: {report.error}; {then}"

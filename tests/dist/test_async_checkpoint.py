@@ -1,0 +1,178 @@
+"""Saves in the background: what they write, what a kill leaves, and what a failure does to the run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.retention import Retention
+from megatron.core.dist_checkpointing.saver import CheckpointSaver
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
+from megatron.core.dist_checkpointing.storage import CheckpointError, read_latest, saved_folders
+from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.setup import build_run
+from megatron.training.training import train
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+from tools.inspect_checkpoint import whole
+
+ROWS = 40
+
+
+def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointSaver, torch.Tensor, dict[str, ShardedBoxes]]:
+    """A saver and this rank's half of a tensor."""
+    state = initialize_model_parallel()
+    part = torch.zeros(ROWS, 3)
+    tensors = {"model.a": ShardedBoxes((2 * ROWS, 3), [((rank * ROWS, 0), part)])}
+    return CheckpointSaver(root, state.world, pause=0.0, **options), part, tensors
+
+
+def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float) -> None:
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    saver, part, tensors = start(rank, root, retention=Retention(last=2))
+    for iteration in range(1, 10_000):
+        part.fill_(iteration)
+        saver.save(iteration, tensors, {"n": iteration})
+
+
+def test_a_kill_at_any_moment_leaves_a_loadable_latest(tmp_path: Path) -> None:
+    moments = random.Random(7)
+    before = 0
+    for _ in range(8):
+        victim, delay = moments.randrange(2), moments.uniform(0.05, 0.6)
+        with pytest.raises(RuntimeError):
+            run_world(2, save_until_killed, tmp_path, victim, delay)
+        said: list[str] = []
+        checkpoint = choose_checkpoint(tmp_path, Axis(), said.append)
+        if checkpoint is None:
+            assert not saved_folders(tmp_path)
+            continue
+        iteration = checkpoint.payload["n"]
+        before += 1
+        assert not [line for line in said if line.startswith("skipped")]
+        assert (whole(checkpoint, "model.a") == iteration).all()
+    assert before, "at least one run lived long enough to save"
+
+
+def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
+    saver, part, tensors = start(rank, root, retention=Retention(last=2))
+    saver.held.append(root / "iter_0000002")
+    for iteration in range(1, 7):
+        part.fill_(iteration)
+        saver.save(iteration, tensors, {"n": iteration})
+        part.fill_(-1.0)  # as training does
+    saver.close()
+    reports = saver.reports()
+    assert all(report.complete and report.error is None for report in reports)
+    return [report.iteration for report in reports]
+
+
+def test_what_is_saved_is_what_was_there_when_asked(tmp_path: Path) -> None:
+    assert run_world(2, change_while_saving, tmp_path) == [[1, 2, 3, 4, 5, 6]] * 2
+    assert sorted(saved_folders(tmp_path)) == [2, 5, 6] and read_latest(tmp_path) == 6
+    for number, folder in saved_folders(tmp_path).items():
+        assert (whole(storage.Checkpoint(folder), "model.a") == number).all()
+
+
+def break_disk(times: int, folder: str = "") -> None:
+    """The next writes of this process, to a folder whose path has `folder` in it, find the disk full."""
+    left = [times]
+    original = storage.dcp.FileSystemWriter.write_data
+
+    def write_data(self: Any, *args: Any) -> Any:
+        if left[0] and folder in str(self.path):
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, *args)
+
+    storage.dcp.FileSystemWriter.write_data = write_data
+
+
+def save_on_a_bad_disk(rank: int, world_size: int, root: Path, failures: int) -> list[tuple[int, bool, int, str]]:
+    saver, _, tensors = start(rank, root)
+    saver.save(1, tensors, {})
+    saver.wait()
+    if rank == 1:
+        break_disk(failures)
+    for iteration in (2, 3):
+        saver.save(iteration, tensors, {})
+    saver.close()
+    return [(found.iteration, found.complete, found.attempts_left, found.error or "") for found in saver.reports()]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_failures_are_tried_again_and_known_on_every_rank(tmp_path: Path, failures: int) -> None:
+    first, second = run_world(2, save_on_a_bad_disk, tmp_path, failures)
+    assert first == second
+    failed = [report for report in first if not report[1]]
+    assert [report[2] for report in failed] == [2, 1, 0][:failures]
+    assert all(report[0] == 2 and "on rank 1" in report[3] and "No space left" in report[3] for report in failed)
+    assert [report[0] for report in first if report[1]] == ([1, 3] if failures == 3 else [1, 2, 3])
+    assert read_latest(tmp_path) == 3 and not list(tmp_path.glob("*.tmp"))
+
+
+MODEL = (
+    "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 "
+    "--mock-data --make-vocab-size-divisible-by 8 --global-batch-size 4 --train-iters 8 --eval-iters 0 --num-workers 0 "
+    "--log-interval 1 --save-interval 2 --tp 2"
+).split()
+
+
+def train_on_a_bad_disk(rank: int, world_size: int, broken: str, *argv: str) -> None:
+    config = resolve(parse_args([*MODEL, *argv]), world_size)
+    assert not validate(config, world_size)
+    if rank == 1 and broken:
+        break_disk(3, broken)
+    parallel = config.parallel
+    state = initialize_model_parallel(parallel.tensor_model_parallel_size)
+    with ExitStack() as resources:
+        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        assert run.saver is not None
+        run.saver.pause = 0.0
+        train(run, resources)
+
+
+def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_world(2, train_on_a_bad_disk, "iter_0000004", "--save", str(tmp_path))
+    assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
+    shown = capfd.readouterr().err
+    for rank in (0, 1):
+        lines = [line for line in shown.splitlines() if line.startswith(f"rank {rank} of 2 ")]
+        assert len(lines) == 3 and all("iteration 4 was not saved" in line for line in lines)
+        assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
+
+
+def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*fatal-save-errors"):
+        run_world(2, train_on_a_bad_disk, "iter_0000002", "--save", str(tmp_path), "--fatal-save-errors")
+    with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*it was the last of the run"):
+        run_world(2, train_on_a_bad_disk, "iter_0000008", "--save", str(tmp_path))
+    assert read_latest(tmp_path) == 6
+
+
+def test_in_the_background_or_not_the_same_is_saved_and_resumed(tmp_path: Path) -> None:
+    for name, flag in (("back", "--async-save"), ("front", "--no-async-save")):
+        run_world(2, train_on_a_bad_disk, "", "--save", str(tmp_path / name), flag)
+    run_world(2, train_on_a_bad_disk, "", "--save", str(tmp_path / "halves"), "--exit-interval", "4")
+    argv = ("--save", str(tmp_path / "halves"), "--load", str(tmp_path / "halves"))
+    run_world(2, train_on_a_bad_disk, "", *argv)
+    found = [choose_checkpoint(tmp_path / name, Axis()) for name in ("back", "front", "halves")]
+    for checkpoint in found[1:]:
+        assert checkpoint.tensors.keys() == found[0].tensors.keys() and checkpoint.payload["iteration"] == 8
+        for key in checkpoint.tensors:
+            assert torch.equal(whole(checkpoint, key), whole(found[0], key)), key
