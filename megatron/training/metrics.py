@@ -119,7 +119,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"--wandb-project {config.wandb_project} needs the wandb package: pip install 'megatron[wandb]'"
+                f"--wandb-project {config.wandb_project} needs the wandb package: pip install wandb"
             ) from error
         self._run = wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=run_config)
 
