@@ -134,7 +134,7 @@ def weights_loaded(rank: int, world_size: int, flags: str) -> dict[str, torch.Te
 def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> None:
     results = {}
     for name, overlap in (("plain", ""), ("overlapped", OVERLAP)):
-        folder = f"--save {tmp_path / name} --load {tmp_path / name} --no-save-optim --no-load-optim"
+        folder = f"--save {tmp_path / name} --load {tmp_path / name} --no-async-save --no-save-optim --no-load-optim"
         losses = run_world(2, evaluate_and_save, f"--dp 2 {folder} {overlap}")
         results[name] = losses, run_world(1, weights_loaded, folder)
     assert results["plain"][0] == results["overlapped"][0]

@@ -44,7 +44,7 @@ def one_step(rank: int, world_size: int, argv: list[str]) -> int:
 
 def test_every_step_under_another_schedule(tmp_path: Path) -> None:
     for iteration, (world_size, layout) in enumerate(CHAIN[:-1], 1):
-        argv = [*COMMON.split(), *layout.split(), "--save", str(tmp_path), "--load", str(tmp_path)]
+        argv = [*COMMON.split(), *layout.split(), "--no-async-save", "--save", str(tmp_path), "--load", str(tmp_path)]
         assert run_world(world_size, one_step, argv) == [iteration] * world_size
     world_size, layout = CHAIN[-1]
     found = train_in_world(world_size, [*COMMON.split(), *layout.split(), "--load", str(tmp_path)], steps=1)
