@@ -139,7 +139,12 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
         torch.distributed.all_reduce(totals)
     found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
     found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))
-    return found + list(_weights(run, label)) + list(_moments(run, label))
+    return found + state_fragments(run, label)
+
+
+def state_fragments(run: TrainingRun, label: Label) -> list[Fragment]:
+    """The weights, states that have no gradient, main parameters and moments on this rank."""
+    return list(_weights(run, label)) + list(_moments(run, label))
 
 
 class _Activations:

@@ -1,0 +1,82 @@
+"""Ranks of `pretrain_gpt.py` on this machine, forked from this process: the launcher's part without its start-up time.
+
+Forking saves importing torch once a rank. Each rank reads its place from the variables that torchrun sets.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # torch.optim imports it on first use: once here instead of once a rank
+
+import megatron.training.training  # noqa: F401 (the program imports it late)
+import pretrain_gpt
+
+
+@contextmanager
+def forked_ranks(
+    world_size: int, argv: Sequence[str], screen: Path, prepare: Callable[[int], None] = lambda rank: None
+) -> Iterator[list[Any]]:
+    """Processes that run `pretrain_gpt.py` with `argv`, all printing to the file `screen`; `prepare(rank)` is called
+    in each beforehand. Those still there at the end are killed."""
+    screen.write_text("")
+    port, context = free_port(), mp.get_context("fork")
+    arguments = (world_size, port, list(argv), screen, prepare)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def join(ranks: Sequence[Any], seconds: float) -> list[int]:
+    """Exit codes. Raises TimeoutError if a rank has not ended in that time."""
+    limit = time.monotonic() + seconds
+    for process in ranks:
+        process.join(max(0.0, limit - time.monotonic()))
+        if process.exitcode is None:
+            raise TimeoutError(f"a rank did not end within {seconds} s")
+    return [process.exitcode for process in ranks]
+
+
+def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, prepare: Callable[[int], None]) -> None:
+    descriptor = os.open(screen, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    prepare(rank)
+    code = 1
+    try:
+        code = pretrain_gpt.main(argv)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
