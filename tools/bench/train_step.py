@@ -1,0 +1,304 @@
+"""Tokens per second of training in one process, optimizer step included, beside other programs' same model.
+
+    python tools/bench/train_step.py                      # all eight cells, both styles
+    python tools/bench/train_step.py --style llama --dtype float32 --mode eager --rounds 7
+
+Peers: Hugging Face transformers (GPT2LMHeadModel, LlamaForCausalLM) and litgpt, with torch's fused AdamW and SDPA:
+`pip install -r tools/bench/requirements.txt`. In bf16 theirs are bf16 parameters, updated in bf16, the fastest they can
+be trained; ours keeps fp32 main parameters and fp32 gradient sums as always.
+
+The ceiling is a process that does nothing but the matrix products of the model's linear layers and head, forward and
+backward, in the same precision: everything else that a step has to do comes on top. Contestants are processes of
+their own which take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, write_json
+
+
+@dataclass(frozen=True)
+class Style:
+    """A model that all contestants can build."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    ffn: int
+    seq: int
+    vocab: int
+    micro_batch: int
+    llama: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.seq * self.micro_batch
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """(in, out) of each matrix that activations are multiplied with."""
+        head_dim = self.hidden // self.heads
+        qkv = (self.heads + 2 * self.groups) * head_dim
+        layer = [
+            (self.hidden, qkv),
+            (self.hidden, self.hidden),
+            (self.hidden, self.ffn * (2 if self.llama else 1)),
+            (self.ffn, self.hidden),
+        ]
+        return layer * self.layers + [(self.hidden, self.vocab)]
+
+
+STYLES = {
+    "gpt": Style(6, 384, 6, 6, 4 * 384, 256, 50304, 4, llama=False),
+    "llama": Style(6, 384, 6, 2, 1024, 512, 32000, 2, llama=True),
+}
+BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
+
+
+def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
+    """Ours, as a user gives them."""
+    text = (
+        f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
+        f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
+        f"--vocab-size {style.vocab} --micro-batch-size {style.micro_batch} --global-batch-size {style.micro_batch} "
+        f"--attention-dropout 0 --hidden-dropout 0 --mock-data --train-iters 1000000 --eval-iters 0 --lr {LR} "
+        f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --weight-decay {WEIGHT_DECAY} --cpu"
+    ).split()
+    if style.llama:
+        text += (
+            f"--group-query-attention --num-query-groups {style.groups} --position-embedding-type rope --swiglu "
+            "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+        ).split()
+    return text + (["--bf16"] if dtype == "bfloat16" else []) + (["--compile"] if compiled else [])
+
+
+def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    import torch
+
+    from megatron.training.arguments import parse_args
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.launch import Launch
+    from megatron.training.setup import build_run
+    from megatron.training.training import Interval, train_step
+    from megatron.training.validation import resolve, validate
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    config = resolve(parse_args(flags(style, dtype, compiled)), 1)
+    problems = validate(config, 1)
+    if problems:
+        raise ValueError("\n".join(map(str, problems)))
+    run = build_run(config, initialize(config, Launch(), StartupPhases()))
+
+    def step() -> None:
+        train_step(run, Interval())
+
+    return timed(step, steps, style.tokens)
+
+
+def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
+    """Tokens per second of so many steps."""
+
+    def one_round() -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return steps * tokens / (time.perf_counter() - start)
+
+    return one_round
+
+
+def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    """Another program's model in the loop that its users write."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    model, loss_of = {"transformers": transformers_model, "litgpt": litgpt_model}[name](style)
+    model = model.to(getattr(torch, dtype)).train()
+    run: Any = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    batches = torch.randint(style.vocab, (16, style.micro_batch, style.seq + 1))
+    place = 0
+
+    def step() -> None:
+        nonlocal place
+        batch, place = batches[place % len(batches)], place + 1
+        loss_of(run, batch[:, :-1], batch[:, 1:].contiguous()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, steps, style.tokens)
+
+
+def transformers_model(style: Style) -> tuple[Any, Callable[..., Any]]:
+    import transformers
+
+    if style.llama:
+        config = transformers.LlamaConfig(
+            hidden_size=style.hidden,
+            intermediate_size=style.ffn,
+            num_hidden_layers=style.layers,
+            num_attention_heads=style.heads,
+            num_key_value_heads=style.groups,
+            vocab_size=style.vocab,
+            max_position_embeddings=style.seq,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.GPT2Config(
+            n_embd=style.hidden,
+            n_layer=style.layers,
+            n_head=style.heads,
+            n_positions=style.seq,
+            vocab_size=style.vocab,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    return model, lambda run, tokens, labels: cross_entropy(run(input_ids=tokens).logits, labels)
+
+
+def litgpt_model(style: Style) -> tuple[Any, Callable[..., Any]]:
+    import litgpt
+
+    config = litgpt.Config(
+        block_size=style.seq,
+        vocab_size=style.vocab,
+        padded_vocab_size=style.vocab,
+        n_layer=style.layers,
+        n_head=style.heads,
+        n_embd=style.hidden,
+        n_query_groups=style.groups,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=style.ffn,
+    )
+    return litgpt.GPT(config), lambda run, tokens, labels: cross_entropy(run(tokens), labels)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def ceiling(style: Style, dtype: str, steps: int) -> Round:
+    """The matrix products alone, each into memory that is there already."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    kind = getattr(torch, dtype)
+    work = []
+    for size_in, size_out in style.products:
+        x, y = torch.randn(style.tokens, size_in, dtype=kind), torch.randn(style.tokens, size_out, dtype=kind)
+        weight = torch.randn(size_out, size_in, dtype=kind)
+        work.append((x, y, weight, torch.empty_like(x), torch.empty_like(y), torch.empty_like(weight)))
+
+    def step() -> None:
+        for x, y, weight, out_x, out_y, out_weight in work:
+            torch.mm(x, weight.t(), out=out_y)
+            torch.mm(y, weight, out=out_x)
+            torch.mm(y.t(), x, out=out_weight)
+
+    return timed(step, steps, style.tokens)
+
+
+def contestants(name: str, dtype: str, compiled: bool, threads: int, steps: int) -> Iterator[Contestant]:
+    style = STYLES[name]
+    yield Contestant("ours", ours, (style, dtype, compiled, steps), threads)
+    yield Contestant("transformers", peer, ("transformers", style, dtype, compiled, steps), threads)
+    if style.llama:
+        yield Contestant("litgpt", peer, ("litgpt", style, dtype, compiled, steps), threads)
+    yield Contestant("ceiling", ceiling, (style, dtype, steps), threads)
+
+
+@dataclass(frozen=True)
+class Row:
+    style: str
+    dtype: str
+    mode: str
+    contestant: str
+    tokens_per_second: Spread | None
+    failed: str | None
+    of_best_peer: float | None
+    of_ceiling: float | None
+
+
+def cell(style: str, dtype: str, mode: str, threads: int, steps: int, rounds: int) -> list[Row]:
+    """One style, dtype and mode: all contestants, the ratios of medians."""
+    found = interleaved(list(contestants(style, dtype, mode == "compiled", threads, steps)), rounds)
+    spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str)}
+    peers = [spread.median for name, spread in spreads.items() if name not in ("ours", "ceiling")]
+    top = spreads["ceiling"].median if "ceiling" in spreads else None
+    rows = []
+    for name, values in found.items():
+        spread = spreads.get(name)
+        ratio = spread.median / max(peers) if spread and peers and name == "ours" else None
+        share = spread.median / top if spread and top and name != "ceiling" else None
+        rows.append(Row(style, dtype, mode, name, spread, values if isinstance(values, str) else None, ratio, share))
+    return rows
+
+
+def say(row: Row) -> None:
+    """A line of the table."""
+    head = f"{row.style:<6} {row.dtype:<9} {row.mode:<9} {row.contestant:<13}"
+    if row.tokens_per_second is None:
+        print(f"{head} failed: {row.failed}", flush=True)
+        return
+    best = "" if row.of_best_peer is None else f"{row.of_best_peer:.2f} x best peer"
+    share = "" if row.of_ceiling is None else f"{row.of_ceiling:.0%} of the ceiling"
+    print(f"{head} {row.tokens_per_second:8,.0f} tokens/s   {share:<20} {best}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--style", nargs="+", choices=STYLES, default=list(STYLES))
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process (default: all cores)")
+    parser.add_argument("--steps", type=int, default=3, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(argv)
+    facts = machine("transformers", "litgpt") | {"threads": args.threads}
+    say_machine(facts)
+    rows: list[Row] = []
+    for style in args.style:
+        for dtype in args.dtype:
+            for mode in args.mode:
+                found = cell(style, dtype, mode, args.threads, args.steps, args.rounds)
+                for row in found:
+                    say(row)
+                rows += found
+    write_json(args.json, facts, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
