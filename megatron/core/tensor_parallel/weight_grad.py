@@ -106,11 +106,17 @@ def add_grouped_product_(out: Tensor, dy: Tensor, x: Tensor, splits: Sequence[in
 
 
 def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
-    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`."""
+    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`.
+
+    On CPU, whose bf16 kernels have no fp32 result but are several times as fast as fp32 ones, the product of bf16
+    matrices is rounded once, to bf16, before it is added: a relative error of at most 2^-9 of what a micro-batch adds.
+    """
     if out.dtype == dy.dtype:
         out.addmm_(dy.t(), x)
     elif out.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+    elif dy.dtype == torch.bfloat16:
+        out.add_(dy.t().mm(x))
     else:
         out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
 
