@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import BatchContext
-from megatron.core.transformer.mlp import ACTIVATIONS
+from megatron.core.transformer.mlp import gelu, squared_relu, swiglu
 from megatron.core.transformer.moe.layer import MoELayer
 from tests.gpt_cases import LLAMA
 
@@ -117,4 +117,5 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
 
 
 def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:
-    return ACTIVATIONS[config.activation](x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T
+    activation = {"swiglu": swiglu, "gelu": gelu, "squared_relu": squared_relu}[config.activation]
+    return activation(x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T

@@ -85,6 +85,9 @@ class ModelParallelConfig:
     cpu: bool = False
     """Train on the CPU even where a GPU is present."""
 
+    compile: bool | None = None
+    """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
+
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
@@ -103,6 +106,10 @@ class ModelParallelConfig:
     def main_dtype(self) -> str:
         """Name of the torch dtype of gradients, main parameters and optimizer moments."""
         return "float64" if self.fp64 else "float32"
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether regions are compiled on devices of this type ("cuda", "cpu")."""
+        return device_type == "cuda" if self.compile is None else self.compile
 
     @property
     def schedule(self) -> str:

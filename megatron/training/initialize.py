@@ -7,8 +7,10 @@ there are neither.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import random
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +87,20 @@ def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
+def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
+    """Raises ValueError if regions are to be compiled and what compiles them is not here."""
+    if not config.compiles(device.type):
+        return
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ValueError("--compile, the default on GPUs, needs Triton: pip install triton, or pass --no-compile")
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
+            "out --compile"
+        )
+
+
 def set_determinism(config: RunConfig) -> None:
     """Deterministic kernels only. Before anything is built, as kernels are chosen while building."""
     if not config.training.deterministic:
@@ -140,6 +156,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     parallel, watch = config.parallel, watch or Watch(launch)
     set_determinism(config)
     device = choose_device(parallel, launch)
+    check_compiler(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.

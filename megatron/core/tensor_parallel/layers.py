@@ -61,6 +61,8 @@ class TPContext:
     experts: ExpertAxes = field(default_factory=ExpertAxes)
     cp: Axis = field(default_factory=Axis)
     cp_comm_type: str = "p2p"
+    compiled: bool = False
+    """Whether element-wise regions are compiled."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.param_meta import ParamMeta
+from megatron.core.regions import region
 
 BLOCK = 2**20
 """Elements of a global tensor, in row-major order, that are drawn from one generator."""
@@ -74,7 +75,9 @@ def _normal_block(seed: int, name: str, index: int, length: int, std: float) -> 
 # Dropout
 
 
-def dropout(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> Tensor:
+def dropout(
+    x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0, compiled: bool = False
+) -> Tensor:
     """Dropout of hidden states: x [s, b, h] -> [s, b, h], the survivors scaled by 1 / (1 - p).
 
     `key` is the `site_key`, `sample_index` [b] the samples' numbers in the run, and `seq_offset` the place of x[0] in
@@ -86,7 +89,10 @@ def dropout(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int
     sample = _absorb(key, sample_index)
     places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
     rows = _absorb(sample, places[:, None])  # [s, b]
-    return _drop(x, p, rows, _positions(0, x.shape[2], x))
+    columns = _positions(0, x.shape[2], x)
+    if compiled:
+        return region(_drop_at_once, True)(x, p, *_row_and_column_bits(rows, columns))
+    return _drop(x, p, rows, columns)
 
 
 def attention_dropout(
@@ -115,22 +121,38 @@ def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
 
-def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bool [rows, columns], true with probability p: a 32-bit hash of each pair, against a threshold.
+def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    """The same as `_drop`, to be compiled: nothing of the hash has memory of its own then."""
+    mixed = _mix_(row_bits[:, None] + column_bits)
+    return x.masked_fill((mixed < _threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
-    Rows and columns come hashed in 64 bits. Their sum in 32 bits goes through a mixer in the manner of murmur's, with
-    the constants of "lowbias32"; its last xor-shift would not change the upper bits, which decide, and is left out.
-    """
-    threshold = min(round(p * 2**32) - 2**31, 2**31 - 1)
-    row_bits, column_bits = _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
+
+def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Bool [rows, columns], true with probability p: a 32-bit hash of each pair, against a threshold. Rows and columns
+    come hashed in 64 bits."""
+    row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
     step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
     for out, part in zip(dropped.split(step), row_bits.split(step), strict=True):
-        x = part[:, None] + column_bits
-        x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
-        x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
-        torch.lt(x, threshold, out=out)
+        torch.lt(_mix_(part[:, None] + column_bits), _threshold(p), out=out)
     return dropped
+
+
+def _threshold(p: float) -> int:
+    """Below it lies the share p of all 32-bit integers."""
+    return min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Two vectors of int32, whose sums are what is mixed."""
+    return _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Scatters int32 numbers over their whole range, in the manner of murmur's mixer with the constants of "lowbias32";
+    its last xor-shift would not change the upper bits, which decide, and is left out."""
+    x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
+    return x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
 
 
 def _positions(start: int, length: int, like: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ from torch import Tensor, nn
 
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
+from megatron.core.regions import region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.random import site_key
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.dot_product import CoreAttention
 from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import apply_rotary
+from megatron.core.transformer.rotary import rotate_queries_and_keys
 
 
 class SelfAttention(nn.Module):
@@ -38,6 +39,7 @@ class SelfAttention(nn.Module):
             self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
         )
         self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
+        self.rotate = region(rotate_queries_and_keys, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
@@ -59,7 +61,7 @@ class SelfAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         q, k, v = self._project(x)
         if context.rotary is not None:
-            q, k = apply_rotary(q, context.rotary), apply_rotary(k, context.rotary)
+            q, k = self.rotate(q, k, *context.rotary)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         if self.recompute_core and self.training:

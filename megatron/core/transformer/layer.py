@@ -25,12 +25,14 @@ class HiddenDropout(nn.Module):
         super().__init__()
         self.p, self.key = p, site_key(seed, name)
         self.sequence_rank = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.compiled = ctx.compiled
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism"""
         if not self.training:
             return x
-        return dropout(x, self.p, self.key, context.sample_index, context.places_of(x, self.sequence_rank))
+        places = context.places_of(x, self.sequence_rank)
+        return dropout(x, self.p, self.key, context.sample_index, places, self.compiled)
 
 
 class TransformerLayer(nn.Module):

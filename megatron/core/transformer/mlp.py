@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,35 +13,41 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
+from megatron.core.regions import region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
+
+
+def _swiglu_forward(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
 
 
 class _SwiGLUFunction(torch.autograd.Function):
     """silu(gate) * up, of which only the input is kept for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        ctx.compiled = compiled
+        return region(_swiglu_forward, compiled)(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        dx = torch.empty_like(x)
-        d_gate, d_up = dx.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return dx
+        return region(_swiglu_backward, ctx.compiled)(x, grad), None
 
 
-def swiglu(x: Tensor) -> Tensor:
+def swiglu(x: Tensor, compiled: bool = False) -> Tensor:
     """x [..., 2f], gate before up -> [..., f] (arXiv:2002.05202)"""
-    return _SwiGLUFunction.apply(x)
+    return _SwiGLUFunction.apply(x, compiled)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -53,7 +60,13 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "squared_relu": squared_relu}
+def build_activation(config: TransformerConfig, ctx: TPContext) -> Callable[[Tensor], Tensor]:
+    """The activation function of the model; gated ones halve the width."""
+    if config.activation == "swiglu":
+        return partial(swiglu, compiled=ctx.compiled)
+    if config.activation == "squared_relu":
+        return region(squared_relu, ctx.compiled)
+    return gelu
 
 
 class MLP(nn.Module):
@@ -74,7 +87,7 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(
             f"{name}.linear_fc1", hidden, out_dims, ctx, shard_dim=shard_dim, bias=bias, init=init
         )
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = build_activation(config, ctx)
         self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
         self.recompute = "mlp" in config.recomputed_modules
         self.recompute_activation = "mlp_act" in config.recomputed_modules

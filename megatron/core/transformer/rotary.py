@@ -50,9 +50,13 @@ class RotaryEmbedding:
         return angles.cos().to(self.dtype).unsqueeze(2), angles.sin().to(self.dtype).unsqueeze(2)
 
 
-def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both by the angles of their positions."""
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel i pairs with i + rotary_dim / 2."""
-    cos, sin = tables
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -59,9 +59,11 @@ class GPTModel(nn.Module):
             queue=queue or WeightGradQueue(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
+            compiled=parallel.compiles(torch.device(device).type),
             experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
+        self.compiled = ctx.compiled
         tied_stages = tied_stages if config.tied_embeddings else ()
         self.embedding = Embedding(config, ctx, seed, tied_stages) if first else None
         if self.embedding is not None and config.tied_embeddings:
@@ -110,7 +112,8 @@ class GPTModel(nn.Module):
         """Cross entropy of each label [b, s], for the last stage; the same on all tensor-parallel ranks."""
         assert self.config.vocab_size is not None
         logits = self._local_logits(hidden, batch, None)
-        return vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size).t()
+        labels, compiled = batch.labels.t(), self.compiled
+        return vocab_parallel_cross_entropy(logits, labels, self.tp, self.config.vocab_size, compiled).t()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None = None) -> Tensor:

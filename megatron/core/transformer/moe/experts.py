@@ -21,7 +21,7 @@ from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_grouped_product_, main_grad_of
-from megatron.core.transformer.mlp import ACTIVATIONS
+from megatron.core.transformer.mlp import build_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
@@ -147,7 +147,7 @@ class Experts(nn.Module):
         grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, hidden, ffn // ctx.experts.expt_tp.size)
         gemm = gemm_grouped if grouped else gemm_each
         self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = build_activation(config, ctx)
         self.recompute_activation = "mlp_act" in config.recomputed_modules
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:

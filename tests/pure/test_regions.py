@@ -1,0 +1,80 @@
+"""Compiled regions compute what the plain ones do, forward and backward."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config import ModelParallelConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.regions import region
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import dropout
+from megatron.core.transformer.mlp import squared_relu, swiglu
+from megatron.core.transformer.rotary import rotate_queries_and_keys
+from megatron.training.initialize import check_compiler
+
+compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+
+ANGLES = torch.arange(5 * 4).view(5, 1, 1, 4) / 7
+LABELS = torch.arange(10).view(5, 2) * 3
+SAMPLES = torch.tensor([3, 8])
+
+
+def rotated(x: Tensor, compiled: bool) -> Tensor:
+    rotate = region(rotate_queries_and_keys, compiled)
+    q, k = x.unflatten(-1, (-1, 10)).split((2, 2), 2)
+    return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
+
+
+REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "swiglu": swiglu,
+    "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
+    "rotary": rotated,
+    "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
+    "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
+}
+
+
+def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = REGIONS[name](x, compiled)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    (dx,) = torch.autograd.grad(y, x, weights)
+    return y.detach(), dx
+
+
+@compiles
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_compiled_region_is_the_plain_one(name: str) -> None:
+    x = torch.randn(5, 2, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for mine, plain in zip(forward_and_backward(name, x, True), forward_and_backward(name, x, False), strict=True):
+        assert mine.dtype == plain.dtype and plain.abs().sum() > 0
+        torch.testing.assert_close(mine, plain, rtol=1e-13, atol=1e-14)
+
+
+@compiles
+def test_rounding_of_bf16_is_no_worse_when_compiled() -> None:
+    x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = forward_and_backward("swiglu", x.double(), False)
+    errors = [
+        max((got.double() - want).abs().max().item() for got, want in zip(found, exact, strict=True))
+        for found in (forward_and_backward("swiglu", x, True), forward_and_backward("swiglu", x, False))
+    ]
+    assert errors[0] <= errors[1]
+
+
+def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="--compile needs a C\\+\\+ compiler on CPU, and there is no no-such-compiler"):
+        check_compiler(ModelParallelConfig(compile=True), torch.device("cpu"))
+    check_compiler(ModelParallelConfig(), torch.device("cpu"))
+
+
+def test_compiled_by_default_on_gpus_alone() -> None:
+    assert [ModelParallelConfig().compiles(kind) for kind in ("cuda", "cpu")] == [True, False]
+    assert [ModelParallelConfig(compile=False).compiles(kind) for kind in ("cuda", "cpu")] == [False, False]
