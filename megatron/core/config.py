@@ -92,7 +92,10 @@ class ModelParallelConfig:
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
     distributed_timeout_minutes: float = 10.0
-    """A collective that takes longer than this ends the run."""
+    """Ranks that wait longer than this for one another, in a step, an evaluation or a save, end the run."""
+
+    startup_timeout_minutes: float = 30.0
+    """The same for each phase of start-up, index building and loading among them, and for the first step."""
 
     @property
     def params_dtype(self) -> str:

@@ -1,9 +1,10 @@
 """What the ranks of a run tell each other beside the collectives, through the store in which they met.
 
 The keys:
-    peer/R      host, process and namespace of rank R         beat/R   grows while R lives
-    cause       the one report of the run, first come         place/R  where R was when it saw the cause
-    told        the report is printed                         over/R   R has left in peace
+    peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
+    cause       the failure of the run, first come            place/R  where R stood when it saw the cause
+    told        the report that is printed                    over/R   R has left in peace
+    came/W      how many ranks have come to meeting W         came/W/R R has
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick at which all ranks do it
 No call blocks for longer than the store takes to answer, so that ranks that are gone hold up nobody.
@@ -76,6 +77,15 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def out_of_memory_kills() -> int:
+    """Processes that the kernel of this machine has ended for want of memory since it started."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 @dataclass(frozen=True)
 class Request:
     """Something that all ranks shall do after the same tick."""
@@ -93,6 +103,7 @@ class Board:
         self.store, self.launch, self.peers = store, launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
+        self._beats = 0
         store.set(f"peer/{launch.rank}", json.dumps(asdict(self.me)))
 
     def get(self, key: str) -> str | None:
@@ -142,5 +153,24 @@ class Board:
         text = self.get(f"agreed/{number}")
         return int(text) if text else None
 
-    def beat(self) -> None:
-        self.store.add(f"beat/{self.launch.rank}", 1)
+    def beat(self, phase: str) -> None:
+        """A sign of life."""
+        self._beats += 1
+        self.store.set(f"beat/{self.launch.rank}", f"{self._beats} {phase}")
+
+    def last_phase(self, rank: int) -> str:
+        """The phase that a rank was in at its last sign of life; empty if it gave none."""
+        return (self.get(f"beat/{rank}") or "").partition(" ")[2]
+
+    def come(self, meeting: str) -> None:
+        """Says that this rank has come to a meeting of all ranks."""
+        self.store.set(f"came/{meeting}/{self.launch.rank}", "")
+        self.store.add(f"came/{meeting}", 1)
+
+    def all_came(self, meeting: str) -> bool:
+        return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
+
+    def missing(self, meeting: str) -> list[int]:
+        """The ranks that have not come."""
+        came = self.get_all(f"came/{meeting}")
+        return [rank for rank in self.ranks if rank not in came]

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -26,11 +26,11 @@ CONSEQUENCE = re.compile(
 ADVICE = {
     "memory": "make --micro-batch-size smaller, raise the model-parallel sizes, or recompute: "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "died": "a crash or a kill from outside leaves no traceback: see the launcher's lines for the signal, `dmesg` for "
-    "the kernel's out-of-memory killer, and the stacks named below for where it was",
+    "died": "a crash or a kill from outside leaves no traceback: see the launcher's lines for the signal, and `dmesg` "
+    "for the kernel's out-of-memory killer",
     "stopped": "the process or its node hangs or is stopped: look at it there, or exclude the node and start again",
-    "collective": "ranks waited for one another: compare where each of them was; one that is elsewhere took another "
-    "branch or is slow. A slow one needs a longer --distributed-timeout-minutes",
+    "collective": "see why this rank took another branch than the others, or was slow; if it was only slow, and may "
+    "be, raise --distributed-timeout-minutes, and before the second step --startup-timeout-minutes",
     "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
 }
 
@@ -61,6 +61,21 @@ class Failure:
     @classmethod
     def from_json(cls, text: str) -> Failure:
         return cls(**json.loads(text))
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, who: str, phase: str) -> Failure:
+        """The report on an exception."""
+        title = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        if is_users(error):
+            return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
+        what = "".join(traceback.format_exception(error))
+        if is_out_of_memory(error):
+            return cls(rank, who, phase, title, what, ADVICE["memory"])
+        return cls(rank, who, phase, title, what, ADVICE["collective" if is_consequence(error) else "error"])
+
+    def advised(self, kind: str) -> Failure:
+        """The same with other advice."""
+        return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
         """The report. `others`: where the other ranks were. A configuration's error needs no more than itself."""
@@ -99,17 +114,20 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
-def failure_of(error: BaseException, rank: int, who: str, phase: str) -> Failure:
-    """The report on an exception."""
-    title = "".join(traceback.format_exception_only(error)).splitlines()[0]
-    if is_users(error):
-        return Failure(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
-    what = "".join(traceback.format_exception(error))
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        advice = ADVICE["memory"]
-    else:
-        advice = ADVICE["collective" if is_consequence(error) else "error"]
-    return Failure(rank, who, phase, title, what, advice)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left. torch says the latter in a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def hung(error: BaseException) -> bool:
+    """Whether ranks waited for one another for too long, as against one that has ended."""
+    return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
+
+
+def raised_in_message(error: BaseException) -> bool:
+    """Whether it came while waiting for a message between pipeline stages, and not in a collective."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+    return bool(frames) and frames[-1].filename.endswith("p2p.py")
 
 
 def place_in(error: BaseException) -> str:
@@ -123,7 +141,7 @@ def place_of(thread_id: int) -> str:
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith(("watch.py", "failure.py")):
+        if code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith(("watch.py", "ending.py")):
             return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return "outside of the package"

@@ -22,10 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.training.board import Board, meet
+from megatron.training.collectives import groups_of, record_collectives
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch
 from megatron.training.watch import Limits, Watch
@@ -36,9 +38,11 @@ _C_LIBRARY = ctypes.CDLL(None)
 class StartupPhases:
     """Wall time of each phase of start-up, to be printed once training begins."""
 
-    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, begin: Callable[[str], None] = lambda name: None, end: Callable[[str], None] = lambda name: None
+    ) -> None:
         self.seconds: dict[str, float] = {}
-        self._begin = begin
+        self._begin, self._end = begin, end
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -46,6 +50,7 @@ class StartupPhases:
         self._begin(name)
         try:
             yield
+            self._end(name)
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -123,14 +128,14 @@ def start_watch(config: RunConfig, watch: Watch) -> None:
         margin = training.exit_margin_in_mins
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    board = Board(meet(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes)), launch)
+    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes)), launch)
+    watch.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
     watch.start(board, Limits(training.exit_signal_handler, deadlines, folder))
 
 
-def record_collectives(folder: Path) -> None:
-    """Has NCCL keep its last collectives, and write them to `folder` when one times out."""
+def record_collectives_of_nccl(folder: Path) -> None:
+    """Has NCCL write its last collectives to `folder` when one times out."""
     for name, value in {
-        "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / "stacks" / "nccl-rank-"),
     }.items():
@@ -166,10 +171,11 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     if launch.world_size == 1:
         return Runtime(launch, device, ParallelState(), phases, watch)
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
+    record_collectives(os.environ)
     if backend == "nccl" and config.checkpoint.save:
-        record_collectives(Path(config.checkpoint.save))
+        record_collectives_of_nccl(Path(config.checkpoint.save))
     with phases("join the world"):
         dist.init_process_group(
             backend,
@@ -188,7 +194,17 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
             parallel.use_tp_pp_dp_mapping,
             timeout=timeout,
         )
+        watch.groups = groups_of(state)
     return Runtime(launch, device, state, phases, watch)
+
+
+def end_startup(config: RunConfig, runtime: Runtime) -> None:
+    """From now on ranks wait for one another no longer than --distributed-timeout-minutes."""
+    minutes = config.parallel.distributed_timeout_minutes
+    runtime.watch.limit = f"--distributed-timeout-minutes {minutes:g}"
+    groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
+    for group in groups:
+        _set_pg_timeout(timedelta(minutes=minutes), group)
 
 
 def shut_down() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,14 @@ from megatron.training.arguments import save_config, to_flat_dict
 from megatron.training.config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.exit_codes import ExitCode
-from megatron.training.initialize import StartupPhases, give_back_memory, initialize, shut_down, start_watch
+from megatron.training.initialize import (
+    StartupPhases,
+    end_startup,
+    give_back_memory,
+    initialize,
+    shut_down,
+    start_watch,
+)
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
 from megatron.training.replicas import check_replicas
@@ -43,7 +51,11 @@ def pretrain(config: RunConfig, launch: Launch) -> ExitCode:
     with ExitStack() as resources:
         resources.callback(watch.close)
         try:
-            runtime = initialize(config, launch, StartupPhases(watch.begin), watch)
+            together = partial(watch.together, minutes=config.parallel.startup_timeout_minutes)
+            phases = StartupPhases(watch.begin, together)
+            with phases("start of the ranks"):
+                pass
+            runtime = initialize(config, launch, phases, watch)
             resources.callback(shut_down)
             run = build_run(config, runtime)
             resources.callback(run.data.close)
@@ -90,7 +102,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
     bar = _progress_bar(run, resources)
     interval = Interval()
-    saved_at = progress.iteration or None
+    saved_at, startup = progress.iteration or None, True
     while progress.iteration < run.train_iters:
         watch.begin(f"step {progress.iteration + 1}")
         if not watch.tick():
@@ -103,6 +115,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             watch.done()
             continue
         train_step(run, interval)
+        if startup:
+            end_startup(config, runtime)
+            startup = False
         tell_of_saves(run)
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if last or _due(iteration, config.logging.log_interval):

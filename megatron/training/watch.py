@@ -12,7 +12,6 @@ leave without a word. An error that another rank's end may have caused waits for
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -20,25 +19,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.board import Board, Request
+from megatron.training.collectives import Entered
+from megatron.training.ending import Ending
 from megatron.training.exit_codes import ExitCode
-from megatron.training.failure import ADVICE, Failure, failure_of, is_consequence, place_in, place_of
+from megatron.training.failure import ADVICE, Failure
 from megatron.training.launch import Launch
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PERIOD = 0.4
 """Seconds between two looks at the board."""
-
-GRACE = 3.0
-"""Seconds that a consequence waits for its cause."""
-
-GATHER = 2.0
-"""Seconds in which the other ranks say where they were."""
 
 REPEATED = 1.0
 """Seconds within which a signal is the first one again: launchers and SLURM both deliver it."""
@@ -56,34 +50,21 @@ class Limits:
     """Where `save` and `exit` files are looked for, and stacks are written."""
 
 
-class Watch:
+class Watch(Ending):
     """What one rank knows of the others. Without `start` it asks for nothing and costs nothing."""
 
     def __init__(self, launch: Launch | None = None) -> None:
-        self.launch = launch or Launch()
-        self.phase = "start-up"
-        self.actions: Any = None
-        """What has the action being run as `.current`, where that is known."""
-
-        self.at_exit: list[Callable[[], None]] = []
-        """What to close when the process ends by a failure."""
-
+        super().__init__(launch or Launch())
         self.request: Request | None = None
         """What is asked for, once it is agreed and all ticks before it are made."""
 
-        self._board: Board | None = None
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
         self._after: int | None = None
         self._wishes: list[Request] = []
         self._change = threading.Condition()
-        self._failing = threading.Lock()
-        self._closed = threading.Event()
-        self._signal_at: float | None = None
-        self._main = threading.get_ident()
         self._handlers: dict[int, Any] = {}
-        self._stacks: Any = None
-        self._waited_in = ""
+        self._meetings = 0
 
     # What the training calls.
 
@@ -109,6 +90,24 @@ class Watch:
     def begin(self, phase: str) -> None:
         """Names what comes next, for the report of a failure."""
         self.phase = phase
+
+    def together(self, what: str, minutes: float) -> None:
+        """Returns when all ranks have come here. Raises TimeoutError, which names those that have not, if they do not
+        within `minutes`."""
+        board = self._board
+        if board is None or self.launch.world_size == 1:
+            return
+        self._meetings += 1
+        name, deadline, pause = str(self._meetings), time.monotonic() + 60 * minutes, 0.001
+        self._meeting = Entered("the ranks at start-up", tuple(board.ranks), self._meetings, f"the end of {what}", True)
+        board.come(name)
+        while not board.all_came(name):
+            if time.monotonic() > deadline:
+                missing = ", ".join(map(str, board.missing(name)))
+                raise TimeoutError(f"timed out: these ranks did not end {what} within {self.limit}: {missing}")
+            time.sleep(pause)
+            pause = min(2 * pause, PERIOD)
+        self._meeting = replace(self._meeting, pending=False)
 
     @property
     def stopping(self) -> bool:
@@ -164,22 +163,6 @@ class Watch:
             self._write_error_file(f"saved; start again to go on: {self.why}")
         self._board = None
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Ends all ranks because of an exception on this one."""
-        if self._board is None:
-            raise error
-        silent = []
-        if is_consequence(error):
-            self._waited_in = place_in(error)
-            silent = self._await_cause()
-        self._only_once()
-        failure = failure_of(error, self.launch.rank, self._name(), self._phase())
-        if silent:
-            who = ", ".join(self._name(rank) for rank in silent)
-            what = f"it stopped answering; rank {self.launch.rank} waited for it:\n{failure.what}"
-            failure = Failure(self.launch.rank, who, failure.phase, "stopped answering", what, ADVICE["stopped"])
-        self._end(failure)
-
     # The thread.
 
     def _run(self) -> None:
@@ -196,7 +179,7 @@ class Watch:
     def _look(self) -> None:
         board = self._board
         assert board is not None
-        board.beat()
+        board.beat(self._phase())
         cause = board.cause()
         if cause is not None and cause.reporter != self.launch.rank:
             self._only_once()
@@ -209,7 +192,7 @@ class Watch:
                     Failure(
                         self.launch.rank,
                         self._name(rank),
-                        f"unknown; rank {self.launch.rank}, which noticed, was in {self._place()}",
+                        f"{board.last_phase(rank) or 'unknown'}, at its last sign of life",
                         "process is gone",
                         f"process {peer.pid} is gone and left no traceback{self._last_words(rank)}",
                         ADVICE["died"],
@@ -280,135 +263,6 @@ class Watch:
             who = "rank 0 or the launcher, which holds the store of the ranks"
             print(Failure(self.launch.rank, who, self._place(), "", what, ADVICE["died"]).text(), file=sys.stderr)
         self._exit(ExitCode.FAILED)
-
-    # Ending.
-
-    def _only_once(self) -> None:
-        """Lets the first thread of this process end it; the other waits for that."""
-        if not self._failing.acquire(blocking=False):
-            while True:
-                time.sleep(60)
-
-    def _await_cause(self) -> list[int]:
-        """Gives a cause time to show up. Returns the ranks that did not answer in that time."""
-        assert self._board is not None
-        try:
-            before = self._board.get_all("beat")
-            self._wait(lambda board: board.cause() is not None or self._failing.locked(), GRACE)
-            after = self._board.get_all("beat")
-        except RuntimeError:
-            return []
-        return [rank for rank, beat in before.items() if after[rank] == beat and rank != self.launch.rank]
-
-    def _end(self, failure: Failure) -> NoReturn:
-        """Reports and ends, unless another rank already does."""
-        board = self._board
-        assert board is not None
-        try:
-            first = board.post_cause(failure)
-            if first.reporter != self.launch.rank:
-                self._follow(first)
-            self._dump_stacks()
-            others: dict[int, str] = {}
-            if failure.code == ExitCode.FAILED:
-                self._wait(lambda b: len(b.get_all("place")) >= self.launch.world_size - 1, GATHER)
-                others = board.get_all("place")
-            self._deliver(failure.text(others, self._stacks and Path(self._stacks.name).parent))
-            board.store.set("told", "")
-            self._kill_silent()
-        except RuntimeError:  # the store is gone
-            self._deliver(failure.text())
-        self._exit(failure.code)
-
-    def _follow(self, cause: Failure) -> NoReturn:
-        """Ends because another rank has failed."""
-        board = self._board
-        assert board is not None
-        self._dump_stacks()
-        self._write_error_file(cause.line(), 1)
-        try:
-            board.store.set(f"place/{self.launch.rank}", self._place())
-            if not self._wait(lambda b: b.store.check(["told"]), GATHER + 2) and self.launch.local_rank == 0:
-                print(cause.text(), file=sys.stderr, flush=True)
-            time.sleep(0.5)  # the launcher hears of the failed rank first
-            self._kill_silent()
-        except RuntimeError:
-            pass
-        self._exit(cause.code)
-
-    def _kill_silent(self) -> None:
-        """Ends the processes of this machine that are stopped or stuck and cannot end themselves."""
-        assert self._board is not None
-        said = self._board.get_all("place")
-        cause = self._board.cause()
-        for rank, peer in self._board.neighbours().items():
-            if rank not in said and peer.state() and (cause is None or rank != cause.reporter):
-                os.kill(peer.pid, signal.SIGKILL)
-
-    def _exit(self, code: int) -> NoReturn:
-        closing = threading.Thread(target=lambda: [close() for close in self.at_exit], daemon=True)
-        closing.start()
-        closing.join(1.0)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def _wait(self, condition: Callable[[Board], bool], seconds: float) -> bool:
-        """Whether a condition came true in time."""
-        assert self._board is not None
-        deadline = time.monotonic() + seconds
-        while not condition(self._board):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        return True
-
-    def _name(self, rank: int | None = None) -> str:
-        rank = self.launch.rank if rank is None else rank
-        host = socket.gethostname()
-        if self._board is not None and rank in self._board.peers:
-            host = self._board.peers[rank].host
-        return f"rank {rank} of {self.launch.world_size} on {host}"
-
-    def _phase(self) -> str:
-        """Phase, and within a step the micro-batch and the action of the schedule."""
-        action = getattr(self.actions, "current", None)
-        return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
-
-    def _place(self) -> str:
-        """Phase and line of code."""
-        return f"{self._phase()}, {self._waited_in or place_of(self._main)}"
-
-    def _last_words(self, rank: int) -> str:
-        """What the interpreter of another rank wrote while it crashed."""
-        if self._stacks is None:
-            return ""
-        path = Path(self._stacks.name).with_name(f"rank-{rank:05d}.txt")
-        text = path.read_text() if path.exists() else ""
-        return ":\n" + text.partition("\nExtension modules")[0][:2000] if text.startswith("Fatal") else ""
-
-    def _dump_stacks(self) -> None:
-        if self._stacks is not None:
-            self._stacks.write(f"{self._name()}: {self._place()}\n")
-            self._stacks.flush()
-            faulthandler.dump_traceback(self._stacks)
-
-    def _deliver(self, text: str) -> None:
-        """Prints the report last: torchrun prints what is in a worker's error file when all workers have ended, but
-        not if it starts them again."""
-        written = self._write_error_file(text, -10)
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-        if not written or restarts or self._signal_at is not None:
-            print(text, file=sys.stderr, flush=True)
-
-    def _write_error_file(self, text: str, later: int = 0) -> bool:
-        """For torchrun, which takes the earliest failure for the cause and counts in whole seconds."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path:
-            return False
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
-        Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-        return True
 
 
 def _ignore(number: int, frame: Any) -> None:

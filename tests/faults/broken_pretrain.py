@@ -4,7 +4,9 @@ gets the time at which it did. Started by `tests.faults.runs`, under a launcher.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -14,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Subset
 
 import pretrain_gpt
 from megatron.training import training
@@ -34,12 +37,32 @@ def out_of_memory(run: training.TrainingRun) -> None:
     raise torch.OutOfMemoryError("injected: no memory left")
 
 
+def no_host_memory(run: training.TrainingRun) -> None:
+    """The host refuses memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    torch.ones(1 << 40)
+
+
 def exit_code_3(run: training.TrainingRun) -> None:
     os._exit(3)
 
 
+def system_exit(run: training.TrainingRun) -> None:
+    sys.exit(3)
+
+
 def segfault(run: training.TrainingRun) -> None:
     ctypes.string_at(0)
+
+
+def data_end(run: training.TrainingRun) -> None:
+    """The data has no more samples than were taken."""
+    run.data.train.dataset = Subset(run.data.train.dataset, range(run.progress.consumed_samples))  # type: ignore
+
+
+def not_a_number(run: training.TrainingRun) -> None:
+    with torch.no_grad():
+        next(next(iter(run.stages.values())).parameters()).fill_(math.nan)
 
 
 def kill(run: training.TrainingRun) -> None:
@@ -52,6 +75,11 @@ def stop(run: training.TrainingRun) -> None:
 
 def other_collective(run: training.TrainingRun) -> None:
     dist.barrier()
+
+
+def other_size(run: training.TrainingRun) -> None:
+    """The collective that the others enter next, with another tensor."""
+    dist.all_reduce(torch.ones(7), group=run.runtime.state.tp.group)
 
 
 def slow(run: training.TrainingRun) -> None:

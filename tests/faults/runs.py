@@ -1,11 +1,12 @@
 """Runs of four processes that a fault ends, and how long that takes.
 
-python -m tests.faults.runs [KIND ...]      # prints the table of docs/reliability.md
+python -m tests.faults.runs --table [KIND ...]      # prints the table of docs/reliability.md
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,20 +20,26 @@ MODEL = (
     "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 100000 --log-interval 1000 "
     "--eval-iters 0 --num-workers 0 --tp 2 --pp 2"
 ).split()
+TIMEOUT = ("--distributed-timeout-minutes", "0.1")
 KINDS = {
-    "exception": [],
-    "in_a_forward": [],
-    "out_of_memory": [],
-    "exit_code_3": [],
-    "segfault": [],
-    "kill": [],
-    "stop": ["--distributed-timeout-minutes", "0.1"],
-    "slow": ["--distributed-timeout-minutes", "0.1"],
-    "other_collective": ["--distributed-timeout-minutes", "0.1"],
-    "terminate": [],
-    "user_signal": [],
+    "in_a_forward": ("an exception in a forward", ()),
+    "exception": ("an exception between two steps", ()),
+    "system_exit": ("`sys.exit(3)`", ()),
+    "exit_code_3": ("`os._exit(3)`", ()),
+    "segfault": ("a segmentation fault", ()),
+    "kill": ("SIGKILL, as the kernel's out-of-memory killer sends it", ()),
+    "out_of_memory": ("no device memory: `torch.OutOfMemoryError`", ()),
+    "no_host_memory": ("no host memory: `RLIMIT_AS`", ()),
+    "data_end": ("the data is at its end", ()),
+    "not_a_number": ("a weight that is NaN", ()),
+    "stop": ("SIGSTOP, with a timeout of 6 s", TIMEOUT),
+    "slow": ("a sleep, with a timeout of 6 s", TIMEOUT),
+    "other_collective": ("a barrier where the others go on, with a timeout of 6 s", TIMEOUT),
+    "other_size": ("an all-reduce of another size, with a timeout of 6 s", TIMEOUT),
+    "terminate": ("SIGTERM: saved and ended", ()),
+    "user_signal": ("SIGUSR1: saved and ended", ()),
 }
-"""Fault -> the flags its run needs. The timeout of 6 s is the shortest that start-up bears on a loaded machine."""
+"""Fault -> what it is, and the flags its run needs."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def run_with_fault(kind: str, folder: Path, *flags: str, rank: int = 2, step: in
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*launcher, "tests/faults/broken_pretrain.py", *MODEL, "--save", str(folder / "save")]
-    command += ["--load", str(folder / "save"), *KINDS[kind], *flags]
+    command += ["--load", str(folder / "save"), *KINDS[kind][1], *flags]
     with (folder / "screen").open("w+") as screen:
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=screen, stderr=screen, timeout=200)
         ended = time.time()
@@ -81,13 +88,31 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def main(kinds: list[str]) -> None:
-    print("| fault on rank 2 of 4 | seconds until all processes were gone | launcher's code |\n|---|---|---|")
-    for kind in kinds or KINDS:
+def report_of(screen: str) -> list[str]:
+    """The last report on a screen: who, phase, the line of the error, what to do; or how the run was stopped."""
+    lines = [line.strip() for line in screen.splitlines()]
+    heads = [number for number, line in enumerate(lines) if line.startswith(("RUN FAILED", "This configuration"))]
+    if not heads:
+        return [line for line in lines if line.startswith("exiting at iteration")][-1:]
+    report = lines[heads[-1] :]
+    if report[0].startswith("This"):
+        return report[:2]
+    places = [number for number, line in enumerate(report) if re.match(r"ranks? [\d, ]+: ", line)]
+    advice = next(line for line in report if line.startswith("what to do: "))
+    what = report[2 : places[0] if places else report.index(advice)]
+    error = what[0] if not what[0].startswith("Traceback") else what[-1]
+    return [report[0], report[1], error, advice]
+
+
+def main(arguments: list[str]) -> None:
+    kinds = [argument for argument in arguments if argument != "--table"] or list(KINDS)
+    print("| fault of rank 2 | seconds | the last lines on the screen |\n|---|---|---|")
+    for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             ended = run_with_fault(kind, Path(folder))
-            print(f"| `{kind}` | {ended.seconds:.1f} | {ended.code} |", flush=True)
             assert not ended.left, ended.left
+            said = "<br>".join(line.replace(folder, "FOLDER").replace("|", "\\|") for line in report_of(ended.screen))
+            print(f"| {KINDS[kind][0]} | {ended.seconds:.1f} | {said} |", flush=True)
             if os.environ.get("SHOW"):
                 print(ended.screen, file=sys.stderr)
 

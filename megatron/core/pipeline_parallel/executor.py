@@ -53,6 +53,8 @@ class PipelineExecutor:
         """Where given, gets each action and the host times at which it began and ended."""
         self.current: Action | None = None
         """The action being run, for whoever reports a hang."""
+        self.message_from: int | None = None
+        """The rank of the world whose message it waits for."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -152,7 +154,10 @@ class PipelineExecutor:
     def _take(self, receive: Action) -> Tensor:
         """The message of a receive: from another rank, or handed over by a stage of this one."""
         if receive in self._arriving:
-            return self._arriving.pop(receive).wait()
+            self.message_from = self.pp.ranks[self._peer(receive)]
+            message = self._arriving.pop(receive).wait()
+            self.message_from = None
+            return message
         return self._outbox.pop(counterpart(receive))
 
     def _peer(self, action: Action) -> int:

@@ -1,0 +1,110 @@
+"""Who is named when ranks wait for one another: worlds of which each rank says the last it has entered."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.blame import Standing, blame
+from megatron.training.collectives import Entered, Group, last_entered
+
+TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+WORLD = (0, 1, 2, 3)
+
+
+def standing(
+    rank: int, world: int, tp: int, pp: int, waits_in: str = "", what: str = "all_reduce [4]", sender: int | None = None
+) -> Standing:
+    """A rank that has entered so many collectives of each group, and waits in the last one of `waits_in`."""
+    counts = {"world": (WORLD, world), "tp": (TP[rank], tp), "pp": (PP[rank], pp)}
+    entered = [
+        Entered(axis, ranks, number, what if axis == waits_in else "all_reduce [4]", axis == waits_in)
+        for axis, (ranks, number) in counts.items()
+        if number
+    ]
+    return Standing("step 3", f"line_of_{rank}", entered=tuple(entered), message_from=sender)
+
+
+def test_the_rank_that_enters_another_collective_is_named() -> None:
+    """Ranks 0 and 2 wait for each other; three ranks have come as far over pp as rank 0, and none as far over all."""
+    found = blame(
+        {
+            0: standing(0, 4, 8, 5, "pp"),
+            1: standing(1, 4, 9, 5, "tp"),
+            2: standing(2, 5, 6, 4, "world", "barrier []"),
+            3: standing(3, 4, 6, 5, sender=1),
+        }
+    )
+    assert found is not None and found.ranks == (2,)
+    assert "rank 2 entered barrier [] (number 5 over world" in found.why
+
+
+@pytest.mark.parametrize("guilty", WORLD)
+def test_the_rank_that_brings_another_tensor_is_named(guilty: int) -> None:
+    """Each waits in the same number of the same kind of group; the tensor of one has another size."""
+    sizes = {rank: "all_reduce [7]" if rank == guilty else "all_reduce [4]" for rank in WORLD}
+    found = blame({rank: standing(rank, 4, 9, 5, "tp", what) for rank, what in sizes.items()})
+    assert found is not None and found.ranks == (guilty,)
+
+
+def test_two_that_disagree_are_both_named() -> None:
+    pair = (0, 1)
+    found = blame(
+        {
+            0: Standing("step 1", "a", entered=(Entered("tp", pair, 2, "all_reduce [4]", True),)),
+            1: Standing("step 1", "b", entered=(Entered("tp", pair, 2, "all_gather [4]", True),)),
+        }
+    )
+    assert found is not None and found.ranks == (0, 1)
+
+
+def test_sizes_of_an_all_to_all_may_differ() -> None:
+    entered = [Entered("ep", (0, 1), 2, f"all_to_all_single [{size}]", True) for size in (3, 5)]
+    assert blame({rank: Standing("step 1", "here", entered=(each,)) for rank, each in enumerate(entered)}) is None
+
+
+def test_the_rank_that_does_not_come_is_named() -> None:
+    """Rank 2 is in none; 1 waits for 0, which waits for 2, and 3 for a message of 1."""
+    found = blame(
+        {
+            0: standing(0, 4, 8, 5, "pp"),
+            1: standing(1, 4, 9, 5, "tp"),
+            2: standing(2, 4, 6, 4),
+            3: standing(3, 4, 6, 5, sender=1),
+        }
+    )
+    assert found is not None and found.ranks == (2,) and found.title.startswith("did not come")
+    assert "rank 2 was at line_of_2" in found.why
+
+
+def test_nobody_is_named_where_nobody_waits() -> None:
+    assert blame({rank: standing(rank, 4, 6, 5) for rank in WORLD}) is None
+    assert blame({}) is None
+
+
+def test_a_standing_travels_as_json() -> None:
+    before = standing(2, 5, 6, 4, "world", sender=1)
+    assert Standing.from_json(before.to_json()) == before
+
+
+def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
+    def entry(group: str, number: int, state: str = "completed", p2p: bool = False) -> dict[str, object]:
+        common = {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "input_dtypes": ["Float"]}
+        over = {"state": state, "retired": state == "completed", "is_p2p": p2p}
+        return common | over | {"process_group": [group, ""], "collective_seq_id": number}
+
+    trace = {
+        "entries": [
+            entry("1", 1),
+            entry("0", 1),
+            entry("1", 2, "scheduled"),
+            entry("1", 3, "scheduled"),
+            entry("9", 1),
+            entry("1", 4, p2p=True),
+            entry("0", 2),
+        ]
+    }
+    groups = {"0": Group("world", (0, 1)), "1": Group("tp", (0, 1))}
+    found = {each.axis: each for each in last_entered([trace, {}], groups)}
+    assert (found["tp"].number, found["tp"].pending, found["tp"].what) == (2, True, "all_reduce [4] Float")
+    assert (found["world"].number, found["world"].pending) == (2, False)
+    assert {each.axis: each.pending for each in last_entered([trace], groups, last_pending=True)}["world"]
