@@ -2,7 +2,8 @@
 
 A rank waits for those of a group that have not entered a collective that it has entered, and for the sender of a
 message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong.
-Where nobody takes another branch, those are at fault that are waited for and wait for nobody.
+So is, where more wait in a circle, the one that has left out what all others have done. Where there is no circle,
+those are at fault that are waited for and wait for nobody.
 """
 
 from __future__ import annotations
@@ -65,12 +66,32 @@ def blame(standings: Mapping[int, Standing]) -> Blame | None:
     waited_for = set().union(*waits.values()) if waits else set()
     late = tuple(sorted(rank for rank in waited_for if not waits.get(rank)))
     if not late:
-        return None
+        return _left_out(standings)
     waiting = sorted(rank for rank, peers in waits.items() if peers)
     why = f"{_named(waiting)} waited for {_named(late)}, which did not come: " + "; ".join(
         f"rank {rank} was at {standings[rank].place}" for rank in late
     )
     return Blame(late, "did not come to where the others waited", why)
+
+
+def _left_out(standings: Mapping[int, Standing]) -> Blame | None:
+    """The one rank that waits elsewhere than in a collective that all others have entered, each over its group of one
+    axis."""
+    found: dict[int, str] = {}
+    for rank, me in standings.items():
+        others = [standing for other, standing in standings.items() if other != rank]
+        for axis in {each.axis for other in others for each in other.entered}:
+            numbers = {each.number for other in others for each in other.entered if each.axis == axis}
+            everywhere = all(any(each.axis == axis for each in other.entered) for other in others)
+            mine = max((each.number for each in me.entered if each.axis == axis), default=0)
+            if me.waits_in and everywhere and len(others) > 1 and len(numbers) == 1 and mine < min(numbers):
+                theirs = next(each.what for each in others[0].entered if each.axis == axis)
+                found[rank] = f"rank {rank} entered {me.waits_in} and left out what all others entered over {axis}: "
+                found[rank] += f"{theirs} (number {numbers.pop()})"
+    if len(found) != 1:
+        return None
+    [(rank, why)] = found.items()
+    return Blame((rank,), "entered another collective than the others", why)
 
 
 def _waits_for(rank: int, standings: Mapping[int, Standing]) -> set[int]:

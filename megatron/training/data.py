@@ -58,6 +58,8 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
 
+    _check_lengths(config, datasets, samples)
+
     def iterator(dataset: Dataset | None, name: str) -> DataIterator | None:
         if dataset is None or (name != "training" and training.eval_iters == 0):
             return None
@@ -96,6 +98,17 @@ def _evaluation_samples(config: RunConfig, iterations: int) -> tuple[int, int]:
     assert training.global_batch_size is not None
     once = training.eval_iters * training.global_batch_size
     return (iterations // training.eval_interval + 1) * once, once
+
+
+def _check_lengths(config: RunConfig, datasets: Datasets, samples: int) -> None:
+    """Raises ValueError if the training data would end before the run does: a blend without weights has one epoch."""
+    assert datasets.train is not None
+    if len(datasets.train) < samples:
+        raise ValueError(
+            f"the training data has {len(datasets.train)} samples of {config.model.seq_length} tokens and the run "
+            f"takes {samples}: several --data-path prefixes without weights are read once; give each a weight, which "
+            "repeats the data, or train for less"
+        )
 
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn, TextIO
 from megatron.training.blame import Standing, blame
 from megatron.training.board import Board, out_of_memory_kills
 from megatron.training.collectives import Entered, Group, last_entered, traces
-from megatron.training.exit_codes import ExitCode
 from megatron.training.failure import ADVICE, Failure, hung, is_consequence, place_in, place_of, raised_in_message
 from megatron.training.launch import Launch
 
@@ -108,12 +107,10 @@ class Ending:
             if first.reporter != self.launch.rank:
                 self._follow(first)
             self._dump()
-            places: dict[int, str] = {}
-            if failure.code == ExitCode.FAILED:
-                others = self._gather(silent)
-                places = {rank: f"{standing.phase}, {standing.place}" for rank, standing in others.items()}
-                if waited:
-                    failure = self._blamed(failure, silent, others | {self.launch.rank: self._standing()})
+            others = self._gather(silent)
+            places = {rank: f"{standing.phase}, {standing.place}" for rank, standing in others.items()}
+            if waited:
+                failure = self._blamed(failure, silent, others | {self.launch.rank: self._standing()})
             self._deliver(failure, failure.text(places, self._folder()))
             board.store.set("told", failure.to_json())
             self._kill_silent(failure)

@@ -90,7 +90,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def report_of(screen: str) -> list[str]:
     """The last report on a screen: who, phase, the line of the error, what to do; or how the run was stopped."""
-    lines = [line.strip() for line in screen.splitlines()]
+    lines = [line.strip().removeprefix("traceback : ") for line in screen.splitlines()]
     heads = [number for number, line in enumerate(lines) if line.startswith(("RUN FAILED", "This configuration"))]
     if not heads:
         return [line for line in lines if line.startswith("exiting at iteration")][-1:]

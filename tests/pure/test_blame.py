@@ -46,6 +46,20 @@ def test_the_rank_that_brings_another_tensor_is_named(guilty: int) -> None:
     assert found is not None and found.ranks == (guilty,)
 
 
+def test_the_rank_that_leaves_one_out_is_named() -> None:
+    """A circle: 0 waits for 2, which waits for 3, which waits for 1, which waits for 0. Rank 2 has left out a pp."""
+    found = blame(
+        {
+            0: standing(0, 4, 8, 5, "pp"),
+            1: standing(1, 4, 9, 5, "tp"),
+            2: standing(2, 4, 7, 4, "tp"),
+            3: standing(3, 4, 6, 5, sender=1),
+        }
+    )
+    assert found is not None and found.ranks == (2,)
+    assert "left out what all others entered over pp" in found.why
+
+
 def test_two_that_disagree_are_both_named() -> None:
     pair = (0, 1)
     found = blame(
