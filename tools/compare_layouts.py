@@ -15,7 +15,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron.training.arguments import parse_args
 from megatron.training.config import RunConfig
-from megatron.training.snapshot import Snapshot, relative_difference, train_in_world
+from megatron.training.snapshot import Snapshot, floors_of, relative_difference, train_in_world
 from megatron.training.validation import resolve, validate
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -68,10 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     own, flags = arguments[:cut], arguments[cut + 1 :]
     args = build_parser().parse_args(_joined(own))
-    if args.steps < 1:
-        print(f"error: --steps {args.steps}: must be at least 1", file=sys.stderr)
-        return 2
     try:
+        check_own_flags(args)
         sides = build_sides(args, flags)
         print(f"flags of both: {shlex.join(common_flags(args, flags))}")
         snapshots = [run_side(side, args.steps) for side in sides]
@@ -115,6 +113,22 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
+def check_own_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError with every problem of the flags before --, one a line."""
+    problems = []
+    for name, least in (("--steps", 1), ("--world-a", 1), ("--world-b", 1), ("--tolerance", 0)):
+        value = getattr(args, name[2:].replace("-", "_"))
+        if value is not None and not value >= least:
+            problems.append(f"{name} {value}: must be at least {least}")
+    for name, text in (("--a", args.a), ("--b", args.b)):
+        try:
+            shlex.split(text)
+        except ValueError as error:
+            problems.append(f"{name} {text}: cannot be split into flags: {error}; close what is open")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
     """Both sides. Raises ValueError with every problem of both, one a line."""
     common = common_flags(args, flags)
@@ -130,10 +144,20 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
         if "--world-size" in argv:
             problems.append(f"--world-size: is not for here; the flags say how many ranks, or --world-{name}")
         problems += [f"--{name}: {problem}" for problem in validate(side.config, side.world_size)]
+        problems += [f"--{name}: {problem}" for problem in _not_for_here(side.config, args.steps)]
         sides.append(side)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     return sides
+
+
+def _not_for_here(config: RunConfig, steps: int) -> Iterator[str]:
+    """What is legal for a run and would go unheeded, or break off, in a comparison."""
+    if config.checkpoint.load is not None:
+        yield f"--load {config.checkpoint.load}: is not for here; both sides start from their initial weights"
+    iterations = config.training.train_iters
+    if iterations is not None and 0 < iterations < steps:
+        yield f"--train-iters {iterations}: is less than the --steps {steps} of the comparison; leave it out"
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -190,8 +214,8 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
         only = [key for key in mine if key not in other]
         if only:
             problems.append(f"--{name}: only this side has {only[0]} ({len(only)} such tensors); give both one model")
-    for key in shapes[0].keys() & shapes[1].keys():
-        if shapes[0][key] != shapes[1][key]:
+    for key in shapes[0]:
+        if key in shapes[1] and shapes[0][key] != shapes[1][key]:
             problems.append(f"{key} is {shapes[0][key]} in a and {shapes[1][key]} in b; give both one model")
             break
     if problems:
@@ -202,19 +226,20 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
     """Prints the first difference, of the sides or of replicas within one, or that there is none."""
     a, b = snapshots
     largest, where = 0.0, ""
+    floors = floors_of(a, b)
     for key in a.tensors:
         torn = [
             (side.name, s.differing_replicas[key])
             for side, s in zip(sides, snapshots, strict=True)
             if key in s.differing_replicas
         ]
-        relative = relative_difference(a[key], b[key])
+        relative = relative_difference(a[key], b[key], floors[key])
         if torn or relative > tolerance:
             print(f"first difference: {key}")
             for name, message in torn:
                 print(f"  within {name}: {message.removeprefix(f'{key}: ')}")
             if relative > tolerance:
-                print_difference(difference_of(key, a[key], b[key], tolerance), tolerance)
+                print_difference(difference_of(key, a[key], b[key], relative, tolerance), tolerance)
             return 1
         if relative > largest:
             largest, where = relative, key
@@ -223,7 +248,7 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
     return 0
 
 
-def difference_of(key: str, a: Tensor, b: Tensor, tolerance: float) -> Difference:
+def difference_of(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> Difference:
     """In detail, of tensors that differ."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
@@ -232,7 +257,7 @@ def difference_of(key: str, a: Tensor, b: Tensor, tolerance: float) -> Differenc
     flat = int(gap.flatten().argmax())
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)) if a.dim() else ()
     elements = int((gap > tolerance * scale).sum())
-    return Difference(key, relative_difference(a, b), place, (x[place].item(), y[place].item()), elements, a.numel())
+    return Difference(key, relative, place, (x[place].item(), y[place].item()), elements, a.numel())
 
 
 def print_difference(found: Difference, tolerance: float) -> None:

@@ -64,9 +64,14 @@ def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
             stacks = "\n".join(path.read_text() for path in sorted(folder.glob("stack-*")))
             raise TimeoutError(f"world of {len(ranks)} did not end within {timeout} s\n{stacks}")
         time.sleep(0.01)
+    killed = [
+        f"rank {rank} of {len(ranks)}: ended by {signal.Signals(-process.exitcode).name}"
+        for rank, process in enumerate(ranks)
+        if process.exitcode is not None and process.exitcode < 0
+    ]
     failures = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if failures:
-        raise RuntimeError("\n".join(path.read_text() for path in failures))
+    if killed or failures:
+        raise RuntimeError("\n".join([*killed, *(path.read_text() for path in failures)]))
     codes = [process.exitcode for process in ranks]
     if any(codes):
         raise RuntimeError(f"ranks ended with exit codes {codes} and no traceback")

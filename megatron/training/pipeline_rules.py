@@ -33,11 +33,20 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
-        name, value = (VIRTUAL, chunks) if per_stage is None else (PER_STAGE, per_stage)
-        yield Problem.of_message(name, value, str(error))
+        if per_stage is None:
+            yield Problem.of_message(VIRTUAL, chunks, str(error))
+        else:
+            made = -(-layers // (per_stage * pp))
+            rule = f"makes {made} stage{'s' if made > 1 else ''} on each rank, which" + _rule_of(str(error))
+            yield Problem(PER_STAGE, per_stage, rule, "leave it out, or use --pipeline-schedule interleaved")
         return
     yield from _enough_layers(layout, layers)
     yield from _fixed_ends(c, layout)
+
+
+def _rule_of(message: str) -> str:
+    """` must be ...` of `--flag value: must be ...; remedy`."""
+    return message.partition(":")[2].partition(";")[0]
 
 
 def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
@@ -273,10 +274,34 @@ def _first_missing(seen: Tensor) -> tuple[int, ...]:
     return tuple((~seen).nonzero()[0].tolist())
 
 
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference over the larger norm; 0 for two zeros, infinite if either is not finite."""
+FLOOR = 1e-3
+"""Share of the largest norm among tensors of one kind and step below which a tensor's own norm is no measure. Some
+gradients are zero but for rounding, as those of a bias of keys, which softmax takes no notice of: all of theirs
+differs."""
+
+
+def kind_of(key: str) -> str:
+    """`step 1 gradient` of `step 1 gradient NAME`; of scalars the whole key."""
+    kind, _, name = key.rpartition(" ")
+    return key if name in PHASES else kind
+
+
+def floors_of(*snapshots: Snapshot) -> dict[str, float]:
+    """Norms below which tensors count as of that norm, by key."""
+    largest: dict[str, float] = {}
+    for snapshot in snapshots:
+        for key, value in snapshot.tensors.items():
+            norm = torch.linalg.vector_norm(value.double()).item()
+            if isfinite(norm):
+                largest[kind_of(key)] = max(norm, largest.get(kind_of(key), 0.0))
+    return {key: FLOOR * largest.get(kind_of(key), 0.0) for snapshot in snapshots for key in snapshot.tensors}
+
+
+def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the larger norm, or over `floor` if that is larger; 0 for two zeros, infinite if
+    either is not finite."""
     difference = torch.linalg.vector_norm((a - b).double()).item()
-    scale = max(torch.linalg.vector_norm(x.double()).item() for x in (a, b))
+    scale = max(floor, *(torch.linalg.vector_norm(x.double()).item() for x in (a, b)))
     if difference != difference or scale == float("inf"):
         return float("inf")
     return difference / scale if scale else 0.0
@@ -285,8 +310,9 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
     """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
     assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
+    floors = floors_of(a, b)
     for key, value in a.tensors.items():
-        error = relative_difference(value, b[key])
+        error = relative_difference(value, b[key], floors[key])
         if error > tolerance:
             return key, error
     return None

@@ -104,11 +104,34 @@ def test_an_error_is_no_difference(
         ("", "--tp 2 --world-size 3", "--world-size: is not for here; the flags say how many ranks, or --world-b"),
         ("", "--pp 2 --pipeline-schedule zb", "--b: --pipeline-schedule zb: must be one of"),
         ("", "--swiglu", "give both one model"),
+        ("", "--hidden-size 32", "initial weight embedding.word_embeddings.weight is (52, 16) in a and (52, 32) in b"),
+        ("", "--load elsewhere", "--b: --load elsewhere: is not for here"),
+        ("--train-iters 1", "--tp 2 --train-iters 0", "--b: --train-iters 0: must be above 0"),
+        ("", '--tp "2', '--b --tp "2: cannot be split into flags'),
     ],
 )
 def test_bad_configurations_exit_2(a: str, b: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(a, b) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "--steps 0: must be at least 1"),
+        ("--steps 2", "--a: --train-iters 1: is less than the --steps 2"),
+        ("--world-b 0 --tolerance -1", "--world-b 0: must be at least 1\nerror: --tolerance -1.0: must be at least 0"),
+    ],
+)
+def test_bad_flags_of_its_own_exit_2(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--a", "", "--b", "--tp 2", *flags.split(), "--", *MODEL, "--train-iters", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gradients_that_are_zero_but_for_rounding_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without rotary positions, softmax takes no notice of a bias of keys."""
+    assert compare("", "--tp 2 --dp 2", "--qk-layernorm", steps=2) == 0
+    assert "no difference in " in capsys.readouterr().out
 
 
 def test_the_batch_and_the_ranks_fit_both_sides(capsys: pytest.CaptureFixture[str]) -> None:

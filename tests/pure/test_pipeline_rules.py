@@ -50,7 +50,8 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2",
             2,
-            "--num-layers-per-virtual-pipeline-stage 2: must be 2 with --pipeline-schedule zb-v",
+            "--num-layers-per-virtual-pipeline-stage 2: makes 4 stages on each rank, which must be 2 with "
+            "--pipeline-schedule zb-v; leave it out, or use --pipeline-schedule interleaved",
         ),
         (
             "--pp 2 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",

@@ -1,0 +1,23 @@
+"""Forked worlds: a rank that is ended is named, though only the others can say anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_world
+
+
+def _lose_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"^rank 1 of 2: ended by SIGKILL"):
+        run_world(2, _lose_rank_one, timeout=30.0)
