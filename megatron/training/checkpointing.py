@@ -70,7 +70,16 @@ class Progress:
     """The data position: batches and learning rate follow from it."""
 
     skipped_iterations: int = 0
-    """Iterations so far that changed nothing, as a gradient was not finite."""
+    """Iterations so far that changed nothing: not finite, a spike, or left out by --iterations-to-skip."""
+
+    nan_iterations: int = 0
+    """Of them those with a loss or gradient that was not finite, overflows of fp16's loss scale apart."""
+
+    skipped_spikes: int = 0
+    """Of them those with a loss or gradient far above the mean."""
+
+    running_means: tuple[float, ...] = ()
+    """Mean loss, mean gradient norm, and how many steps are in them, where steps are compared with these."""
 
     data_fingerprint: str | None = None
     """What the data position refers to; equal where the same sample number means the same sample."""

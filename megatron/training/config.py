@@ -72,6 +72,34 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class ChecksConfig:
+    """Which steps change nothing, and which end the run."""
+
+    check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan")
+    """End the run at a loss or gradient that is not finite, name the module and samples, and save the step in
+    SAVE/nan; else such steps are skipped and counted."""
+
+    check_for_spiky_loss: bool = False
+    """Report losses that are far above the mean of the last steps."""
+
+    spiky_loss_factor: float = 2.0
+    """How many times the mean a loss is far above it."""
+
+    check_for_large_grads: bool = False
+    """Report gradient norms that are far above the mean of the last steps."""
+
+    large_grads_factor: float = 10.0
+    """How many times the mean a gradient norm is far above it."""
+
+    max_skipped_iterations: int = 0
+    """Skip so many iterations of a run whose loss or gradient is not finite or reported as far too large; the next
+    one ends the run."""
+
+    iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
+    """Iterations, as the log numbers them from 1 on, whose samples are passed over without training."""
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """What is reported, how often, and where."""
 
@@ -92,6 +120,12 @@ class LoggingConfig:
 
     wandb_exp_name: str | None = None
     """Weights & Biases run name."""
+
+    log_straggler: bool = False
+    """Report the slowest ranks of each phase of a step."""
+
+    straggler_minmax_count: int = 1
+    """How many ranks of each phase --log-straggler names."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device for MFU; default: known from its name, unknown on CPU."""
@@ -155,5 +189,6 @@ class RunConfig:
     data: DatasetConfig = field(default_factory=DatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -51,12 +51,17 @@ class ExpertLoad:
         scale = valid_tokens * (seed / tokens)
         return [replace(batch, aux_scale=scale) for batch in batches]
 
-    def end_step(self) -> None:
-        """Moves expert biases and balancing states on. Collective over the pipeline stage."""
+    def end_step(self, skip: Tensor | None = None) -> None:
+        """Moves expert biases and balancing states on, unless `skip` is 1. Collective over the pipeline stage."""
         if self.balances:
-            sums = end_step(self.balances, self.stage)
+            sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:
                 self.totals[self.rows] += sums
+
+    def forget_step(self) -> None:
+        """Drops what a step that will not be ended has tallied."""
+        for balance in self.balances:
+            balance.tally.zero_()
 
     def take(self) -> Tensor:
         """The totals, flat; they start anew."""

@@ -68,6 +68,8 @@ class Failure:
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
+        if hasattr(error, "advice"):  # its message says all
+            return cls(rank, who, phase, title, str(error), str(error.advice))
         what = "".join(traceback.format_exception(error))
         if is_out_of_memory(error):
             return cls(rank, who, phase, title, what, ADVICE["memory"])

@@ -24,6 +24,7 @@ SECTION_TITLES = {
     "data": "data",
     "tokenizer": "tokenizer",
     "training": "batch size and length",
+    "checks": "skipped steps and failing ones",
     "logging": "logging",
     "checkpoint": "checkpoints",
 }

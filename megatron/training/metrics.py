@@ -156,10 +156,11 @@ def progress_line(record: Record, train_iters: int) -> str:
         f"learning rate: {record['learning_rate']:.4E}",
         f"global batch size: {record['global_batch_size']}",
         "lm loss: " + (f"{loss:.6E}" if loss is not None else "none (every step skipped)"),
-        f"grad norm: {record['grad_norm']:.3f}",
+        "grad norm: " + (f"{record['grad_norm']:.3f}" if record["grad_norm"] is not None else "none"),
         f"loss scale: {record['loss_scale']:.1f}",
         f"skipped iterations: {record['skipped_iterations']}",
         f"nan iterations: {record['nan_iterations']}",
+        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
         f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
     ]
     if "moe_load_max" in record:

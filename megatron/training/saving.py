@@ -15,6 +15,7 @@ from megatron.training.setup import TrainingRun
 def save(run: TrainingRun) -> None:
     """Starts a checkpoint of the present iteration; with --no-async-save it is written when this returns."""
     assert run.saver is not None
+    run.guard.store(run)
     iteration, start = run.progress.iteration, time.perf_counter()
     run.runtime.watch.begin(f"saving iteration {iteration}")
     contents = checkpoint_contents(run.config, run.runtime.state, run.stages, run.optimizer, run.progress, run.measured)

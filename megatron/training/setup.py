@@ -24,6 +24,8 @@ from megatron.training.config import RunConfig
 from megatron.training.data import TrainingData, build_data
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.initialize import Runtime
+from megatron.training.step_guard import StepGuard
+from megatron.training.straggler import PhaseClock
 
 
 @dataclass
@@ -44,6 +46,9 @@ class TrainingRun:
     experts: ExpertLoad
     saver: CheckpointSaver | None
     """None where nothing is saved."""
+
+    guard: StepGuard
+    clock: PhaseClock
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics of the present iteration, as far as they were measured."""
@@ -155,6 +160,8 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         saver = build_saver(config, state.world, progress)
     pipeline = Pipeline(config, runtime, stages, queue)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
+    clock = PhaseClock(runtime.device, config.logging.log_straggler)
+    pipeline.executor.timed = clock
     return TrainingRun(
         config,
         runtime,
@@ -169,4 +176,6 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         progress,
         experts,
         saver,
+        StepGuard(config.checks, runtime.device, progress.running_means),
+        clock,
     )

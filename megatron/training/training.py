@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.model_math import flops_per_token
 from megatron.core.optimizer.optimizer import StepResult
 from megatron.training.arguments import save_config, to_flat_dict
@@ -39,6 +39,9 @@ from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_byte
 from megatron.training.replicas import check_replicas
 from megatron.training.saving import finish_saves, save, tell_of_saves
 from megatron.training.setup import TrainingRun, build_run
+from megatron.training.step import Step, count_tokens, forward_backward, loss_and_tokens, read_batches
+from megatron.training.step_guard import is_nan
+from megatron.training.straggler import hosts_of_ranks, straggler_line, straggler_record
 from megatron.training.watch import Watch
 
 CONFIG_FILE = "run_config.yaml"
@@ -72,6 +75,8 @@ class Interval:
     losses: list[torch.Tensor] = field(default_factory=list)
     """Per iteration [loss sum, tokens] of this rank; zeros where another rank counts them."""
     results: list[StepResult] = field(default_factory=list)
+    passed_over: int = 0
+    """Iterations of --iterations-to-skip."""
     excluded: float = 0.0
     """Seconds that were not training."""
     learning_rate: float = 0.0
@@ -101,6 +106,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     elif config.checkpoint.load and not config.checkpoint.finetune:
         runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
     bar = _progress_bar(run, resources)
+    hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
     interval = Interval()
     saved_at, startup = progress.iteration or None, True
     while progress.iteration < run.train_iters:
@@ -121,7 +127,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         tell_of_saves(run)
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if last or _due(iteration, config.logging.log_interval):
-            report(run, sinks, summarize(run, interval), bar)
+            run.guard.settle(run)
+            report(run, sinks, summarize(run, interval), bar, hosts)
             interval = Interval()
         if bar is not None:
             bar.update(1)
@@ -140,6 +147,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         save(run)
     if progress.iteration >= run.train_iters and run.data.test is not None and not watch.stopping:
         evaluate_and_report(run, "test", sinks)
+    run.guard.settle(run)
     run.optimizer.finish_param_sync()  # nothing may be under way when ranks leave
     finish_saves(run)
     watch.begin("leaving")
@@ -150,55 +158,58 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
 
 
 def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:
-    """One optimizer step on one global batch. `before_update` is called when the gradients are final."""
-    config, progress = run.config, run.progress
-    batch_size = run.batch_sizes.at(progress.consumed_samples)
-    assert run.data.train is not None
-    batches = put_on_device(run.data.train.next_step(progress.consumed_samples, batch_size), run.runtime)
-    run.ddp.begin_step(len(batches))
-    # fp16: a mean over a sample's tokens, not their sum, is what the loss scale brings into range.
-    seed = run.optimizer.loss_scale / (config.model.seq_length if config.parallel.fp16 else 1)
-    num_tokens = torch.stack([batch.num_tokens for batch in batches]).sum()
-    total_tokens = global_token_count(num_tokens, run.runtime.state, run.pipeline.loss_rank)
-    batches = run.experts.with_scale(batches, seed, total_tokens, batch_size * config.model.seq_length)
-    losses = run.pipeline.train(batches, seed)
-    finalize_model_grads(run.ddp, total_tokens, run.runtime.state, seed)
-    if before_update is not None:
-        before_update()
-    lr = run.scheduler.lr_at(progress.consumed_samples)
-    interval.results.append(run.optimizer.step(lr, run.scheduler.weight_decay_at(progress.consumed_samples)))
-    run.experts.end_step()
-    interval.losses.append(_loss_and_tokens(run, losses, num_tokens))
-    interval.learning_rate = lr
-    interval.batch_size = batch_size
-    interval.samples += batch_size
+    """One optimizer step on one global batch. `before_update` is called when the gradients are final.
+
+    Raises BadStepError, on every rank, if the step before ends the run."""
+    step, progress = Step.next_of(run), run.progress
+    if step.iteration in (run.config.checks.iterations_to_skip or ()):
+        interval.passed_over += 1
+        progress.skipped_iterations += 1
+    else:
+        _update(run, interval, step, before_update)
     run.measured.clear()
     progress.iteration += 1
-    progress.consumed_samples += batch_size
+    progress.consumed_samples += step.samples
 
 
-def _loss_and_tokens(run: TrainingRun, losses: list[torch.Tensor], num_tokens: torch.Tensor) -> torch.Tensor:
-    """[loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, zeros elsewhere, so that
-    a plain sum over the world counts each token once."""
-    state = run.runtime.state
-    if losses and state.tp.first:
-        return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
-    return torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Callable[[], None] | None) -> None:
+    with run.clock("data"):
+        batches = read_batches(run, step)
+    sums = forward_backward(run, step, batches)
+    if run.guard.settle(run):
+        sums = forward_backward(run, step, batches)
+    finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+    if before_update is not None:
+        before_update()
+    lr = run.scheduler.lr_at(step.first_sample)
+    weight_decay = run.scheduler.weight_decay_at(step.first_sample)
+    with run.clock("optimizer"):
+        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge)
+    run.guard.watch(step, result)
+    run.experts.end_step(result.skip)
+    interval.results.append(result)
+    interval.losses.append(sums.loss_and_tokens)
+    interval.learning_rate = lr
+    interval.batch_size = step.samples
+    interval.samples += step.samples
 
 
 def summarize(run: TrainingRun, interval: Interval) -> Record:
     """The record of an interval, equal on every rank. The one place in the loop that waits for the device."""
     config, runtime = run.config, run.runtime
     world = runtime.launch.world_size
-    # One reduction for everything: each rank's memory has a slot of its own, so that a sum carries the maximum.
-    memory = torch.zeros(world, dtype=torch.float64, device=runtime.device)
-    memory[runtime.launch.rank] = peak_memory_bytes(runtime.device)
-    gathered = [torch.stack(interval.losses).flatten(), run.experts.take(), memory]
+    # One reduction for everything: each rank has a row of its own, so that a sum carries every rank's numbers.
+    own = [peak_memory_bytes(runtime.device), *(run.clock.take() if run.clock.enabled else ())]
+    of_ranks = torch.zeros(world, len(own), dtype=torch.float64, device=runtime.device)
+    of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
+    losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
+    gathered = [losses.flatten(), run.experts.take(), of_ranks.flatten()]
     summed = torch.cat(gathered)
     if world > 1:
         dist.all_reduce(summed)
-    table, expert_load, memory = summed.split([part.numel() for part in gathered])
-    table = table.view(-1, 2)
+    table, expert_load, of_ranks = summed.split([part.numel() for part in gathered])
+    table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
+    steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
     counted = table[[not skip for skip in skipped]]
     total, tokens = counted.sum(dim=0).tolist()
@@ -211,28 +222,30 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "consumed_samples": run.progress.consumed_samples,
         "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
         "lm_loss": total / tokens if tokens else None,
-        "grad_norm": interval.results[-1].grad_norm,
+        "grad_norm": interval.results[-1].grad_norm if steps else None,
         "learning_rate": interval.learning_rate,
         "global_batch_size": interval.batch_size,
-        "loss_scale": interval.results[-1].loss_scale,
-        "skipped_iterations": sum(skipped),
-        "nan_iterations": int((~torch.isfinite(table[:, 0])).sum()),
+        "loss_scale": interval.results[-1].loss_scale if steps else run.optimizer.loss_scale,
+        "skipped_iterations": sum(skipped) + interval.passed_over,
+        "nan_iterations": sum(map(is_nan, interval.results)),
+        "spike_iterations": sum(result.spike for result in interval.results),
         "tokens_per_second": tokens_per_second,
         "tflops_per_device": tflops,
         "mfu": tflops / peak if peak else None,
-        "step_time": seconds / len(interval.results),
-        "peak_memory_bytes": int(memory.max()),
-        **run.experts.record(expert_load, interval.samples * config.model.seq_length),
+        "step_time": seconds / max(steps, 1),
+        "peak_memory_bytes": int(of_ranks[:, 0].max()),
+        **(run.experts.record(expert_load, interval.samples * config.model.seq_length) if steps else {}),
+        **straggler_record(of_ranks[:, 1:].tolist(), steps, config.logging),
     }
 
 
-def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None) -> None:
+def report(run: TrainingRun, sinks: list[Sink], record: Record, bar: tqdm | None, hosts: Sequence[str] = ()) -> None:
     """Prints and writes a record, on the rank that speaks for the run."""
     give_back_memory(run.runtime.device)
     run.measured["lm_loss"] = record["lm_loss"]
     for sink in sinks:
         sink.write(record)
-    line = progress_line(record, run.train_iters)
+    line = "\n".join([progress_line(record, run.train_iters), *straggler_line(record, hosts)])
     if bar is not None:
         bar.write(line)
         if record["lm_loss"] is not None:
@@ -258,7 +271,7 @@ def evaluate(run: TrainingRun, split: str) -> float | None:
         first = run.data.evaluated[split] + step * training.global_batch_size
         batches = put_on_device(iterator.next_step(first, training.global_batch_size), run.runtime)
         losses = run.pipeline.evaluate(batches)
-        total += _loss_and_tokens(run, losses, torch.stack([batch.num_tokens for batch in batches]).sum())
+        total += loss_and_tokens(run, losses, count_tokens(batches))
     for stage in run.stages.values():
         stage.train()
     if run.runtime.launch.world_size > 1:

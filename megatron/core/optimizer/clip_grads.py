@@ -37,13 +37,15 @@ class GradNorm:
                 view = bucket.grads[start - bucket.layout.start : stop - bucket.layout.start]
                 (self.counted if counts else self.replicas).append(view)
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        """(norm, overflow) as float64 scalars on the device, equal on all ranks: overflow is 1 if any gradient
-        anywhere, replicas included, is infinite or NaN, else 0. One collective over the world."""
+    def __call__(self, sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(norm, overflow, sums) in float64 on the device, equal on all ranks: overflow is 1 if any gradient anywhere,
+        replicas included, is infinite or NaN, else 0. One collective over the world, which adds up `sums` [n] of each
+        rank too; they count for the overflow as well."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
+        summed = squares if sums is None else torch.cat([squares, sums.to(squares)])
         if self.world.size > 1:
-            dist.all_reduce(squares, group=self.world.group)
-        return squares[0].sqrt(), (~torch.isfinite(squares).all()).to(torch.float64)
+            dist.all_reduce(summed, group=self.world.group)
+        return summed[0].sqrt(), (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 
     def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:

@@ -15,6 +15,11 @@ class LossScaler:
             raise ValueError(f"--loss-scale {scale} must be positive")
         self.scale = scale
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's fault, and be gone with a lower one."""
+        return False
+
     def update(self, overflow: bool) -> None:
         """Learns whether the step's gradients overflowed."""
 
@@ -46,6 +51,10 @@ class DynamicLossScaler(LossScaler):
         self.min_scale, self.window, self.hysteresis = min_scale, window, hysteresis
         self.good_steps = 0
         self.allowance = hysteresis
+
+    @property
+    def can_fall(self) -> bool:
+        return self.scale > self.min_scale
 
     def update(self, overflow: bool) -> None:
         if overflow:

@@ -1,10 +1,13 @@
 """The optimizer: clips, updates main-precision shards, and makes the parameters whole again.
 
-A step never waits for the device, except to move a dynamic loss scale. A gradient that is not finite leaves
+A step never waits for the device, except to move a dynamic loss scale. A loss or a gradient that is not finite leaves
 parameters and moments untouched, in every precision: the update kernels read the overflow flag on the device.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,27 +22,71 @@ from megatron.core.sharded_piece import OptimizerPiece
 
 
 class StepResult:
-    """What a step did. Reading a value waits for the device, once."""
+    """What a step did. Reading a value waits until the device has come as far as this step, and no further."""
 
-    def __init__(self, norm: Tensor, overflow: Tensor, loss_scale: float) -> None:
-        self._values: Tensor | list[float] = torch.stack([norm, overflow])
+    def __init__(
+        self,
+        norm: Tensor,
+        overflow: Tensor,
+        verdict: tuple[Tensor, Tensor],
+        sums: Tensor,
+        loss_scale: float,
+        scale_can_fall: bool,
+    ) -> None:
+        skip, spike = verdict
+        self.skip = skip
+        """`skipped` as a float64 scalar on the device."""
         self.loss_scale = loss_scale
         """Loss scale that the step's gradients were computed with."""
+        self._scale_can_fall = scale_can_fall
+        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
+        self._values: Tensor | list[float] = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
 
     def _read(self) -> list[float]:
         if isinstance(self._values, Tensor):
+            if self._copied is not None:
+                self._copied.synchronize()
             self._values = self._values.tolist()
         return self._values
 
     @property
     def grad_norm(self) -> float:
-        """Norm over the whole model before clipping; not finite if `skipped`."""
+        """Norm over the whole model before clipping; not finite if a gradient was not."""
         return self._read()[0]
 
     @property
+    def finite(self) -> bool:
+        """Whether every gradient and all of `sums` were finite."""
+        return not self._read()[1]
+
+    @property
     def skipped(self) -> bool:
-        """Whether a gradient was infinite or NaN, so that nothing was updated."""
-        return bool(self._read()[1])
+        """Whether nothing was updated: not `finite`, or refused by the judge."""
+        return bool(self._read()[2])
+
+    @property
+    def spike(self) -> bool:
+        """Whether the judge found the step out of the ordinary, whatever became of it."""
+        return bool(self._read()[3])
+
+    @property
+    def sums(self) -> list[float]:
+        """What was given as `sums`, over the world."""
+        return self._read()[4:]
+
+    @property
+    def scale_overflow(self) -> bool:
+        """Whether this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
+        are finite, and it is not at its lowest."""
+        return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
+
+
+Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
+scalars on the device."""
 
 
 class MixedPrecisionOptimizer:
@@ -70,29 +117,35 @@ class MixedPrecisionOptimizer:
         self._skipped = torch.zeros_like(self._updates)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float, sums: Tensor | None = None, judge: Judge | None = None
+    ) -> StepResult:
         """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
 
+        `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
+        `judge` may refuse the update.
         With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
         `finish_param_sync`.
         """
         self.finish_param_sync()  # modules that did not run since the last step have not waited
-        norm, overflow = self._grad_norm()
+        norm, overflow, sums = self._grad_norm(sums)
+        refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
+        skip = torch.maximum(overflow, refused)
         if self.config.clip_grad > 0 and self.shards:
             coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
             torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
         for group in self._torch.param_groups:
             group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
-        self._torch.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]
+        self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
-        self._updates += 1.0 - overflow
-        self._skipped += overflow
+        self._updates += 1.0 - skip
+        self._skipped += skip
         self._start_param_sync()
         if not self.ddp.config.overlap_param_gather:
             self.finish_param_sync()
-        result = StepResult(norm, overflow, self.scaler.scale)
+        result = StepResult(norm, overflow, (skip, spike), sums, self.scaler.scale, self.scaler.can_fall)
         if self.scaler.dynamic:
-            self.scaler.update(result.skipped)
+            self.scaler.update(not result.finite)
         return result
 
     def zero_grad(self) -> None:
@@ -106,7 +159,7 @@ class MixedPrecisionOptimizer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps since the start or load that a gradient which was not finite has cost. Waits for the device."""
+        """Steps since the start or load that updated nothing. Waits for the device."""
         return int(self._skipped.item())
 
     @property

@@ -7,7 +7,8 @@ is all in the list (`passes.pipeline_lists`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.pipeline_parallel.simulator import Timed
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+
+
+def _nothing(action: Action) -> None:
+    pass
+
+
+def _untimed(phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class PipelineExecutor:
@@ -55,6 +64,10 @@ class PipelineExecutor:
         """The action being run, for whoever reports a hang."""
         self.message_from: int | None = None
         """The rank of the world whose message it waits for."""
+        self.after: Callable[[Action], None] = _nothing
+        """Called after each action, for diagnosis."""
+        self.timed: Callable[[str], AbstractContextManager[None]] = _untimed
+        """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -105,6 +118,7 @@ class PipelineExecutor:
         except Exception as error:
             error.add_note(f"pipeline rank {self.pp.rank} was running {action}")
             raise
+        self.after(action)
         if self.trace is not None:
             self.trace.append(Timed(action, start, time.perf_counter()))
         self.current = None
@@ -114,7 +128,8 @@ class PipelineExecutor:
         hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
         if hidden is not None and self._training:
             hidden.requires_grad_()
-        output = self.stages[stage](hidden, self._batches[microbatch])
+        with self.timed("forward") if self._training else nullcontext():
+            output = self.stages[stage](hidden, self._batches[microbatch])
         if self._training:
             self._saved[stage, microbatch] = (hidden, get_gradient_edge(output))
         output = output.detach()
@@ -130,7 +145,8 @@ class PipelineExecutor:
         _, stage, microbatch = action
         grad_output = self._take(Action(Kind.RECV_B, stage, microbatch))
         hidden, edge = self._saved.pop((stage, microbatch))
-        torch.autograd.backward([edge], [grad_output])
+        with self.timed("backward"):
+            torch.autograd.backward([edge], [grad_output])
         if hidden is not None:
             assert hidden.grad is not None, f"stage {stage} does not use its input"
             self._outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
@@ -143,7 +159,8 @@ class PipelineExecutor:
 
     def _weight_backward(self, action: Action) -> None:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
-        self.queue.run((action.stage, action.microbatch))
+        with self.timed("backward"):
+            self.queue.run((action.stage, action.microbatch))
 
     def _send(self, action: Action) -> None:
         self.p2p.send(self._outbox.pop(action), self._peer(action), self._tag(action))

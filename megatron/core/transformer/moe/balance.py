@@ -111,9 +111,12 @@ class Balance(nn.Module):
         return zeros.scatter_(-1, chosen, 1.0)
 
     @torch.no_grad()
-    def end_step(self, sums: Tensor) -> Tensor:
-        """Moves the states on, given the tallies of the whole global batch summed up. Returns its assignments [E] and
-        the extra columns, with the balancing loss that the batch really has now that its load is known."""
+    def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Moves the states on, given the tallies of the whole global batch summed up, unless the scalar `skip` is 1.
+        Returns its assignments [E] and the extra columns, with the balancing loss that the batch really has now that
+        its load is known."""
+        states = [self.load] if self.expert_bias is None else [self.load, self.expert_bias]
+        before = [state.clone() for state in states]
         counts, mass, extra = sums.split((self.num_experts, self.num_experts, EXTRA_COLUMNS))
         share = counts / counts.sum()
         if self.kind != "seq_aux_loss":
@@ -124,6 +127,9 @@ class Balance(nn.Module):
             self.load.copy_(share)
         if self.expert_bias is not None:
             self.expert_bias.add_(self.bias_rate * torch.sign(counts.mean() - counts))
+        if skip is not None:
+            for state, old in zip(states, before, strict=True):
+                state.copy_(torch.where(skip > 0, old, state))
         self.tally.zero_()
         return torch.cat((counts, extra))
 
@@ -141,8 +147,9 @@ def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
 
 
 @torch.no_grad()
-def end_step(balances: Sequence[Balance], stage: Axis) -> Tensor:
-    """Ends an optimizer step: sums the tallies over the ranks of the pipeline stage, moves every state on, and
-    returns the assignments and extra columns [layers, E + 3]. Collective over `stage`."""
+def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
+    """Ends an optimizer step: sums the tallies over the ranks of the pipeline stage, moves every state on unless the
+    step updated nothing (`skip` is 1), and returns the assignments and extra columns [layers, E + 3]. Collective over
+    `stage`."""
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
-    return torch.stack([balance.end_step(sums) for balance, sums in zip(balances, table, strict=True)])
+    return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

@@ -1,0 +1,31 @@
+"""A run that diverges, and its last step replayed by the tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_training import MODEL, launch, records
+from tools.replay_step import main
+
+
+def test_a_diverging_run_leaves_a_step_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = [*MODEL, "--lr", "1e30", "--clip-grad", "0", "--log-straggler"]
+    ended = launch(1, *huge, "--save", str(tmp_path), check=False)
+    assert ended.returncode == 1
+    report = ended.stderr[ended.stderr.index("RUN FAILED") :]
+    assert "iteration 2 is not finite (loss nan, gradient norm nan); first in the forward pass: " in report
+    assert "Traceback" not in report and "--iterations-to-skip 2" in report
+    assert "slowest ranks, own time per step (x of the median) | data: rank 0 on " in ended.stdout
+    assert records(tmp_path / "metrics.jsonl")[0]["straggler_forward_rank"] == 0
+
+    folder = tmp_path / "nan" / "iter_0000002"
+    assert main([str(folder)]) == 0
+    found = json.loads((folder / "finding.json").read_text())["finding"]
+    assert capsys.readouterr().out.count(f"first in the forward pass: {found['module']} (rank 0") == 2
+    with pytest.raises(ValueError, match="--hidden-size"):
+        main([str(folder), "--", "--tp", "3"])
+    with pytest.raises(ValueError, match="holds no saved step"):
+        main([str(tmp_path)])

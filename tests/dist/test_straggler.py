@@ -1,0 +1,47 @@
+"""A slow rank is named, though all ranks take the same time because they wait for it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.metrics import Record
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, summarize, train_step
+from tests.harness import run_world
+from tests.parity.test_bad_steps import config_of
+
+
+def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:
+    parallel = config.parallel
+    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    with ExitStack() as resources:
+        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        resources.callback(run.data.close)
+        (model,) = run.stages.values()
+        module = model.decoder.layers[0].mlp
+        if rank == slow.get("forward"):
+            module.register_forward_hook(lambda *_: time.sleep(0.2))
+        if rank == slow.get("backward"):
+            module.register_full_backward_hook(lambda *_: time.sleep(0.2))
+        interval = Interval()
+        for _ in range(2):
+            train_step(run, interval)
+        return summarize(run, interval)
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --pp 2", "--pp 2 --dp 2"])
+def test_a_slow_rank_is_named(layout: str) -> None:
+    config = config_of(f"{layout} --micro-batch-size 4 --log-straggler --straggler-minmax-count 2", 4)
+    records = run_world(4, slow_down, config, {"forward": 3, "backward": 0})
+    for record in records:
+        assert record["straggler_forward_rank"] == 3 and record["straggler_backward_rank"] == 0
+        assert [len(record[f"straggler_{phase}"]) for phase in ("data", "forward", "backward", "optimizer")] == [2] * 4
+    assert all(record["straggler_forward"] == records[0]["straggler_forward"] for record in records)

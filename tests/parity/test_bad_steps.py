@@ -1,0 +1,272 @@
+"""Steps that are not finite, or spikes: found, saved, replayed, skipped; at a layout and in one process."""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.replay import replay
+from megatron.training.saved_step import SavedStep
+from megatron.training.saving import save
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.step_guard import BadStepError
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --cpu --mock-data "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 "
+    "--eval-iters 0 --num-workers 0"
+)
+MOE = (
+    "--disable-bias-linear --num-experts 4 --moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias"
+)
+SAMPLE = 13
+"""Of the second step, which has 8 to 15, and its third micro-batch."""
+
+
+def config_of(flags: str, world_size: int = 1) -> RunConfig:
+    config = resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
+    assert not validate(config, world_size)
+    return config
+
+
+def build(config: RunConfig, rank: int, world_size: int, resources: ExitStack) -> TrainingRun:
+    parallel = config.parallel
+    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+    resources.callback(run.data.close)
+    return run
+
+
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].masked_fill(ctx.saved_tensors[0], math.inf), None
+
+
+def plant(kind: str, run: TrainingRun) -> None:
+    """Breaks the MLP of layer 2 for one sample, in its forward or backward pass, or a weight's gradient."""
+    for model in run.stages.values():
+        for layer in model.decoder.layers:
+            if layer.number != 2:
+                continue
+            if kind == "weight gradient":
+                layer.input_layernorm.weight.register_hook(lambda grad: grad * math.nan)
+                continue
+            inner = layer.mlp.forward
+
+            def forward(x: torch.Tensor, context: Any, inner: Any = inner) -> torch.Tensor:
+                bad = (context.sample_index == SAMPLE)[None, :, None]
+                if kind == "backward":
+                    return inner(_BadGradient.apply(x, bad), context)
+                return inner(x, context).masked_fill(bad, math.nan)
+
+            layer.mlp.forward = forward
+
+
+def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
+    """(message of the step that ends the run, whether weights and moments are those from before it)"""
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        plant(kind, run)
+        if kind != "weight gradient":
+            train_step(run, Interval())
+        before = tensors(run)
+        train_step(run, Interval())
+        with pytest.raises(BadStepError) as error:
+            train_step(run, Interval())  # notices before it uses its own gradients
+        return str(error.value), same(before, tensors(run))
+
+
+def tensors(run: TrainingRun) -> list[torch.Tensor]:
+    """This rank's weights, states and moments."""
+    found = [param for model in run.stages.values() for param in model.parameters()]
+    return [tensor.detach().clone() for tensor in (*found, *(piece.data for piece in run.optimizer.sharded_state()))]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "weight gradient"])
+def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_path: Path) -> None:
+    results = run_world(4, fail, config_of(f"--tp 2 --pp 2 --save {tmp_path}", 4), kind)
+    (message,) = {message for message, _ in results}
+    assert all(unchanged for _, unchanged in results)
+    iteration = 1 if kind == "weight gradient" else 2
+    folder = tmp_path / "nan" / f"iter_000000{iteration}"
+    saved = SavedStep.read(folder)
+    found = saved.finding
+    assert found is not None and found.describe() in message and str(folder) in message
+    assert (found.where, found.rank, found.stage, found.weights) == (kind, 2, 1, ())
+    assert saved.step.iteration == iteration
+    if kind == "weight gradient":
+        assert found.module == "decoder.layers.2.input_layernorm.weight"
+    else:
+        assert (found.module, found.microbatch, found.samples) == ("decoder.layers.2.mlp", 2, (SAMPLE,))
+        assert found.sources_finite and math.isfinite(found.largest)
+
+    again = replay(folder, prepare=partial(plant, kind))
+    assert again is not None and again.same_as(found)
+    assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
+    assert replay(folder) is None, "without what was planted everything is finite"
+    # The folder is a checkpoint too, from right before the step.
+    on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
+    ((_, progress),) = run_world(1, skip, on, None, 2)
+    assert progress == (8 * (iteration + 1), 1, 0)
+
+
+def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
+    """(message, sample): the sample is the first to read an embedding's row that is NaN."""
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        table = run.stages[0].embedding.word_embeddings.weight
+        readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
+        token, sample = max(readers.items(), key=lambda item: item[1])
+        table.data[token] = math.nan
+        run.optimizer.reload_main_from_params()
+        train_step(run, Interval())
+        with pytest.raises(BadStepError) as error:
+            run.guard.settle(run)
+        return str(error.value), sample
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    # An untied output layer, or every logit would be NaN at once.
+    ((message, sample),) = run_world(1, poison, config_of("--untie-embeddings-and-output-weights"))
+    assert sample > 0
+    assert f"embedding.word_embeddings (rank 0, pipeline stage 0), micro-batch {sample // 2}, sample" in message
+    assert re.search(rf"samples? {sample}[,;]", message)
+    assert "weights: not finite before the step: embedding.word_embeddings.weight" in message
+
+
+def once(rank: int, world_size: int, config: RunConfig) -> str:
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        layer, left = run.stages[0].decoder.layers[0], [1]
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            return output * math.nan if left and left.pop() else None
+
+        layer.register_forward_hook(hook)
+        train_step(run, Interval())
+        with pytest.raises(BadStepError) as error:
+            run.guard.settle(run)
+        return str(error.value)
+
+
+def test_what_does_not_happen_again_is_called_so() -> None:
+    (message,) = run_world(1, once, config_of(""))
+    assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
+
+
+def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int) -> tuple[list, tuple]:
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        if kind:
+            plant(kind, run)
+        for _ in range(steps):
+            train_step(run, Interval())
+        run.guard.settle(run)
+        progress = run.progress
+        return tensors(run), (progress.consumed_samples, progress.skipped_iterations, progress.nan_iterations)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (4, "--tp 2 --pp 2 --sequence-parallel"),
+        (1, MOE),
+        (2, "--dp 2 --overlap-grad-reduce --overlap-param-gather"),
+    ],
+)
+def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: str) -> None:
+    by_itself = config_of(f"{flags} --max-skipped-iterations 1", world_size)
+    by_user = config_of(f"{flags} --iterations-to-skip 2", world_size)
+    for (one, progress), (other, expected) in zip(
+        run_world(world_size, skip, by_itself, "forward", 4), run_world(world_size, skip, by_user, None, 4), strict=True
+    ):
+        assert same(one, other)
+        assert (progress, expected) == ((32, 1, 1), (32, 1, 0))
+
+
+def test_without_the_check_steps_are_skipped_without_a_limit() -> None:
+    ((_, progress),) = run_world(1, skip, config_of("--no-check-for-nan-in-loss-and-grad"), "weight gradient", 3)
+    assert progress == (24, 3, 3)
+
+
+def multiply_losses(run: TrainingRun, samples: tuple[int, ...]) -> None:
+    (model,) = run.stages.values()
+    inner = model.token_losses
+
+    def token_losses(hidden: Any, batch: Any) -> torch.Tensor:
+        large = torch.isin(batch.sample_index, torch.tensor(samples))
+        return inner(hidden, batch) * torch.where(large, 50.0, 1.0)[:, None]
+
+    model.token_losses = token_losses
+
+
+SPIKES = "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 2"
+
+
+def spiky(
+    rank: int, world_size: int, config: RunConfig, steps: int, samples: tuple[int, ...]
+) -> tuple[list[torch.Tensor], dict[str, Any], list[bool]]:
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        multiply_losses(run, samples)
+        interval = Interval()
+        for _ in range(steps):
+            train_step(run, interval)
+        run.guard.store(run)
+        if run.saver is not None:
+            save(run)
+        progress = {key: value for key, value in vars(run.progress).items() if key != "loaded_from"}
+        return tensors(run), progress, [result.spike for result in interval.results]
+
+
+def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
+    samples = (8 * 12 + 3, 8 * 16 + 5)  # in the steps 13 and 17
+    ((whole, progress, spikes),) = run_world(1, spiky, config_of(SPIKES), 20, samples)
+    assert [number for number, spike in enumerate(spikes, 1) if spike] == [13, 17]
+    assert (progress["skipped_spikes"], progress["skipped_iterations"], progress["nan_iterations"]) == (2, 2, 0)
+    assert progress["running_means"][2] == 18
+    saved = f"{SPIKES} --save {tmp_path} --load {tmp_path} --no-async-save"
+    run_world(1, spiky, config_of(saved), 14, samples)
+    ((resumed, again, _),) = run_world(1, spiky, config_of(saved), 6, samples)
+    assert same(resumed, whole) and again == progress
+    ((skipped, _),) = run_world(1, skip, config_of("--iterations-to-skip 13 17"), None, 20)
+    assert same(skipped, whole)
+
+
+def test_one_spike_more_than_allowed_ends_the_run() -> None:
+    samples = (8 * 12, 8 * 13, 8 * 14)
+    with pytest.raises(RuntimeError, match=r"2 iterations were skipped before.*iteration 15 is far above the mean"):
+        run_world(1, spiky, config_of(SPIKES), 16, samples)
+
+
+def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
+    flags = "--check-for-spiky-loss"
+    ((_, progress, spikes),) = run_world(1, spiky, config_of(flags), 14, (8 * 12,))
+    assert spikes.index(True) == 12
+    assert (progress["skipped_iterations"], progress["running_means"][2]) == (0, 14)

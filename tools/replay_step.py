@@ -1,0 +1,49 @@
+"""Runs again the step that ended a run because its loss or gradient was not finite, and says where that began.
+
+    python tools/replay_step.py SAVE/nan/iter_0000012
+    python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # at this layout, on CPU ranks
+
+One process needs neither the layout nor the data files of the run. Flags of pretrain_gpt.py after `--` change the
+configuration, as --no-bf16 does. Exit code 0: the same as in the run; 1: something else, or all is
+finite; 2: the folder or the flags are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.training.replay import replay
+from megatron.training.saved_step import SavedStep
+from tools.common import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    args = build_parser().parse_args(arguments[:cut])
+    saved = SavedStep.read(args.folder)
+    print(f"iteration {saved.step.iteration}, samples from {saved.step.first_sample} on: {saved.step.samples}")
+    print("in the run: " + (saved.finding.describe() if saved.finding else "all was finite when it was run again"))
+    found = replay(args.folder, arguments[cut + 1 :], args.world_size)
+    print("here:       " + (found.describe() if found else "all is finite"))
+    if found is None or not found.same_as(saved.finding):
+        print("this is not what the run found")
+        return 1
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the saved step: one of SAVE/nan/iter_*")
+    parser.add_argument("--world-size", type=int, help="ranks; default: as many as the flags after -- need at least")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)
