@@ -75,6 +75,14 @@ def test_layout_equals_one_process(model: str, layout: str) -> None:
     assert first_difference(one_process(model), found, 1e-9) is None
 
 
+def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
+    """Ten words, of which each token sees two: many weights are equal but for rounding."""
+    model = f"{BASE} --vocab-size 10 --num-experts 4 --moe-expert-capacity-factor 0.8 --position-embedding-type none "
+    model += "--window-size 2 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 4 --seed 2 --seq-length 32 "
+    expected = train_in_world(1, model.split())
+    assert first_difference(expected, train_in_world(2, (model + "--cp 2").split()), 1e-9) is None
+
+
 def test_the_models_exercise_what_they_are_for() -> None:
     """Losses and drops change the gradient, the bias moves, and some experts have no token."""
     plain = train_in_world(1, (BASE + MODELS["mixtral"] + " --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0").split())

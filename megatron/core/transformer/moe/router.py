@@ -161,8 +161,15 @@ class TopKRouter(nn.Module):
         assert self.capacity_factor is not None
         capacity = ceil(self.capacity_factor * self.topk * length / self.num_experts)
         places = context.places_of(chosen, self.shard)
-        priorities = torch.zeros_like(weights) if self.keep_first else weights
+        priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
+
+
+def without_rounding(weights: Tensor) -> Tensor:
+    """Weights on a grid much coarser than their rounding, which differs between layouts. Tokens that see the same
+    have equal weights, as the first ones of documents do: they have to tie, for their places to decide."""
+    grid = 2.0 ** (40 if weights.dtype == torch.float64 else 16)
+    return (weights * grid).round_().div_(grid)
 
 
 @torch.no_grad()
