@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 
 from megatron.training.arguments import command_line
-from megatron.training.launch import Launch
+from megatron.training.launch import Launch, hold_ignored_signals
+from megatron.training.outcome import code_for_launcher, early_end_told
 from megatron.training.prepare import prepare
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parses, validates, and trains. Returns the exit code (`megatron.training.exit_codes`)."""
-    command = command_line(sys.argv[1:] if argv is None else argv)
+    hold_ignored_signals()
     launch = Launch.from_environment()
-    config = prepare(command, launch)
+    with early_end_told(launch):
+        command = command_line(sys.argv[1:] if argv is None else argv, launch)
+        config = prepare(command, launch)
 
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain
 
-    return pretrain(config, launch)
+    return code_for_launcher(pretrain(config, launch))
 
 
 if __name__ == "__main__":

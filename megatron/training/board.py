@@ -25,9 +25,13 @@ from megatron.training.failure import Failure
 from megatron.training.launch import Launch
 
 
-def meet(launch: Launch, timeout: timedelta) -> dist.Store:
-    """A connection to the store of this world, and of this start of it where the launcher restarts. Rank 0 opens the
-    store unless the launcher has one."""
+def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
+    """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
+
+    A store of torchrun's outlives the ranks that it starts again, and would tell them where their predecessors were:
+    the keys of each start are apart. Where rank 0 opens it, each start has a port and so a store of its own; nodes
+    then need not agree on the number of the start, which torchrun counts for each of them.
+    """
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -40,8 +44,8 @@ def meet(launch: Launch, timeout: timedelta) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,  # rank 0 opens it again for the process groups
     )
-    start = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return dist.PrefixStore(f"board/{start}", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
+    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
 
 
 @dataclass(frozen=True)

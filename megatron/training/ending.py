@@ -21,6 +21,7 @@ from megatron.training.board import Board, out_of_memory_kills
 from megatron.training.collectives import Entered, Group, last_entered, traces
 from megatron.training.failure import ADVICE, Failure, hung, is_consequence, place_in, place_of, raised_in_message
 from megatron.training.launch import Launch
+from megatron.training.outcome import Outcome, code_for_launcher
 
 GRACE = 3.0
 """Seconds that a consequence waits for its cause."""
@@ -37,6 +38,7 @@ class Ending:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
+        self.outcome = Outcome.from_environment()
         self.phase = "start-up"
         self.limit = ""
         """The flag, with its value, that says how long ranks may wait for one another in this phase."""
@@ -111,6 +113,7 @@ class Ending:
             places = {rank: f"{standing.phase}, {standing.place}" for rank, standing in others.items()}
             if waited:
                 failure = self._blamed(failure, silent, others | {self.launch.rank: self._standing()})
+            self.outcome.end(failure.code, f"{failure.who}: {failure.title}")
             self._deliver(failure, failure.text(places, self._folder()))
             board.store.set("told", failure.to_json())
             self._kill_silent(failure)
@@ -178,7 +181,7 @@ class Ending:
         closing.join(1.0)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code_for_launcher(code))
 
     def _wait(self, condition: Callable[[Board], bool], seconds: float) -> bool:
         """Whether a condition came true in time."""

@@ -120,6 +120,7 @@ def start_watch(config: RunConfig, watch: Watch) -> None:
     """Connects this rank to the others' board, before anything that can fail or hang."""
     launch, training = watch.launch, config.training
     launch.export(os.environ)
+    watch.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
     deadlines = {}
     if training.exit_duration_in_mins is not None:
         until = time.time() + 60 * training.exit_duration_in_mins
@@ -128,7 +129,7 @@ def start_watch(config: RunConfig, watch: Watch) -> None:
         margin = training.exit_margin_in_mins
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes)), launch)
+    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watch.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
     watch.start(board, Limits(training.exit_signal_handler, deadlines, folder))
 
@@ -179,6 +180,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     with phases("join the world"):
         dist.init_process_group(
             backend,
+            store=meet(launch, timeout, "groups"),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,

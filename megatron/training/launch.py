@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Each of these asks a run to save and to end."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,16 @@ class Launch:
             # Jobs that share a node meet at different ports: derived from the job and step numbers.
             job = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
             environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
+
+
+def hold_ignored_signals() -> None:
+    """Keeps signals that the launcher has this process ignore until `Watch.start`, which has a use for them.
+
+    A script that starts the ranks ignores the signals meant for them, and what starts ignored stays so: without this,
+    one that comes before the watch would be lost.
+    """
+    held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
 
 def first_host(nodelist: str) -> str:

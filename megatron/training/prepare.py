@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import CommandLine, print_problems
@@ -33,6 +35,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)
     problems += validate(config, world_size)
+    if not command.dry_run:
+        problems += too_short_a_job(config, os.environ)
     if problems:
         if launch.rank == 0:
             print_problems(problems)
@@ -42,6 +46,16 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
             print_plan(config, world_size)
         raise SystemExit(0)
     return config
+
+
+def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
+    """A problem where the SLURM job would be over before it begins, each time that it is put back into the queue."""
+    start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
+    margin = config.training.exit_margin_in_mins
+    if not (start and end) or (minutes := (int(end) - int(start)) / 60) > margin:
+        return []
+    rule = f"must be below {minutes:g}, the minutes that the SLURM job has in all"
+    return [Problem("--exit-margin-in-mins", margin, rule, f"{minutes / 4:g}, or a longer --time for the job")]
 
 
 def tokenizer_vocabulary(config: RunConfig) -> int | None:

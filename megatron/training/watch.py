@@ -12,7 +12,6 @@ leave without a word. An error that another rank's end may have caused waits for
 from __future__ import annotations
 
 import faulthandler
-import os
 import select
 import signal
 import socket
@@ -28,9 +27,8 @@ from megatron.training.collectives import Entered
 from megatron.training.ending import Ending
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failure import ADVICE, Failure
-from megatron.training.launch import Launch
+from megatron.training.launch import SIGNALS, Launch
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PERIOD = 0.4
 """Seconds between two looks at the board."""
 
@@ -84,6 +82,7 @@ class Watch(Ending):
             # The byte on the socket comes also while the main thread is inside a collective; the handler does not.
             signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -161,6 +160,8 @@ class Watch(Ending):
                 signal.signal(number, handler if self.launch.launcher == "none" else signal.SIG_IGN)
         if self.resumes:
             self._write_error_file(f"saved; start again to go on: {self.why}")
+        if self.launch.rank == 0:
+            self.outcome.end(ExitCode.TO_BE_RESUMED if self.resumes else ExitCode.DONE, self.why)
         self._board = None
 
     # The thread.
@@ -221,7 +222,7 @@ class Watch(Ending):
                 self._after = after
                 self._change.notify_all()
             if after is None and self._ticks == 0 and self._signal_at and time.monotonic() - self._signal_at > 5:
-                os._exit(ExitCode.TO_BE_RESUMED)  # others have not come up, or are gone
+                self._leave(ExitCode.TO_BE_RESUMED, "ending though not all ranks have come up")
 
     def _look_at_limits(self) -> None:
         for why, (when, kind) in self._limits.deadlines.items():
@@ -251,6 +252,7 @@ class Watch(Ending):
     def _leave(self, code: int, message: str) -> NoReturn:
         if self.launch.rank == 0 or code >= ExitCode.KILLED:
             print(message, file=sys.stderr, flush=True)
+            self.outcome.end(code, message)
         self._write_error_file(message)
         time.sleep(2 * PERIOD)  # all ranks have seen it when the first of them ends
         self._exit(code)

@@ -1,5 +1,6 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
-gets the time at which it did. Started by `tests.faults.runs`, under a launcher."""
+gets the time at which it did. With FAULT_ONCE, only if there is no such file. Started by `tests.faults.runs`, under a
+launcher."""
 
 from __future__ import annotations
 
@@ -86,6 +87,11 @@ def slow(run: training.TrainingRun) -> None:
     time.sleep(600)
 
 
+def await_request(run: training.TrainingRun) -> None:
+    while run.runtime.watch._asked is None:
+        time.sleep(0.05)
+
+
 def terminate(run: training.TrainingRun) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -96,11 +102,12 @@ def user_signal(run: training.TrainingRun) -> None:
 
 def main() -> int:
     kind, rank, step = os.environ["FAULT"].split(":")
-    fault, healthy = globals()[kind], training.train_step
+    fault, healthy, file = globals()[kind], training.train_step, Path(os.environ["FAULT_FILE"])
+    once = "FAULT_ONCE" in os.environ and file.exists()
 
     def train_step(run: training.TrainingRun, *args: object) -> None:
-        if run.progress.iteration + 1 == int(step) and run.runtime.launch.rank == int(rank):
-            Path(os.environ["FAULT_FILE"]).write_text(str(time.time()))
+        if run.progress.iteration + 1 == int(step) and run.runtime.launch.rank == int(rank) and not once:
+            file.write_text(str(time.time()))
             fault(run)
         healthy(run, *args)  # type: ignore[arg-type]
 

@@ -55,8 +55,10 @@ class Ended:
     """Processes of the run that were still there."""
 
 
-def run_with_fault(kind: str, folder: Path, *flags: str, rank: int = 2, step: int = 3, processes: int = 4) -> Ended:
-    """Starts `processes` ranks under torchrun and breaks one."""
+def run_with_fault(
+    kind: str, folder: Path, *flags: str, rank: int = 2, step: int = 3, processes: int = 4, max_restarts: int = 0
+) -> Ended:
+    """Starts `processes` ranks under torchrun and breaks one; once only, if torchrun may start them again."""
     file = folder / "fault"
     environ = os.environ | {
         "FAULT": f"{kind}:{rank}:{step}",
@@ -64,7 +66,9 @@ def run_with_fault(kind: str, folder: Path, *flags: str, rank: int = 2, step: in
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    environ |= {"FAULT_ONCE": "1"} if max_restarts else {}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    launcher.append(f"--max-restarts={max_restarts}")
     command = [*launcher, "tests/faults/broken_pretrain.py", *MODEL, "--save", str(folder / "save")]
     command += ["--load", str(folder / "save"), *KINDS[kind][1], *flags]
     with (folder / "screen").open("w+") as screen:

@@ -1,0 +1,33 @@
+"""torchrun starts the ranks again after one died, within the same job: they go on from the latest checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.faults.forked import forked_ranks, join
+from tests.faults.runs import MODEL, run_with_fault
+from tools.inspect_checkpoint import first_difference, open_or_complain
+
+FLAGS = ("--pp 1 --train-iters 8 --log-interval 1 --save-interval 2 --no-async-save --hidden-dropout 0.1").split()
+
+
+def test_a_restart_by_torchrun_ends_like_the_undisturbed_run(tmp_path: Path) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    with forked_ranks(2, [*MODEL, *FLAGS, "--save", str(undisturbed)], tmp_path / "forked") as ranks:
+        assert join(ranks, 120) == [0, 0], (tmp_path / "forked").read_text()
+    ended = run_with_fault("kill", tmp_path, *FLAGS, rank=1, step=6, processes=2, max_restarts=1)
+    assert ended.code == 0 and not ended.left, ended.screen
+    assert re.search(r"RUN FAILED: rank 1 of 2", ended.screen)
+    assert "loaded checkpoint of iteration 4" in ended.screen
+    one, other = open_or_complain(undisturbed), open_or_complain(tmp_path / "save")
+    assert one.payload["iteration"] == other.payload["iteration"] == 8
+    assert first_difference(one, other) is None
+
+
+def test_a_signal_is_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
+    ended = run_with_fault("user_signal", tmp_path, "--pp", "1", rank=1, processes=2, max_restarts=1)
+    assert ended.code == 0 and not ended.left, ended.screen
+    saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    assert f"exiting at iteration {saved}: SIGUSR1 on rank 1 of 2" in ended.screen
+    assert ended.screen.count("start-up (s)") == 1

@@ -1,0 +1,100 @@
+"""The file that tells a script how a run stands, and the exit code that launchers get."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.exit_codes import ExitCode
+from megatron.training.launch import Launch
+from megatron.training.outcome import VARIABLE, Outcome, code_for_launcher, early_end_told
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().splitlines()
+
+
+def test_a_run_begins_and_ends(tmp_path: Path) -> None:
+    file = tmp_path / "outcome"
+    outcome = Outcome.from_environment({VARIABLE: str(file)})
+    outcome.begin(f"{tmp_path}/a/../b/", f"{tmp_path}/b", write=True)
+    folders = [f"save={tmp_path}/b", f"load={tmp_path}/b"]
+    assert lines(file) == ["name=RUNNING", "why=", *folders]
+    outcome.end(ExitCode.TO_BE_RESUMED, "SIGTERM on\nrank 3")
+    assert lines(file) == ["name=TO_BE_RESUMED", "why=SIGTERM on rank 3", *folders]
+    outcome.end(ExitCode.KILLED + 15, "a second signal")
+    assert lines(file)[0] == "name=KILLED"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_only_one_rank_says_that_it_runs_and_any_may_end_it(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path / "outcome")
+    outcome.begin("save", None, write=False)
+    assert not list(tmp_path.iterdir())
+    outcome.end(ExitCode.FAILED, "rank 5 of 8")
+    assert lines(tmp_path / "outcome") == ["name=FAILED", "why=rank 5 of 8", f"save={Path('save').resolve()}", "load="]
+
+
+def test_without_the_variable_nothing_is_written_and_a_full_disk_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome.from_environment({})
+    outcome.begin("save", "load", write=True)
+    outcome.end(ExitCode.DONE)
+    assert outcome.file is None
+    Outcome(tmp_path / "missing" / "outcome").end(ExitCode.DONE)
+    assert "cannot write OUTCOME_FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rank", "code", "name"), [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)])
+def test_a_run_that_ends_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, code: int, name: str | None
+) -> None:
+    file = tmp_path / "outcome"
+    monkeypatch.setenv(VARIABLE, str(file))
+    with pytest.raises(SystemExit), early_end_told(Launch(rank, 2)):
+        raise SystemExit(code)
+    assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "expected"),
+    [
+        (75, {}, 75),
+        (75, {VARIABLE: "file"}, 0),
+        (75, {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"}, 0),
+        (75, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"}, 75),
+        (1, {VARIABLE: "file"}, 1),
+        (2, {VARIABLE: "file"}, 2),
+        (143, {VARIABLE: "file"}, 143),
+    ],
+)
+def test_code_for_launchers(code: int, environ: dict[str, str], expected: int) -> None:
+    assert code_for_launcher(code, environ) == expected
+
+
+HELD = """
+import os, signal
+from megatron.training.launch import SIGNALS, hold_ignored_signals
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+hold_ignored_signals()
+os.kill(os.getpid(), signal.SIGUSR1)
+seen = []
+for number in SIGNALS:
+    signal.signal(number, lambda number, frame: seen.append(number))
+assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "as it was not ignored"
+assert not seen
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+assert seen == [signal.SIGUSR1], seen
+"""
+
+
+def test_signals_that_come_before_the_watch_are_held_where_they_were_ignored() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
