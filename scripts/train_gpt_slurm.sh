@@ -6,6 +6,8 @@
 #SBATCH --cpus-per-task=96
 #SBATCH --time=24:00:00
 #SBATCH --exclusive
+#SBATCH --signal=USR1@240
+#SBATCH --requeue
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #
@@ -13,9 +15,25 @@
 # first node of the job, on a port that follows from the job id, so that two jobs on one node do not clash.
 #
 #   DATA_PATH=... sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/gpt3_175b.sh
-#   sbatch --nodes 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --num-layers 24 ...
+#   sbatch --nodes 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --save runs/a --load runs/a --num-layers 24 ...
+#   GPUS_PER_NODE=2 sbatch --nodes 1 --gpus-per-node 0 --cpus-per-task 2 scripts/train_gpt_slurm.sh pretrain_gpt.py --cpu ...
 #
-# Submit from the repository, or set REPO to it. The same command resumes where --save and --load name one folder.
+# Options of sbatch win over those above. Submit from the repository, or set REPO to it; the repository, --save and LOG_DIR
+# (runs/slurm-JOB) lie on a file system that all nodes see. Job arrays work; each task needs a --save of its own.
+#
+# One submission trains to the end. A run that a signal or the time limit ends saves, and the job goes back to the queue and
+# on from there. For that --save and --load have to be one folder. --signal above comes at least 240 s before the end of the
+# job: make it longer than saving takes. (--exit-margin-in-mins, 3 by default, is the second net.)
+#
+#   scancel --signal=USR1 JOB   saves, and goes back to the queue; so do USR2, TERM, and preemption with GraceTime
+#   touch SAVE/exit             saves, and ends
+#   scancel JOB                 ends at once; the latest checkpoint is what is left
+#
+# A crash is tried again too. The job ends for good, with state FAILED, after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10)
+# starts in a row that left no newer checkpoint, and at once if the configuration cannot run. Start it again with the same
+# sbatch, or `scontrol requeue JOB`, when the cause is gone. MAX_RESTARTS (0) has torchrun start the ranks again inside the
+# job first. The log (NAME-JOB.log) tells of each start and end, LOG_DIR/node-N.log is what the ranks of a node say, and
+# LOG_DIR/outcome how the run stands (megatron/training/outcome.py).
 set -euo pipefail
 
 cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}"
@@ -29,17 +47,105 @@ if (($# == 0)); then
 fi
 : "${SLURM_JOB_ID:?submit this with sbatch}" "${SLURM_JOB_NODELIST:?submit this with sbatch}"
 
+# The id of one task of an array may also be that of the array as a whole.
+job="$SLURM_JOB_ID"
+if [[ -n "${SLURM_ARRAY_JOB_ID:-}" ]]; then
+    job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
 export PYTHON="${PYTHON:-$PWD/.venv/bin/python}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 nodes="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"
 gpus="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 port="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
-log_dir="${LOG_DIR:-runs/slurm-$SLURM_JOB_ID}"
+log_dir="$(realpath -m "${LOG_DIR:-runs/slurm-$SLURM_JOB_ID}")"
 mkdir -p "$log_dir"
 
-LAUNCH="$PYTHON -m torch.distributed.run --nnodes $nodes --nproc-per-node $gpus --max-restarts 0"
-LAUNCH+=" --rdzv-backend c10d --rdzv-endpoint $head_node:$port --rdzv-id $SLURM_JOB_ID"
+say() {
+    echo "$(date +%FT%T) job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)): $*"
+}
+
+# One field of what SLURM knows of this job: JobState, EndTime, ...
+job_field() {
+    scontrol --oneliner show job "$job" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | sed -n 1p
+}
+
+# One field of how the run stands.
+outcome() {
+    sed -n "s/^$1=//p" "$OUTCOME_FILE" 2>/dev/null || true
+}
+
+# The iteration of the latest checkpoint; 0 where there is none.
+latest_checkpoint() {
+    cat "$(outcome save)/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+}
+
+# Counts the starts in a row, and the crashes among them, that left no newer checkpoint: sets `fruitless` and `crashes`.
+# Kept in LOG_DIR/progress, as the next start is another process. count CRASHES_OF_THIS_START
+count() {
+    local before=0 latest
+    latest="$(latest_checkpoint)" fruitless=0 crashes=0
+    if [[ -s "$log_dir/progress" ]]; then
+        read -r before fruitless crashes <"$log_dir/progress"
+    fi
+    if ((latest > before)); then
+        fruitless=0 crashes=0
+    else
+        fruitless=$((fruitless + 1)) crashes=$((crashes + $1))
+    fi
+    echo "$latest $fruitless $crashes" >"$log_dir/progress"
+}
+
+# Ends the job for good: end CODE WHY. Who starts it again by hand begins to count anew.
+end() {
+    rm -f "$log_dir/progress"
+    say "$2"
+    exit "$1"
+}
+
+# Puts the job back into the queue, unless it was cancelled or SLURM itself is about to. SLURM ends this script for it.
+requeue() {
+    local state latest
+    latest="$(latest_checkpoint)"
+    state="$(job_field JobState)/$(job_field Reason)"
+    if [[ ! "$state" =~ ^(RUNNING/.*|COMPLETING/TimeLimit|/)$ ]]; then
+        say "not put back into the queue: the job is $state"
+        exit 75
+    fi
+    say "back to the queue, to go on from iteration $latest"
+    for pause in 10 10 0; do
+        scontrol requeue "$job" && exit 75
+        sleep "$pause" # the controller may be starting again
+    done
+    end 75 "SLURM does not take it back; the same sbatch goes on from iteration $latest"
+}
+
+# shellcheck disable=SC2317  # called by trap
+ask_ranks() {
+    if [[ -n "${step:-}" ]]; then
+        say "got a signal, passes it on to the ranks"
+        kill -USR1 "$step" 2>/dev/null || true
+    fi
+}
+
+export OUTCOME_FILE="$log_dir/outcome"
+if [[ "$(outcome name)" == RUNNING ]]; then
+    count 0 # the start before ended with its node, or was killed before it could save
+fi
+rm -f "$OUTCOME_FILE"
+
+# Older versions of SLURM do not tell jobs, and newer srun does not take from sbatch:
+starts="$(job_field StartTime)" ends="$(job_field EndTime)"
+if [[ "$starts" == 2* && "$ends" == 2* ]]; then # a date, and not Unknown
+    SLURM_JOB_START_TIME="$(date --date "$starts" +%s)" SLURM_JOB_END_TIME="$(date --date "$ends" +%s)"
+    export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
+fi
+if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
+    export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+fi
+
+LAUNCH="$PYTHON -m torch.distributed.run --nnodes $nodes --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-0}"
+LAUNCH+=" --rdzv-backend c10d --rdzv-endpoint $head_node:$port --rdzv-id $SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 export LAUNCH
 if [[ "$1" == *.sh ]]; then
     command=(bash "$@") # it starts under LAUNCH by itself
@@ -48,5 +154,38 @@ else
     command+=("$@")
 fi
 
-echo "job $SLURM_JOB_ID: $nodes nodes x $gpus processes, rendezvous at $head_node:$port, logs in $log_dir"
-exec srun --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1 --output "$log_dir/node-%n.log" "${command[@]}"
+# SLURM signals every process of a step. The ranks are to act on it, not the shell and the launcher around them.
+export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it leaves SIGTERM to the ranks
+quietly=(bash -c 'trap "" USR1 USR2 TERM && exec "$@"' ranks)
+
+say "$nodes nodes ($SLURM_JOB_NODELIST) x $gpus processes, rendezvous at $head_node:$port, logs in $log_dir"
+trap ask_ranks USR1 USR2 TERM
+srun --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1 --output "$log_dir/node-%n.log" --open-mode append \
+    "${quietly[@]}" "${command[@]}" &
+step=$!
+code=0
+wait "$step" || code=$?
+while kill -0 "$step" 2>/dev/null; do
+    code=0
+    wait "$step" || code=$? # a signal ended the wait before
+done
+step=""
+
+name="$(outcome name)" why="$(outcome why)" crashed=0
+case "$name:$code" in
+    DONE:* | :0) end 0 "done${why:+: $why}" ;;
+    BAD_CONFIGURATION:*) end 2 "the configuration cannot run: see $log_dir" ;;
+    TO_BE_RESUMED:* | KILLED:*) say "ended to be resumed: $why" ;;
+    FAILED:*) crashed=1 && say "crashed: $why" ;;
+    *) crashed=1 && say "crashed without a word, srun ended with $code: see $log_dir" ;;
+esac
+if [[ -n "$name" && ("$(outcome save)" != "$(outcome load)" || -z "$(outcome save)") ]]; then
+    end 1 "nothing to go on from: --save and --load have to name one folder"
+fi
+count "$crashed"
+if ((crashes >= ${MAX_CRASHES:-3})); then
+    end 1 "gives up: $crashes crashes and no checkpoint newer than iteration $(latest_checkpoint) (MAX_CRASHES)"
+elif ((fruitless >= ${MAX_FRUITLESS:-10})); then
+    end 1 "gives up: $fruitless starts and no checkpoint newer than iteration $(latest_checkpoint) (MAX_FRUITLESS)"
+fi
+requeue
