@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
+import socket
 import statistics
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -22,14 +26,28 @@ Round = Callable[[], float]
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build(*args)` gives the function that does one round. It is called in a fresh process, where it may import
-    what the others must not see and set what they must not have."""
+    """`build(*args)` gives the function that does one round. It is called in a fresh process, or in as many as
+    `ranks`, where it may import what the others must not see. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set
+    as torchrun does. Of several ranks the smallest result counts."""
 
     name: str
     build: Callable[..., Round]
     args: tuple[Any, ...] = ()
     threads: int = 1
+    ranks: int = 1
     environ: tuple[tuple[str, str], ...] = ()
+
+
+def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
+    """Tokens per second of so many steps."""
+
+    def one_round() -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return steps * tokens / (time.perf_counter() - start)
+
+    return one_round
 
 
 @dataclass(frozen=True)
@@ -74,44 +92,101 @@ def interleaved(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1
 
 
 class _Worker:
-    """A process that builds a contestant and then does a round whenever it is told to."""
+    """The processes that build a contestant and then do a round whenever they are told to."""
 
     def __init__(self, contestant: Contestant) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        changed = {"OMP_NUM_THREADS": str(contestant.threads), **dict(contestant.environ)}
-        before = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed)
-        self._process = spawn.Process(target=_serve, args=(contestant, theirs), daemon=False)
-        self._process.start()
-        theirs.close()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        shared = {
+            "OMP_NUM_THREADS": str(contestant.threads),
+            "WORLD_SIZE": str(contestant.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            **dict(contestant.environ),
+        }
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(contestant.ranks):
+            ours, theirs = spawn.Pipe()
+            with _environ(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                process = spawn.Process(target=_serve, args=(contestant, theirs))
+                process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
         self._ready = False
 
     def round(self) -> float | str:
-        try:
-            if not self._ready:
-                self._ready = True
-                built = self._pipe.recv()
-                if isinstance(built, str):
-                    return built
-            self._pipe.send("round")
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            self._process.join()
-            return f"its process ended with code {self._process.exitcode}"
+        """The slowest rank's result, or what went wrong."""
+        if not self._ready:
+            self._ready = True
+            built = [error for error in self._all() if error is not None]
+            if built:
+                return str(built[0])
+        for pipe in self._pipes:
+            try:
+                pipe.send("round")
+            except OSError:
+                return self._ended()
+        results = self._all()
+        wrong = [result for result in results if not isinstance(result, float)]
+        return str(wrong[0]) if wrong else min(results)  # type: ignore[type-var]
+
+    def _all(self) -> list[float | str | None]:
+        """What every rank answers; an error is waited for no further, as the others may wait for its rank."""
+        answers: list[float | str | None] = []
+        waiting = list(self._pipes)
+        while waiting:
+            for pipe in multiprocessing.connection.wait(waiting):
+                assert isinstance(pipe, Connection)
+                waiting.remove(pipe)
+                try:
+                    answers.append(pipe.recv())
+                except (EOFError, OSError):
+                    answers.append(self._ended())
+                if isinstance(answers[-1], str):
+                    return answers
+        return answers
+
+    def _ended(self) -> str:
+        codes = []
+        for process in self._processes:
+            process.join(1)
+            codes.append(process.exitcode)
+        return f"a process ended early: codes {codes}"
 
     def close(self) -> None:
-        self._pipe.close()  # the process reads the end of the pipe and leaves
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        """A process reads the end of its pipe and leaves; one that does not is killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def _environ(changed: Mapping[str, str]) -> Iterator[None]:
+    """For the children that are started within."""
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _serve(contestant: Contestant, pipe: Connection) -> None:
-    work: Round | None = None
     try:
         work = contestant.build(*contestant.args)
         pipe.send(None)
@@ -123,6 +198,8 @@ def _serve(contestant: Contestant, pipe: Connection) -> None:
     except Exception as error:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}".splitlines()[0])
+    sys.stdout.flush()
+    os._exit(0)  # groups whose peers are gone would wait for them
 
 
 def machine(*packages: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, write_json
+from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, timed, write_json
 
 
 @dataclass(frozen=True)
@@ -107,18 +106,6 @@ def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
         train_step(run, Interval())
 
     return timed(step, steps, style.tokens)
-
-
-def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
-    """Tokens per second of so many steps."""
-
-    def one_round() -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return steps * tokens / (time.perf_counter() - start)
-
-    return one_round
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:

@@ -1,0 +1,316 @@
+"""Tokens per second of each kind of parallelism over gloo processes, beside torch's own and beside one process.
+
+    python tools/bench/parallel.py                  # 2 processes of one thread, against one process of two
+    python tools/bench/parallel.py --ranks 4 --only "ours TP" "torch DTensor TP"
+
+A Llama-style model (8 layers, hidden size 384, 256 tokens a sequence, a vocabulary of 8192), 8 micro-batches of one
+sequence a step, float32, the optimizer's step included. Torch's side is a plain model of the same shape with
+DistributedDataParallel, fully_shard (FSDP2), DTensor tensor parallelism, and torch.distributed.pipelining. All
+contestants' processes are started first and then take turns, one contestant at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, timed, write_json
+
+LAYERS, HIDDEN, HEADS, FFN, SEQ, VOCAB, MICRO_BATCHES = 8, 384, 6, 1024, 256, 8192, 8
+TOKENS = MICRO_BATCHES * SEQ
+"""Of one step, over all ranks."""
+
+MODEL = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --ffn-hidden-size {FFN} "
+    f"--seq-length {SEQ} --max-position-embeddings {SEQ} --vocab-size {VOCAB} --micro-batch-size 1 "
+    f"--global-batch-size {MICRO_BATCHES} --attention-dropout 0 --hidden-dropout 0 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --mock-data "
+    "--train-iters 1000000 --eval-iters 0 --lr 1e-4 --cpu"
+)
+
+
+def our_layouts(n: int) -> dict[str, str]:
+    """Name -> flags, for n ranks."""
+    pipelines = {
+        f"ours PP {schedule}": f"--pp {n} --pipeline-schedule {schedule}"
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v")
+    }
+    return {
+        "ours TP": f"--tp {n}",
+        "ours TP+SP": f"--tp {n} --sequence-parallel",
+        **pipelines,
+        "ours DP": f"--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
+        "ours ZeRO-1": f"--dp {n} --overlap-grad-reduce --overlap-param-gather",
+        "ours CP": f"--cp {n}",
+    }
+
+
+def ours(flags: str, steps: int) -> Round:
+    import torch
+
+    from megatron.training.arguments import parse_args
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.launch import Launch
+    from megatron.training.setup import build_run
+    from megatron.training.training import Interval, train_step
+    from megatron.training.validation import resolve, validate
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    launch = Launch.from_environment()
+    config = resolve(parse_args(f"{MODEL} {flags}".split()), launch.world_size)
+    problems = validate(config, launch.world_size)
+    if problems:
+        raise ValueError("; ".join(map(str, problems)))
+    run = build_run(config, initialize(config, launch, StartupPhases()))
+    return timed(lambda: train_step(run, Interval()), steps, TOKENS)
+
+
+def torchs(kind: str, steps: int) -> Round:
+    """Torch's own of that kind: what a user writes from its documentation."""
+    import torch
+    import torch.distributed as dist
+
+    from tools.bench.plain_llama import Llama, Shape
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    model = Llama(Shape(LAYERS, HIDDEN, HEADS, FFN, SEQ, VOCAB))
+    batches = torch.randint(VOCAB, (8, MICRO_BATCHES, SEQ + 1))
+    return timed(STEPS[kind](model, batches), steps, TOKENS)
+
+
+def loss_of(logits: Any, labels: Any) -> Any:
+    """Mean over a micro-batch's tokens, over the number of micro-batches."""
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten()) / MICRO_BATCHES
+
+
+def turns(batches: Any) -> Callable[[], Any]:
+    """The next global batch [micro-batches, s + 1], again and again."""
+    place = -1
+
+    def take() -> Any:
+        nonlocal place
+        place += 1
+        return batches[place % len(batches)]
+
+    return take
+
+
+def updated(model: Any, backward: Callable[[], None]) -> Callable[[], None]:
+    """A step: all micro-batches, clipping, AdamW."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    kinds: dict[bool, list[Any]] = {}  # operations on lists take no mixture of tensors and DTensors
+    for parameter in model.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    groups = list(kinds.values())
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, weight_decay=0.1, fused=True)
+
+    def norm_of(group: list[Any]) -> Any:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step() -> None:
+        backward()
+        norm = torch.stack([norm_of(group) for group in groups]).norm()
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def data_parallel(model: Any, batches: Any) -> Callable[[], None]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    rank, size, take = dist.get_rank(), dist.get_world_size(), turns(batches)
+
+    def backward() -> None:
+        own = take()[rank::size]
+        for number, sample in enumerate(own):
+            wrapped.require_backward_grad_sync = number == len(own) - 1
+            loss_of(wrapped(sample[None, :-1]), sample[None, 1:]).mul(size).backward()
+
+    return updated(model, backward)
+
+
+def fully_sharded(model: Any, batches: Any) -> Callable[[], None]:
+    """Gradients and optimizer states sharded, parameters kept between micro-batches: ZeRO-2."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    rank, size, take = dist.get_rank(), dist.get_world_size(), turns(batches)
+
+    def backward() -> None:
+        own = take()[rank::size]
+        for number, sample in enumerate(own):
+            model.set_requires_gradient_sync(number == len(own) - 1)
+            loss_of(model(sample[None, :-1]), sample[None, 1:]).mul(size).backward()
+
+    return updated(model, backward)
+
+
+def tensor_parallel(model: Any, batches: Any) -> Callable[[], None]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        columns = {f"{part}": ColwiseParallel() for part in ("wq", "wk", "wv", "gate", "up")}
+        parallelize_module(layer, mesh, {**columns, "wo": RowwiseParallel(), "down": RowwiseParallel()})
+        layer.heads //= dist.get_world_size()
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, ends)
+    take = turns(batches)
+
+    def backward() -> None:
+        for sample in take():
+            loss_of(model(sample[None, :-1]), sample[None, 1:]).backward()
+
+    return updated(model, backward)
+
+
+def pipelined(schedule: str, chunks: int) -> Callable[[Any, Any], Callable[[], None]]:
+    """torch.distributed.pipelining with `chunks` stages a rank."""
+
+    def build(model: Any, batches: Any) -> Callable[[], None]:
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        rank, size, take = dist.get_rank(), dist.get_world_size(), turns(batches)
+        count = size * chunks
+        vee = schedule == "ScheduleZBVZeroBubble"
+        own = [rank, count - 1 - rank] if vee else list(range(rank, count, size))
+        parts = [model.stage(number, count) for number in own]
+        stages = [pipelining.PipelineStage(part, number, count, "cpu") for part, number in zip(parts, own, strict=True)]
+        kind = getattr(schedules, schedule)
+        runs = kind(stages[0] if chunks == 1 else stages, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+        last = count - 1 in own
+
+        def backward() -> None:
+            batch = take()
+            args = (batch[:, :-1].contiguous(),) if 0 in own else ()
+            target = {"target": batch[:, 1:].contiguous()} if last else {}
+            runs.step(*args, **target)
+
+        return updated(nn.ModuleList(parts), backward)
+
+    return build
+
+
+STEPS: dict[str, Callable[[Any, Any], Callable[[], None]]] = {
+    "torch DDP": data_parallel,
+    "torch FSDP2": fully_sharded,
+    "torch DTensor TP": tensor_parallel,
+    "torch PP 1F1B": pipelined("Schedule1F1B", 1),
+    "torch PP Interleaved1F1B": pipelined("ScheduleInterleaved1F1B", 2),
+    "torch PP ZBV": pipelined("ScheduleZBVZeroBubble", 2),
+}
+RIVALS = {
+    "ours TP": "torch DTensor TP",
+    "ours TP+SP": "torch DTensor TP",
+    "ours DP": "torch DDP",
+    "ours ZeRO-1": "torch FSDP2",
+    "ours PP 1f1b": "torch PP 1F1B",
+    "ours PP interleaved": "torch PP Interleaved1F1B",
+    "ours PP zb-h1": "torch PP ZBV",
+    "ours PP zb-v": "torch PP ZBV",
+}
+ALONE = "one process"
+
+
+def contestants(ranks: int, steps: int, only: Sequence[str]) -> Iterator[Contestant]:
+    yield Contestant(ALONE, ours, ("", steps), threads=ranks)
+    for name, flags in our_layouts(ranks).items():
+        if not only or name in only:
+            yield Contestant(name, ours, (flags, steps), ranks=ranks)
+    for name in STEPS:
+        if not only or name in only:
+            yield Contestant(name, torchs, (name, steps), ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Row:
+    contestant: str
+    tokens_per_second: Spread | None
+    failed: str | None
+    of_one_process: float | None
+    rival: str | None
+    of_rival: float | None
+
+
+def rows_of(found: dict[str, list[float] | str]) -> list[Row]:
+    spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str)}
+    alone = spreads.get(ALONE)
+    rows = []
+    for name, values in found.items():
+        spread, rival = spreads.get(name), spreads.get(RIVALS.get(name, ""))
+        rows.append(
+            Row(
+                name,
+                spread,
+                values if isinstance(values, str) else None,
+                spread.median / alone.median if spread and alone else None,
+                RIVALS.get(name),
+                spread.median / rival.median if spread and rival else None,
+            )
+        )
+    return rows
+
+
+def say(row: Row) -> None:
+    """A line of the table."""
+    if row.tokens_per_second is None:
+        print(f"{row.contestant:<26} failed: {row.failed}")
+        return
+    against = "" if row.of_rival is None else f"{row.of_rival:.2f} x {row.rival}"
+    alone = "" if row.of_one_process is None else f"{row.of_one_process:.2f}"
+    print(f"{row.contestant:<26} {row.tokens_per_second:8,.0f} tokens/s  {alone:>6} x one process   {against}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes of each contestant, of one thread each")
+    parser.add_argument("--steps", type=int, default=1, help="of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these and one process, not all")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(argv)
+    facts = machine() | {"ranks": args.ranks}
+    say_machine(facts)
+    rows = rows_of(interleaved(list(contestants(args.ranks, args.steps, args.only)), args.rounds))
+    for row in rows:
+        say(row)
+    write_json(args.json, facts, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
