@@ -10,6 +10,7 @@ DEV = [
     "pytest-xdist",
     "hypothesis",
     "transformers",
+    "gigatoken",
     "ruff",
     "mypy",
     "import-linter",
@@ -39,5 +40,10 @@ setup(
         "PyYAML>=6.0",
         "zstandard>=0.20",
     ],
-    extras_require={"wandb": ["wandb>=0.17"], "plot": ["matplotlib>=3.8"], "dev": [*DEV, "matplotlib>=3.8"]},
+    extras_require={
+        "wandb": ["wandb>=0.17"],
+        "plot": ["matplotlib>=3.8"],
+        "gigatoken": ["gigatoken>=0.10"],
+        "dev": [*DEV, "matplotlib>=3.8"],
+    },
 )

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -39,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from megatron.core.config import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
+from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, run_tool
 from tools.reading import Chunk, find_inputs, parse_line, read_chunks
 
@@ -55,6 +57,8 @@ class Job:
     vocab_size: int | None
     keys: tuple[str, ...]
     append_eod: bool
+    stand_in: bool = False
+    """Whether gigatoken does the work of tokenizers."""
 
 
 @dataclass
@@ -68,6 +72,9 @@ class Encoded:
     peak_memory: int
     """Bytes of the process that made it, at most so far."""
 
+    compared: int
+    """Characters of it whose ids were compared with those of the tokenizer that was named."""
+
 
 class Encoder:
     """Turns chunks into token ids."""
@@ -75,12 +82,14 @@ class Encoder:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
+        self.stand_in = stand_in_for(self.tokenizer) if job.stand_in else None
         self.dtype = best_dtype(self.tokenizer.vocab_size)
         self.ending = [self.tokenizer.eod] if job.append_eod else []
 
     def __call__(self, chunk: Chunk) -> Encoded:
         parts: list[list[NDArray]] = [[] for _ in self.job.keys]
         bad, blank = [], 0
+        compared = self.stand_in.compared if self.stand_in is not None else 0
         for number, line in enumerate(chunk.lines, chunk.first_line):
             if not line.strip():
                 blank += 1
@@ -98,15 +107,20 @@ class Encoder:
             bad,
             blank,
             peak_memory(),
+            self.stand_in.compared - compared if self.stand_in is not None else 0,
         )
 
     def _encode(self, text: str) -> NDArray:
+        tokenizer = self.stand_in or self.tokenizer
         try:
-            ids = self.tokenizer.tokenize(text) if text else []
+            ids = tokenizer.tokenize(text) if text else []
         except UnicodeEncodeError as error:
             raise ValueError(f"not Unicode text: {error.reason} at character {error.start}") from None
         # An empty document stays empty: a lone EOD is nothing to learn from.
-        return np.array([*ids, *self.ending] if ids else [], self.dtype)
+        document = np.empty(len(ids) + len(self.ending) if len(ids) else 0, self.dtype)
+        if len(ids):
+            document[: len(ids)], document[len(ids) :] = ids, self.ending
+        return document
 
 
 def peak_memory() -> int:
@@ -177,6 +191,8 @@ class Summary:
     seconds: float = 0.0
     main_peak_memory: int = 0
     worker_peak_memory: int = 0
+    compared: int = 0
+    """Characters whose ids by gigatoken were compared with those of tokenizers."""
 
     @property
     def num_bad(self) -> int:
@@ -203,6 +219,7 @@ class Summary:
         self.empty_documents += sum(int((lengths == 0).sum()) for lengths in encoded.lengths)
         self.blank_lines += encoded.blank
         self.input_bytes += chunk.size
+        self.compared += encoded.compared
         self.worker_peak_memory = max(self.worker_peak_memory, encoded.peak_memory)
 
     def text(self) -> str:
@@ -214,6 +231,8 @@ class Summary:
             f"{self.worker_peak_memory / 1e6:.0f} MB in a worker",
             f"empty documents {self.empty_documents:,}, blank lines {self.blank_lines:,}, bad lines {self.num_bad:,}",
         ]
+        if self.compared:
+            lines.append(f"by gigatoken; ids of {self.compared:,} characters compared with those of tokenizers: equal")
         lines += [f"  {path}: {count:,} bad lines" for path, count in self.bad_lines.items()]
         return "\n".join(lines)
 
@@ -291,6 +310,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
     group.add_argument("--max-bad-lines", type=int, default=0, help="bad lines that still give exit code 0")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    group.add_argument(
+        "--bpe-backend",
+        choices=("auto", "gigatoken", "tokenizers"),
+        default="auto",
+        help="what encodes for HuggingFaceTokenizer and GPT2BPETokenizer: gigatoken (pip install gigatoken) is many "
+        "times faster, and its ids are compared with those of tokenizers on a share of the documents; auto takes it "
+        "where it is installed and its ids are equal (default)",
+    )
     group.add_argument("--log-interval", type=int, default=1000, help="documents between lines, off a terminal")
     group.add_argument("--summary-file", help="write the summary as JSON, too")
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
@@ -340,6 +367,21 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("\n".join(problems))
 
 
+def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
+    """Whether gigatoken is to do the work. Raises ValueError where it was asked for and cannot."""
+    if backend == "tokenizers":
+        return False
+    try:
+        stand_in_for(tokenizer)
+    except DifferentIds as error:
+        if backend == "gigatoken":
+            raise ValueError(f"--bpe-backend gigatoken: {error}; use --bpe-backend tokenizers") from None
+        if isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
+            print(f"tokenizers encodes: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def prefixes_of(args: argparse.Namespace) -> list[str]:
     return [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
 
@@ -351,12 +393,19 @@ def outputs(args: argparse.Namespace) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     check(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files go
     job = Job(config_of(TokenizerConfig, args), args.vocab_size, tuple(args.json_keys), args.append_eod)
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")
-    summary = preprocess(job, tokenizer, find_inputs(args.input), prefixes_of(args), args.workers, args.log_interval)
+    job = replace(job, stand_in=wants_stand_in(args.bpe_backend, tokenizer))
+    rest = (tokenizer, find_inputs(args.input), prefixes_of(args), args.workers, args.log_interval)
+    try:
+        summary = preprocess(job, *rest)
+    except DifferentIds as error:
+        if args.bpe_backend == "gigatoken":
+            raise ValueError(f"--bpe-backend gigatoken: {error}; nothing is written; use tokenizers") from None
+        print(f"{error}: starting again with tokenizers", file=sys.stderr)
+        summary = preprocess(replace(job, stand_in=False), *rest)
     for path in outputs(args):
         print(f"{path}: {path.stat().st_size:,} bytes")
     print(summary.text())
@@ -374,4 +423,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files go
     run_tool(main)

@@ -12,7 +12,34 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im
 GPT2_EOD = "<|endoftext|>"
 
 
-class HuggingFaceTokenizer:
+class _OverTokenizers:
+    """What wraps a `tokenizers.Tokenizer`."""
+
+    _tokenizer: Any
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
+
+    def to_json(self) -> str:
+        """The contents of its tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """Ids that are put before and after each text, such as BOS."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a").ids
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
+
+    def special_names(self) -> list[str]:
+        """Added tokens, which a text may spell."""
+        return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+
+class HuggingFaceTokenizer(_OverTokenizers):
     """A local tokenizer.json, or the folder that has one; nothing is downloaded.
 
     EOD is the EOS token named in tokenizer_config.json or special_tokens_map.json beside it. Text is encoded as the
@@ -36,14 +63,8 @@ class HuggingFaceTokenizer:
             self.eos = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
         self.eod = self.eos
 
-    def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
-
-
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_OverTokenizers):
     """GPT-2's byte-level BPE from vocab.json and merges.txt. Text never yields <|endoftext|>, whatever it spells."""
 
     bos = None
@@ -65,12 +86,6 @@ class GPT2BPETokenizer:
             raise ValueError(f"--vocab-file {vocab_file} has no {GPT2_EOD}, which ends documents; add it")
         self.vocab_size = max(vocab.values()) + 1
         self.eod = self.eos = vocab[GPT2_EOD]
-
-    def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
 
 
 def _from_file(file: Path) -> Any:

@@ -1,0 +1,142 @@
+"""gigatoken stands in for tokenizers where its ids are the same, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.tokenizers import ByteTokenizer
+from megatron.core.tokenizers.fast import ALWAYS_COMPARED, SHARE_COMPARED, DifferentIds, StandIn, stand_in_for
+from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from tools import preprocess_data
+
+pytest.importorskip("gigatoken", reason="gigatoken, an optional package, is not installed")
+
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py"))]
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def byte_level(folder: Path, around: bool) -> HuggingFaceTokenizer:
+    """A byte-level BPE as GPT-2's, which puts two special tokens around a text if `around`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:10], trainer)
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0), ("<s>", 1)]
+        )
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bpe")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> StandIn:
+    return stand_in_for(byte_level(folder / "plain", around=False))
+
+
+def test_ids_equal_those_of_tokenizers(plain: StandIn) -> None:
+    for text in TEXTS:
+        assert plain._encode(text).tolist() == plain.reference.tokenize(text)
+
+
+@settings(max_examples=300)
+@given(text=UNICODE)
+def test_ids_of_any_text(plain: StandIn, text: str) -> None:
+    assert plain._encode(text).tolist() == plain.reference.tokenize(text)
+
+
+def test_tokens_around_a_text_and_spelled_in_it(folder: Path) -> None:
+    stand_in = stand_in_for(byte_level(folder / "around", around=True))
+    assert (stand_in.prefix.tolist(), stand_in.suffix.tolist()) == ([1], [0])
+    ids = stand_in.tokenize("a <s> b")
+    assert ids.tolist() == stand_in.reference.tokenize("a <s> b") and ids.tolist().count(1) == 2
+
+
+def test_gpt2_files(folder: Path) -> None:
+    """<|endoftext|> in a text is text for this one."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    trainer = ByteLevelBPETokenizer()
+    trainer.train_from_iterator(TEXTS[:3], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    trainer.save_model(str(folder))
+    tokenizer = GPT2BPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    ids = stand_in_for(tokenizer).tokenize("x<|endoftext|>y")
+    assert ids.tolist() == tokenizer.tokenize("x<|endoftext|>y") and tokenizer.eod not in ids
+
+
+def test_what_it_cannot_stand_in_for() -> None:
+    with pytest.raises(DifferentIds, match="not for ByteTokenizer"):
+        stand_in_for(ByteTokenizer())
+
+
+def test_a_difference_is_noticed_at_once_and_later(plain: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = StandIn._encode
+    monkeypatch.setattr(StandIn, "_encode", lambda self, text: encode(self, text.replace("quick", "slow")))
+    with pytest.raises(DifferentIds, match="a quick fox"):
+        plain.tokenize("a quick fox")
+    plain.seen = plain.compared = ALWAYS_COMPARED
+    with pytest.raises(DifferentIds):
+        tokenize_often(plain, "another quick fox" * 40)
+    assert ALWAYS_COMPARED < plain.seen < 3 * SHARE_COMPARED * ALWAYS_COMPARED
+
+
+def tokenize_often(tokenizer: StandIn, text: str) -> None:
+    for _ in range(2 * SHARE_COMPARED * ALWAYS_COMPARED // len(text)):
+        tokenizer.tokenize(text)
+
+
+def run(folder: Path, prefix: str, *flags: str) -> list[np.ndarray]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
+    model = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "plain"), "--append-eod")
+    files = ("--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / prefix))
+    assert preprocess_data.main([*files, *model, *flags]) == 0
+    dataset = IndexedDataset(str(folder / f"{prefix}_text_document"))
+    return [np.array(dataset[i]) for i in range(len(dataset))]
+
+
+@pytest.mark.usefixtures("plain")
+def test_preprocessing_is_the_same_by_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast = run(folder, "fast", "--bpe-backend", "gigatoken")
+    assert "by gigatoken; ids of" in capsys.readouterr().out
+    slow = run(folder, "slow", "--bpe-backend", "tokenizers")
+    assert "gigatoken" not in capsys.readouterr().out
+    assert len(fast) == len(TEXTS) and sum(map(len, fast)) > 10000
+    assert all(np.array_equal(a, b) for a, b in zip(fast, slow, strict=True))
+
+
+@pytest.mark.usefixtures("plain")
+def test_preprocessing_starts_again_where_ids_differ(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = StandIn._encode
+    monkeypatch.setattr(StandIn, "_encode", lambda self, text: encode(self, text.replace("pytest", "another")))
+    again = run(folder, "again")
+    assert "starting again with tokenizers" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert all(np.array_equal(a, b) for a, b in zip(again, run(folder, "right"), strict=True))
+    monkeypatch.setattr(StandIn, "_encode", lambda self, text: encode(self, text.replace("pytest", "another")))
+    with pytest.raises(ValueError, match=r"--bpe-backend gigatoken: of .* gigatoken makes other tokens"):
+        run(folder, "refused", "--bpe-backend", "gigatoken")
+    assert not (folder / "refused_text_document.bin").exists()
