@@ -101,6 +101,7 @@ class Finding:
 def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
     """The first place at which a value of a step is not finite, the same on every rank; None if all are finite this
     time. `loss_scale` is the one the step had. Collective; drops the gradients that are there."""
+    run.ddp.finish_grad_sync()  # reductions of the gradients that are there may be under way
     run.optimizer.finish_param_sync()
     weights = _bad_weights(run)
     batches = read_batches(run, step)

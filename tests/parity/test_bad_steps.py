@@ -197,7 +197,7 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
     [
         (4, "--tp 2 --pp 2 --sequence-parallel"),
         (1, MOE),
-        (2, "--dp 2 --overlap-grad-reduce --overlap-param-gather"),
+        (2, "--dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"),
     ],
 )
 def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: str) -> None:

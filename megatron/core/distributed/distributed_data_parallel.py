@@ -75,6 +75,7 @@ class DistributedDataParallel:
 
     def begin_step(self, num_microbatches: int) -> None:
         """Forgets all gradients and expects those of so many micro-batches, after which they are complete."""
+        assert self._started == 0, "reductions of the step before have not been waited for"
         self.zero_grad_buffer()
         if self._readiness is not None:
             self._readiness.begin_step(num_microbatches)
