@@ -211,6 +211,11 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     if options.load is None:
         return None
     checkpoint = choose_checkpoint(Path(options.load), world, say)
+    if checkpoint is None and options.finetune:
+        raise ValueError(
+            f"--finetune needs a checkpoint, and --load {options.load} holds none (there is no {LATEST} in it): "
+            "correct the path, or drop --finetune to start anew"
+        )
     if checkpoint is None and options.exit_on_missing_checkpoint:
         raise ValueError(
             f"--load {options.load} holds no checkpoint (there is no {LATEST} in it): "

@@ -115,6 +115,9 @@ class LoggingConfig:
     metrics_file: str | None = None
     """Where metrics go, one JSON object a line; default: metrics.jsonl in --save."""
 
+    sample_log: str | None = None
+    """Write which samples of the training data each step took to this file, one JSON object a line."""
+
     wandb_project: str | None = None
     """Weights & Biases project, where the wandb package is installed."""
 

@@ -6,6 +6,7 @@ s x s square), see `megatron.core.model_math`.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -54,7 +55,7 @@ class Sink(Protocol):
 class JsonLinesSink:
     """One JSON object a line. A resumed run continues the file: records past its starting point are dropped,
     so that the file reads as if the run had never stopped. A run that starts anew keeps what lies there under
-    another name."""
+    another name. What cannot be written, as the disk is full, is said once and written with a later record."""
 
     def __init__(self, path: Path, resume_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,10 @@ class JsonLinesSink:
                 self._truncate(path, resume_iteration)
             else:
                 os.replace(path, self._free_name(path))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._end = path.stat().st_size
+        self._unwritten = b""
+        self._failing = False
 
     @staticmethod
     def _free_name(path: Path) -> Path:
@@ -87,8 +91,18 @@ class JsonLinesSink:
     def write(self, record: Record) -> None:
         # JSON has no NaN or infinity.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._unwritten += (json.dumps(finite) + "\n").encode()
+        try:
+            if self._file.write(self._unwritten) < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(self._end)  # no part of a line stays
+            if not self._failing:
+                print(f"metrics cannot be written to {self._file.name} for now: {error}", file=sys.stderr, flush=True)
+            self._failing = True
+            return
+        self._end += len(self._unwritten)
+        self._unwritten, self._failing = b"", False
 
     def close(self) -> None:
         self._file.close()

@@ -40,7 +40,7 @@ def tell_of_saves(run: TrainingRun, last: bool = False) -> None:
         message = _failure(report)
         launch = run.runtime.launch
         who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}"
-        print(f"{who}: {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{who}: {message}\n")  # in one piece, as other ranks write at the same time
         given_up = not report.complete and not report.attempts_left
         if given_up and (last or run.config.checkpoint.fatal_save_errors):
             raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
@@ -60,7 +60,7 @@ def _failure(report: SaveReport) -> str:
     if report.complete:
         return f"{what} is saved, but older ones could not be deleted: {report.error}"
     then = (
-        f"{report.attempts_left} more attempts"
+        f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"
         if report.attempts_left
         else "given up, and the last checkpoint that was saved stands"
     )

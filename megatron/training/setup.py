@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ from megatron.training.config import RunConfig
 from megatron.training.data import TrainingData, build_data
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.initialize import Runtime
+from megatron.training.sample_log import SampleLog
 from megatron.training.step_guard import StepGuard
 from megatron.training.straggler import PhaseClock
 
@@ -49,6 +51,9 @@ class TrainingRun:
 
     guard: StepGuard
     clock: PhaseClock
+
+    sample_log: SampleLog | None = None
+    """None where it is not asked for."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics of the present iteration, as far as they were measured."""
@@ -158,6 +163,8 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
     with phases("checkpoint"):
         progress = load_checkpoint(config, state, stages, optimizer, runtime.say, data.fingerprint)
         saver = build_saver(config, state.world, progress)
+    path = config.logging.sample_log
+    sample_log = SampleLog(Path(path), data.train.dataset, state, progress.iteration) if path else None
     pipeline = Pipeline(config, runtime, stages, queue)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
@@ -178,4 +185,5 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         saver,
         StepGuard(config.checks, runtime.device, progress.running_means),
         clock,
+        sample_log,
     )

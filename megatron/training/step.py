@@ -48,9 +48,13 @@ class Sums:
     """[loss sum, valid tokens] float64: a plain sum over the world counts each token once."""
 
 
-def read_batches(run: TrainingRun, step: Step) -> list[Batch]:
-    """This rank's micro-batches of a step, on its device."""
-    return put_on_device(run.data.train.next_step(step.first_sample, step.samples), run.runtime)
+def read_batches(run: TrainingRun, step: Step, log: bool = False) -> list[Batch]:
+    """This rank's micro-batches of a step, on its device. With `log`, which is a collective, they go into the sample
+    log where there is one."""
+    taken = run.data.train.next_step(step.first_sample, step.samples)
+    if log and run.sample_log is not None:
+        run.sample_log.write(step.iteration, taken)
+    return put_on_device(taken, run.runtime)
 
 
 def with_scale(run: TrainingRun, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:

@@ -105,6 +105,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
     elif config.checkpoint.load and not config.checkpoint.finetune:
         runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
+    if run.sample_log is not None:
+        resources.callback(run.sample_log.close)
     bar = _progress_bar(run, resources)
     hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
     interval = Interval()
@@ -174,7 +176,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
 
 def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Callable[[], None] | None) -> None:
     with run.clock("data"):
-        batches = read_batches(run, step)
+        batches = read_batches(run, step, log=True)
     sums = forward_backward(run, step, batches)
     if run.guard.settle(run):
         sums = forward_backward(run, step, batches)

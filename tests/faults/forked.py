@@ -56,6 +56,9 @@ def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, 
     descriptor = os.open(screen, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
+    # Under pytest these are objects that write elsewhere.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -18,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.moe.balance import balances_of
 from megatron.training.checkpointing import (
     Progress,
     changed_fields,
@@ -28,6 +29,7 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.config import CheckpointConfig, RunConfig, TrainingConfig
 from tests.gpt_cases import GPT, LLAMA, random_batch
+from tests.moe_cases import DEEPSEEK
 from tools import inspect_checkpoint
 
 STATE = ParallelState()
@@ -52,7 +54,8 @@ class Run:
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         for param in self.stages[0].parameters():
-            param.main_grad.copy_(torch.randn(param.shape, generator=generator))
+            if param.requires_grad:
+                param.main_grad.copy_(torch.randn(param.shape, generator=generator))
         self.optimizer.step(1e-2, 0.01)
 
     def save(self, progress: Progress) -> Path:
@@ -109,6 +112,8 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     assert Run(replace(config(tmp_path), checkpoint=CheckpointConfig())).load() == Progress()
     with pytest.raises(ValueError, match="drop --exit-on-missing-checkpoint"):
         Run(config(tmp_path, exit_on_missing_checkpoint=True)).load()
+    with pytest.raises(ValueError, match=r"--finetune needs a checkpoint, and --load .* holds none"):
+        Run(config(tmp_path, finetune=True)).load()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ValueError, match="must hold the number of an iteration"):
         Run(config(tmp_path)).load()
@@ -147,6 +152,31 @@ def test_weights_alone(tmp_path: Path, options: dict[str, bool]) -> None:
         assert torch.equal(param, one.tensors()[name])
         assert torch.equal(two.tensors()[f"main_param {param.meta.name}"], param.reshape(-1).float())
         assert not two.tensors()[f"exp_avg {param.meta.name}"].any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"finetune": True}, {"load_optim": False}], ids=["resumed", "finetune", "no-load-optim"]
+)
+def test_states_of_experts_come_with_the_weights(tmp_path: Path, options: dict[str, bool]) -> None:
+    """Biases and loads, which no gradient moves, are part of the model whatever of the run is left out."""
+    one = Run(config(tmp_path, model=DEEPSEEK))
+    for number, balance in enumerate(balances_of(one.stages.values()), 1):
+        assert balance.expert_bias is not None
+        with torch.no_grad():
+            balance.expert_bias.copy_(torch.arange(DEEPSEEK.num_experts) * 0.01 * number)
+            balance.load.fill_(number)
+    one.step(0)
+    one.save(Progress(5, 40))
+    two = Run(config(tmp_path, model=DEEPSEEK, **options))
+    assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
+    balances = balances_of(two.stages.values())
+    assert len(balances) == DEEPSEEK.num_layers
+    for number, balance in enumerate(balances, 1):
+        assert torch.equal(balance.expert_bias, torch.arange(DEEPSEEK.num_experts) * 0.01 * number)
+        assert (balance.load == number).all()
+    moments = [data for name, data in two.tensors().items() if name.startswith("exp_avg ")]
+    assert moments and all(data.any() for data in moments) is not bool(options)
+    assert two.optimizer.step_count == (0 if options else 1)
 
 
 def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> None:

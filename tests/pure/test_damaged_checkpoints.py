@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import LATEST, CheckpointError, read_latest, save
 from megatron.core.parallel_state import Axis
+from megatron.training.metrics import JsonLinesSink
 from tools import inspect_checkpoint
 
 
@@ -137,3 +138,20 @@ def test_a_disk_that_is_full_is_named_as_the_reason(root: Path) -> None:
     assert read_latest(root) == 30 and load(root) == (30, [])
     save_at(root, 40)
     assert load(root) == (40, []) and not list(root.glob("*.tmp"))
+
+
+def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, old = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink = JsonLinesSink(path, 0)
+    sink.write({"iteration": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, old[1]))
+    try:
+        for iteration in (2, 3):
+            sink.write({"iteration": iteration})
+        assert path.read_text() == '{"iteration": 1}\n'
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert capsys.readouterr().err.count("metrics cannot be written") == 1
+    sink.write({"iteration": 4})
+    sink.close()
+    assert path.read_text() == "".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3, 4))

@@ -62,6 +62,11 @@ class BlendedDataset:
         dataset, sample = self._place(index)
         return dataset.text(sample)
 
+    def origin(self, index: int) -> str:
+        """Where a sample begins: `dataset:document+token`."""
+        dataset, sample = self._place(index)
+        return dataset.origin(sample)
+
     def _place(self, index: int) -> tuple[Dataset, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

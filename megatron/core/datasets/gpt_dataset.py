@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +31,9 @@ class Dataset(Protocol):
 
     def text(self, index: int) -> NDArray[np.int64]:
         """The seq_length + 1 token ids of a sample."""
+
+    def origin(self, index: int) -> str:
+        """Where a sample begins: `dataset:document+token`."""
 
     def __getitem__(self, index: int) -> Sample:
         """A sample, see `SampleFormat.sample`."""
@@ -160,6 +164,11 @@ class GPTDataset:
         assert filled == len(text), f"{self.indexed.prefix}: sample {index} has {filled} tokens; run inspect_dataset"
         self.format.check_ids(text, f"dataset {self.indexed.prefix}: sample {index}")
         return text
+
+    def origin(self, index: int) -> str:
+        """Where a sample begins: `dataset:document+token`."""
+        first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
+        return f"{Path(self.indexed.prefix).name}:{self.index.document_index[first]}+{offset}"
 
     def _check_type(self) -> None:
         if self.indexed.dtype.kind not in "iu":

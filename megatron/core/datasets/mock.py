@@ -39,6 +39,10 @@ class MockGPTDataset:
     def __getitem__(self, index: int) -> Sample:
         return self.format.sample(self.text(index))
 
+    def origin(self, index: int) -> str:
+        """Every sample is a document of its own."""
+        return f"mock:{index}+0"
+
     def text(self, index: int) -> NDArray[np.int64]:
         """The seq_length + 1 token ids of a sample."""
         if not 0 <= index < self.samples:

@@ -85,7 +85,7 @@ def read_latest(root: Path) -> int | None:
     path = root / LATEST
     if not path.exists():
         return None
-    text = path.read_text().strip()
+    text = path.read_text(errors="replace").strip()
     if not text.isascii() or not text.isdigit():
         raise ValueError(
             f"{path} must hold the number of an iteration, not {text[:40]!r}; write the number of one of "

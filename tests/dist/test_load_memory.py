@@ -1,0 +1,81 @@
+"""What loading takes beside the tensors that are loaded: no more than DCP's own buffers and one parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
+from megatron.core.dist_checkpointing.storage import save
+from megatron.core.parallel_state import Axis
+from tests.harness import run_world
+
+ROWS, COLUMNS, TENSORS = 3072, 3072, 4
+NBYTES = ROWS * COLUMNS * 4
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
+
+
+def empty() -> dict[str, torch.Tensor]:
+    """Tensors whose pages are there."""
+    return {f"model.{number}": torch.zeros(ROWS, COLUMNS) for number in range(TENSORS)}
+
+
+def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBoxes]:
+    """Each tensor as so many boxes of rows."""
+    step = ROWS // cuts
+    return {
+        key: ShardedBoxes((ROWS, COLUMNS), [((i * step, 0), part) for i, part in enumerate(data.split(step))])
+        for key, data in tensors.items()
+    }
+
+
+def peaks(rank: int, world_size: int, root: Path) -> dict[str, int]:
+    """Way to load -> most bytes beside the targets."""
+    tensors, found = empty(), {}
+
+    def dcp_load() -> None:
+        dcp.load(dict(tensors), checkpoint_id=root / "dcp", no_dist=True)
+
+    def own_load() -> None:
+        checkpoint = choose_checkpoint(root / "own", Axis())
+        assert checkpoint is not None
+        checkpoint.load(in_boxes(tensors, 1), Axis())
+
+    def own_load_cut_otherwise() -> None:
+        checkpoint = choose_checkpoint(root / "own", Axis())
+        assert checkpoint is not None
+        checkpoint.load(in_boxes(tensors, 4), Axis())
+
+    for way in (dcp_load, own_load, own_load_cut_otherwise):
+        for data in tensors.values():
+            data.zero_()
+        CLEAR.write_text("5")
+        before = resident("VmRSS")
+        way()
+        found[way.__name__] = resident("VmHWM") - before
+        assert all((data == 1).all() for data in tensors.values())
+    return found
+
+
+def write(rank: int, world_size: int, root: Path) -> None:
+    tensors = {key: data.fill_(1) for key, data in empty().items()}
+    dcp.save(dict(tensors), checkpoint_id=root / "dcp", no_dist=True)
+    save(root / "own", 1, in_boxes(tensors, 2), {}, Axis())
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="the kernel does not tell the peak of a process anew")
+def test_loading_takes_no_more_than_dcp_and_one_parameter(tmp_path: Path) -> None:
+    run_world(1, write, tmp_path)
+    (found,) = run_world(1, peaks, tmp_path)
+    assert found["dcp_load"] > 0
+    for way in ("own_load", "own_load_cut_otherwise"):
+        assert found[way] < found["dcp_load"] + NBYTES, (found, NBYTES)

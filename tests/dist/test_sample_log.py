@@ -1,0 +1,103 @@
+"""`--sample-log`: the same samples in the same order at any layout, micro-batch size and number of workers; and a run
+that was stopped and resumed is the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import Runtime
+from megatron.training.launch import Launch
+from megatron.training.setup import build_run
+from megatron.training.training import train
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+from tools.inspect_checkpoint import first_difference
+
+MODEL = (
+    "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 "
+    "--make-vocab-size-divisible-by 8 --global-batch-size 12 --rampup-batch-size 6 6 12 --train-samples 48 "
+    "--eval-iters 0 --log-interval 1 --split 1,0,0"
+).split()
+DOCUMENTS = [list(range(n % 40, n % 40 + 3 + n % 9)) for n in range(60)]
+
+
+def train_here(rank: int, world_size: int, argv: list[str]) -> None:
+    config = resolve(parse_args(argv), world_size)
+    assert not validate(config, world_size), validate(config, world_size)
+    parallel = config.parallel
+    state = initialize_model_parallel(
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    )
+    with ExitStack() as resources:
+        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        resources.callback(run.data.close)
+        train(run, resources)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    for name in ("one", "two"):
+        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
+            for document in DOCUMENTS:
+                builder.add_document(np.array(document))
+    return ["--data-path", "3", str(tmp_path / "one"), "1", str(tmp_path / "two")]
+
+
+def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
+    """Trains and returns the log. The folder has the checkpoints too."""
+    log = folder / "samples.jsonl"
+    run_world(world_size, train_here, [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()])
+    return log
+
+
+LAYOUTS = [
+    (1, "--micro-batch-size 6 --num-workers 0"),
+    (3, "--micro-batch-size 1 --num-workers 1"),
+    (4, "--tp 2 --pp 2 --micro-batch-size 2 --num-workers 2"),
+    (4, "--cp 2 --micro-batch-size 3 --num-workers 3"),
+]
+
+
+def test_every_layout_takes_the_same_samples(tmp_path: Path, data: list[str]) -> None:
+    texts = []
+    for number, (world_size, flags) in enumerate(LAYOUTS):
+        texts.append(log_of(tmp_path / f"{number}", data, world_size, flags).read_bytes())
+    assert all(text == texts[0] for text in texts)
+    records = [json.loads(line) for line in texts[0].splitlines()]
+    assert [record["samples"] for record in records] == [[0, 5], [6, 11], [12, 23], [24, 35], [36, 47]]
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
+    origins = [origin for record in records for origin in record["origins"]]
+    assert len(origins) == 48 and {origin.split(":")[0] for origin in origins} == {"one", "two"}
+    assert len(set(origins)) > 40, "samples begin in different places"
+    assert all(len(record["crc32"]) == len(record["origins"]) for record in records)
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(record["lm_loss"], record["grad_norm"]) for record in records]
+
+
+def test_resuming_is_exact(tmp_path: Path, data: list[str]) -> None:
+    flags = "--micro-batch-size 1 --num-workers 2"
+    whole = log_of(tmp_path / "whole", data, 2, flags)
+    halves = log_of(tmp_path / "halves", data, 2, f"{flags} --exit-interval 2")
+    halves.write_text(halves.read_text() + '{"iteration": 3, "samples": [12')  # as of a run that was killed later
+    log_of(tmp_path / "halves", data, 2, f"{flags} --load {tmp_path / 'halves'}")
+    assert halves.read_bytes() == whole.read_bytes()
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 5
+    one, two = (choose_checkpoint(tmp_path / name, Axis()) for name in ("whole", "halves"))
+    assert one is not None and two is not None and one.payload["iteration"] == two.payload["iteration"] == 5
+    assert first_difference(one, two) is None
+    elsewhere = log_of(tmp_path / "elsewhere", data, 1, "--micro-batch-size 3 --num-workers 1 --exit-interval 2")
+    log_of(tmp_path / "elsewhere", data, 4, f"--tp 2 --micro-batch-size 1 --load {tmp_path / 'elsewhere'}")
+    assert elsewhere.read_bytes() == whole.read_bytes()

@@ -1,0 +1,292 @@
+"""Measures saving and loading checkpoints beside torch.distributed.checkpoint (DCP) alone, and beside the bare disk.
+
+    OMP_NUM_THREADS=1 python tools/bench/checkpoint.py --folder /path/on/the/disk
+
+Ranks hold equal parts of a transformer's parameters in fp32 and Adam's two moments. One after the other, round by
+round, the same bytes are saved by this program in the foreground and in the background, by `dcp.save` and
+`dcp.async_save`, and written to plain files with one fsync each; and loaded back by this program, which verifies
+checksums first, and by `dcp.load`. Every figure is the median of the rounds with the least and the most; a first round
+is not counted. The stall is how long training waits. Caches of the file system are warm when loading.
+
+A folder in memory (/dev/shm) shows what the programs themselves cost, a folder on a disk what is left of that there.
+Memory needed: 4 times the state, 12 bytes a parameter, with the files where they lie in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.saver import CheckpointSaver
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
+from megatron.core.dist_checkpointing.storage import checkpoint_folder
+from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.training.local_world import run_world
+
+BYTES = 12
+"""Of a parameter and its moments in fp32."""
+
+Seconds = dict[str, list[float]]
+
+
+def shapes(parameters: float, ranks: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Matrices of a transformer with about so many parameters, of width 1024: (name, shape)."""
+    h, left, layer = 1024, int(parameters), 0
+    yield "embedding", (32768, h)
+    left -= 32768 * h
+    while left > 0:
+        for name, shape in (("qkv", (3 * h, h)), ("proj", (h, h)), ("fc1", (4 * h, h)), ("fc2", (4 * h, h))):
+            yield f"layers.{layer}.{name}", shape
+            left -= shape[0] * shape[1]
+        layer += 1
+
+
+class State:
+    """One rank's rows of every tensor, as this program and as DCP take them."""
+
+    def __init__(self, parameters: float, rank: int, ranks: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.local: dict[str, torch.Tensor] = {}
+        self.boxes: dict[str, ShardedBoxes] = {}
+        mesh = init_device_mesh("cpu", (ranks,))
+        self.dtensors: dict[str, DTensor] = {}
+        for name, (rows, columns) in shapes(parameters, ranks):
+            mine = rows // ranks
+            for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
+                key, data = f"{kind}.{name}", torch.empty(mine, columns)
+                data.uniform_(generator=generator)
+                self.local[key] = data
+                self.boxes[key] = ShardedBoxes((mine * ranks, columns), [((rank * mine, 0), data)])
+                self.dtensors[key] = DTensor.from_local(data, mesh, [Shard(0)], run_check=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for data in self.local.values())
+
+
+class Bench:
+    """The ways to save and load, on one rank. Each returns its seconds; the slowest rank's count."""
+
+    def __init__(self, root: Path, state: State, world: Axis) -> None:
+        self.root, self.state, self.world = root, state, world
+        self.savers = {
+            background: CheckpointSaver(root / "own", world, background=background) for background in (False, True)
+        }
+
+    def own_save(self, background: bool) -> Seconds:
+        saver, begin = self.savers[background], time.perf_counter()
+        saver.save(1, self.state.boxes, {"iteration": 1})
+        stall = time.perf_counter() - begin
+        saver.wait()
+        total = time.perf_counter() - begin
+        assert all(report.complete for report in saver.reports())
+        return {"own background stall": [stall], "own background": [total]} if background else {"own": [total]}
+
+    def dcp_save(self) -> Seconds:
+        begin = time.perf_counter()
+        dcp.save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        return {"dcp": [time.perf_counter() - begin]}
+
+    def dcp_async_save(self) -> Seconds:
+        begin = time.perf_counter()
+        future = dcp.async_save(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        stall = time.perf_counter() - begin
+        future.result()  # type: ignore[union-attr]
+        return {"dcp async stall": [stall], "dcp async": [time.perf_counter() - begin]}
+
+    def raw_write(self) -> Seconds:
+        path = self.root / "raw" / f"{self.world.rank}"
+        path.parent.mkdir(exist_ok=True)
+        begin = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for data in self.state.local.values():
+                view = memoryview(data.numpy()).cast("B")
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        return {"raw": [time.perf_counter() - begin]}
+
+    def own_load(self) -> Seconds:
+        begin = time.perf_counter()
+        checkpoint = choose_checkpoint(checkpoint_folder(self.root / "own", 1), self.world)
+        assert checkpoint is not None
+        verified = time.perf_counter() - begin
+        checkpoint.load(self.state.boxes, self.world)
+        total = time.perf_counter() - begin
+        return {"own load": [total], "own load, reading only": [total - verified]}
+
+    def dcp_load(self) -> Seconds:
+        begin = time.perf_counter()
+        dcp.load(dict(self.state.dtensors), checkpoint_id=self.root / "dcp")
+        return {"dcp load": [time.perf_counter() - begin]}
+
+    def rounds(self, count: int, limit: float) -> Seconds:
+        """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""
+        groups: list[list[tuple[str, Callable[[], Seconds]]]] = [
+            [("own", lambda: self.own_save(False)), ("", self.own_load), ("own", lambda: self.own_save(True))],
+            [("dcp", self.dcp_save), ("", self.dcp_load), ("dcp", self.dcp_async_save)],
+            [("raw", self.raw_write)],
+        ]
+        found: Seconds = {}
+        began = time.monotonic()
+        for number in range(count + 1):
+            late = torch.tensor(float(number > 1 and time.monotonic() - began > limit))
+            dist.all_reduce(late, op=dist.ReduceOp.MAX)
+            if late:
+                break
+            turn = number % len(groups)  # who comes first changes
+            for writes, way in [each for group in groups[turn:] + groups[:turn] for each in group]:
+                self._clear(writes)
+                for name, seconds in self._slowest(way()).items():
+                    if number:
+                        found.setdefault(name, []).append(seconds)
+        return found
+
+    def _clear(self, name: str) -> None:
+        if name and self.world.first:
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        dist.barrier()
+
+    def _slowest(self, seconds: Seconds) -> dict[str, float]:
+        values = torch.tensor([value for (value,) in seconds.values()], dtype=torch.float64)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return dict(zip(seconds, values.tolist(), strict=True))
+
+
+def measure(rank: int, ranks: int, root: Path, parameters: float, rounds: int, limit: float) -> tuple[int, Seconds]:
+    """(bytes of this rank, seconds of every round)"""
+    state = State(parameters, rank, ranks)
+    return state.nbytes, Bench(root, state, initialize_model_parallel().world).rounds(rounds, limit)
+
+
+ROWS = {
+    "save, this program": "own",
+    "save, dcp.save": "dcp",
+    "save in the background, this program": "own background",
+    "save in the background, dcp.async_save": "dcp async",
+    "plain files with fsync": "raw",
+    "load, this program (verifies checksums first)": "own load",
+    "of it reading into tensors": "own load, reading only",
+    "load, dcp.load": "dcp load",
+    "stall of the background save, this program": "own background stall",
+    "stall of the background save, dcp.async_save": "dcp async stall",
+}
+
+RATIOS = {
+    "stall / synchronous save": ("own background stall", "own"),
+    "stall / that of dcp.async_save": ("own background stall", "dcp async stall"),
+    "throughput of saving / that of dcp.save": ("dcp", "own"),
+    "throughput of background saving / that of dcp.async_save": ("dcp async", "own background"),
+    "throughput of saving / that of plain files": ("raw", "own"),
+    "throughput of loading / that of dcp.load": ("dcp load", "own load"),
+}
+"""Name -> of which way's seconds over which other's, round by round."""
+
+
+def summary(nbytes: int, seconds: Seconds) -> dict[str, Any]:
+    """Median, least and most of every way's seconds, and of the ratios within each round."""
+
+    def spread(values: Sequence[float]) -> dict[str, float]:
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    ratios = {
+        name: spread([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
+        for name, (one, other) in RATIOS.items()
+    }
+    return {"bytes": nbytes, "seconds": {name: spread(seconds[key]) for name, key in ROWS.items()}, "ratios": ratios}
+
+
+def conditions(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The machine and the versions."""
+    processor = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1] for line in processor if line.startswith("model name")), "unknown")
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    holding = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
+    return {
+        "cpu": model.strip(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "file_system": max(holding, key=lambda mount: len(mount[0]))[1],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "ranks": args.ranks,
+        "parameters": args.parameters,
+    }
+
+
+def show(found: dict[str, Any], count: int) -> str:
+    """The tables, in Markdown."""
+    gigabytes = found["bytes"] / 1e9
+    lines = [", ".join(f"{key} {value}" for key, value in found["conditions"].items())]
+    lines += [
+        f"{gigabytes:.2f} GB, median of {count} rounds (least to most)",
+        "",
+        "| | seconds | GB/s |",
+        "|---|---|---|",
+    ]
+    for name, row in found["seconds"].items():
+        rate = "" if "stall" in name else f"{gigabytes / row['median']:.2f}"
+        lines.append(f"| {name} | {row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f}) | {rate} |")
+    lines += ["", "| ratio | |", "|---|---|"]
+    for name, row in found["ratios"].items():
+        lines.append(f"| {name} | {row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f}) |")
+    return "\n".join(lines)
+
+
+def refuse_to_swap(parameters: float) -> None:
+    """Raises SystemExit if the state and its copies do not fit into the memory that is free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    needed = 4 * BYTES * parameters
+    if needed > free:
+        raise SystemExit(
+            f"--parameters {parameters:g} needs up to {needed / 2**30:.1f} GiB for the state, copies and files, and "
+            f"{free / 2**30:.1f} GiB are free: give at most {free / 4 / BYTES:.0e}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=3e8)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to count, beside the first")
+    parser.add_argument("--seconds", type=float, default=200, help="no round begins after so many")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
+    parser.add_argument("--json", type=Path, help="where to write the figures as JSON, every round's among them")
+    args = parser.parse_args()
+    refuse_to_swap(args.parameters)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as name:
+        where = conditions(Path(name), args)
+        results = run_world(
+            args.ranks, measure, Path(name), args.parameters, args.rounds, args.seconds, timeout=args.seconds + 600
+        )
+    seconds = results[0][1]
+    found = summary(sum(nbytes for nbytes, _ in results), seconds) | {"conditions": where, "rounds": seconds}
+    print(show(found, len(seconds["own"])))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
