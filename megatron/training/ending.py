@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -248,16 +249,17 @@ class Ending:
         return Path(self._stacks.name).parent if self._stacks is not None else None
 
     def _dump(self) -> None:
-        """Writes the stacks and the last collectives of this rank into the folder of the run."""
+        """Writes the stacks and the last collectives of this rank into the folder of the run, if its disk has room."""
         folder = self._folder()
         if self._stacks is None or folder is None:
             return
-        self._stacks.write(f"{self._name()}: {self._place()}\n")
-        self._stacks.flush()
-        faulthandler.dump_traceback(self._stacks)
-        recorded = [trace for trace in traces() if trace.get("entries")]
-        if recorded:
-            (folder / f"collectives-{self.launch.rank:05d}.json").write_text(json.dumps(recorded))
+        with suppress(OSError):
+            self._stacks.write(f"{self._name()}: {self._place()}\n")
+            self._stacks.flush()
+            faulthandler.dump_traceback(self._stacks)
+            recorded = [trace for trace in traces() if trace.get("entries")]
+            if recorded:
+                (folder / f"collectives-{self.launch.rank:05d}.json").write_text(json.dumps(recorded))
 
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last: torchrun prints what is in a worker's error file when all workers have ended, but
@@ -275,7 +277,10 @@ class Ending:
         if not path:
             return False
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
-        Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
+        try:
+            Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
+        except OSError:  # a full disk, of which the report may be
+            return False
         return True
 
 
