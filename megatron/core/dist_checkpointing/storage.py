@@ -88,7 +88,7 @@ def read_latest(root: Path) -> int | None:
     text = path.read_text(errors="replace").strip()
     if not text.isascii() or not text.isdigit():
         raise ValueError(
-            f"{path} must hold the number of an iteration, not {text[:40]!r}; write the number of one of "
+            f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
             f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
         )
     return int(text)
