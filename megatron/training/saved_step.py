@@ -119,6 +119,9 @@ class SavedSamples:
         optional: Sample = {"position_ids": None, "document_ids": None}
         return optional | self.samples[index]
 
+    def origin(self, index: int) -> str:
+        return f"{self.fingerprint}:{index}+0"
+
     def text(self, index: int) -> NDArray[np.int64]:
         sample = self.samples[index]
         tokens, labels = sample["tokens"], sample["labels"]

@@ -70,7 +70,7 @@ def train(save: Path, stop: int = 8, during: Callable[[], None] = lambda: None) 
         text = screen.read_text()
     found = re.search(r"loaded checkpoint of iteration (\d+)", text)
     loaded = int(found[1]) if found else 0 if "starting at iteration 0" in text else None
-    said = [line.strip() for line in text.splitlines() if SAID.search(line)]
+    said = [line.strip() for line in text.splitlines() if SAID.search(line) and "more attempt" not in line]
     return Outcome(max(codes), loaded, tuple(dict.fromkeys(_short(line, save) for line in said)))
 
 

@@ -20,6 +20,6 @@ def test_damaged_checkpoints_and_a_full_disk(tmp_path: Path) -> None:
     except OSError as error:
         pytest.skip(str(error))
     assert full.loaded == 2 and full.code == 1
-    assert any("No space left" in line and "iteration 4" in line for line in full.said)
+    assert any("No space left" in line and "iteration 4" in line and "given up" in line for line in full.said)
     assert any("it was the last of the run" in line for line in full.said)
     assert after.loaded == 2 and after.equal and not after.said
