@@ -1,6 +1,7 @@
 """The order of samples: equal to Megatron-LM's on its own recordings, and to the rule written out on anything."""
 
 import json
+from contextlib import contextmanager
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -70,14 +71,29 @@ def test_blend_equals_the_rule(weights, size):
 @given(share=st.sampled_from([0.001, 0.999, 0.5, 0.1, 0.3, 1 / 3, 0.7]), size=st.integers(1, 3000))
 @settings(max_examples=60)
 def test_blend_of_two_equals_the_rule_and_keeps_its_shares(share, size):
-    """Blocks of 500 draws, so that the closed form and its verification meet block borders."""
     weights = [share, 1 - share]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indices, "DRAWS", 500)
+    with blocks_of(64, lead=16, cells=32):
         index = indices.build_blend_index(weights, size)
     assert pairs(index) == naive_blend(weights, size)
     counts = np.cumsum(index.dataset == 0)
     assert np.abs(counts - share * np.arange(1, size + 1)).max() <= 1.0 + 1e-9
+
+
+@given(weights=WEIGHTS, size=st.integers(1, 2000), lead=st.sampled_from([1, 4, 32]))
+@settings(max_examples=60)
+def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
+    shares = [weight / sum(weights) for weight in weights]
+    with blocks_of(32, lead, cells=64):
+        assert pairs(indices.build_blend_index(shares, size)) == naive_blend(shares, size)
+
+
+@contextmanager
+def blocks_of(draws, lead, cells):
+    """Blocks far smaller than a blend."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells)):
+            patch.setattr(indices, name, value)
+        yield
 
 
 def test_a_million_draws_of_extreme_weights():
@@ -89,7 +105,8 @@ def test_a_million_draws_of_extreme_weights():
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any))
 def test_exhaustive_blend_equals_the_rule_and_spends_everything(sizes):
-    index = indices.build_exhaustive_blend_index(sizes)
+    with blocks_of(8, lead=4, cells=16):
+        index = indices.build_exhaustive_blend_index(sizes)
     weights = [size / sum(sizes) for size in sizes]
     assert pairs(index) == naive_blend(weights, sum(sizes), limits=sizes)
     assert np.bincount(index.dataset, minlength=len(sizes)).tolist() == sizes

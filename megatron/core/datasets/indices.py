@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
-# Draws of a two-way blend that are computed at a time.
-DRAWS = 1 << 22
+# Of a blend: draws in a block, draws before it that undo a wrong guess, and most counts of blocks side by side.
+BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -144,52 +144,70 @@ class BlendIndex(NamedTuple):
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     """Greedy blend: each draw goes to the dataset furthest below its share, the first one on a tie."""
-    if len(weights) == 1:
-        return BlendIndex(np.zeros(size, np.int16), np.arange(size, dtype=np.int64))
-    choice = _blend_two(weights, size) if len(weights) == 2 else _draw(weights, range(size))
+    choice = _blend(weights, size)
     return BlendIndex(choice, _nth_of_each(choice, len(weights)))
 
 
 def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
     """The same rule with the datasets' sizes as weights, over the datasets not yet spent, until all are."""
     total = sum(sizes)
-    weights = [size / total for size in sizes]
-    index = build_blend_index(weights, total)
-    if (np.bincount(index.dataset, minlength=len(sizes)) == sizes).all():
-        return index  # no spent dataset was ever furthest behind, so leaving them out changes nothing
-    choice = _draw(weights, range(total), limits=sizes)
+    filled = np.flatnonzero(np.array(sizes))
+    limits = [sizes[number] for number in filled]
+    weights = [limit / total for limit in limits]
+    choice = _blend(weights, total)
+    # Up to the first draw that spends a dataset the rule is the plain one.
+    spends = _nth_of_each(choice, len(limits)) == np.array(limits)[choice] - 1
+    plain = int(spends.argmax()) + 1
+    taken = np.bincount(choice[:plain], minlength=len(limits)).astype(np.float64)
+    choice[plain:] = _draw(weights, range(plain, total), taken, limits)
+    choice = filled.astype(np.int16)[choice]
     return BlendIndex(choice, _nth_of_each(choice, len(sizes)))
 
 
-def _blend_two(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """Two datasets: the count taken from the first has a closed form but for rounding.
+def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
+    """All draws: blocks of them side by side, each from a guess of what was drawn before it.
 
-    The closed form is a guess. The rule itself is then evaluated at every draw, on the counts guessed: where all
-    draws agree the guess is right by induction, and from the first that does not, a stretch is drawn one by one.
+    The rule makes up for a wrong guess within a few draws, so each block begins `LEAD` draws early. If the counts it
+    then has are those that the block before ends with, its draws are right, by induction from the first block; if
+    not, they are drawn again from the right counts, one after the other.
     """
-    choice = np.empty(size, np.int16)
-    taken = np.zeros(2)
-    start = 0
-    while start < size:
-        stop = min(size, start + DRAWS)
-        step = np.maximum(np.arange(start, stop, dtype=np.float64), 1.0)
-        # Taken from dataset 0 before draw i: one for each n with n <= w * m for some m < i.
-        guess = np.floor(np.arange(start - 1, stop, dtype=np.float64) * weights[0]) + 1.0
-        guess[0] = taken[0]
-        guess = np.maximum.accumulate(guess)
-        first, count = guess[:-1], np.arange(start, stop, dtype=np.float64)
-        picked = (weights[1] * step - (count - first) > weights[0] * step - first).astype(np.int16)
-        agree = np.diff(guess) == 1 - picked
-        good = len(agree) if agree.all() else int(agree.argmin())
-        choice[start : start + good] = picked[:good]
-        ones = int(np.count_nonzero(picked[:good]))
-        taken += (good - ones, ones)
-        start += good
-        if start < stop:
-            stretch = range(start, min(size, start + 64))
-            choice[start : stretch.stop] = _draw(weights, stretch, taken)
-            start = stretch.stop
-    return choice
+    blocks = -(-size // BLOCK)
+    choice = np.empty((blocks, BLOCK), np.int16)
+    taken = np.zeros(len(weights))
+    choice[0] = _draw(weights, range(BLOCK), taken)
+    for first in range(1, blocks, side := max(1, CELLS // len(weights))):
+        numbers = np.arange(first, min(first + side, blocks))
+        choice[numbers], begin, end = _draw_side_by_side(weights, numbers * BLOCK)
+        for number, began, ended in zip(numbers.tolist(), begin, end, strict=True):
+            if np.array_equal(began, taken):
+                taken = ended
+            else:
+                choice[number] = _draw(weights, range(number * BLOCK, (number + 1) * BLOCK), taken)
+    return choice.reshape(-1)[:size]
+
+
+def _draw_side_by_side(
+    weights: Sequence[float], starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64]]:
+    """(draws [blocks, BLOCK], counts before them, counts after them [blocks, datasets]) of blocks at `starts`."""
+    share, draw = np.array(weights, np.float64), starts - LEAD
+    quota = share * draw[:, None]
+    taken = np.floor(quota)
+    behind = (taken - quota).argsort(axis=1, kind="stable").argsort(axis=1)
+    taken += behind < (draw - taken.sum(axis=1))[:, None]
+    begin = taken
+    choice = np.empty((BLOCK, len(starts)), np.int16)
+    rows = np.arange(len(starts))
+    for at in range(-LEAD, BLOCK):
+        if at == 0:
+            begin = taken.copy()
+        error = share * np.maximum(starts + at, 1)[:, None]
+        error -= taken
+        best = error.argmax(axis=1)
+        taken[rows, best] += 1.0
+        if at >= 0:
+            choice[at] = best
+    return choice.T, begin, taken
 
 
 def _draw(
