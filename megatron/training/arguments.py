@@ -222,7 +222,7 @@ def _set_value(reading: _Reading, flag: Flag, name: str, texts: Sequence[str]) -
     try:
         value = flag.convert(texts)
     except ValueError as error:
-        remedy = "for example " + ("1000000, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4")
+        remedy = "for example " + ("2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4")
         _wrong(reading, flag, name, texts, str(error), remedy)
         return
     choices = flag.spec.choices

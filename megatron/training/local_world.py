@@ -10,6 +10,7 @@ compare layouts are built on it.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing as mp
 import os
@@ -35,7 +36,7 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), fn, args), daemon=False)
+            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), os.getpid(), fn, args))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -77,7 +78,20 @@ def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
         raise RuntimeError(f"ranks ended with exit codes {codes} and no traceback")
 
 
-def _rank_main(rank: int, world_size: int, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _die_with_parent(parent: int) -> None:
+    """Has Linux kill this process when its parent ends, however that ends; elsewhere the world's timeouts do it."""
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: Path, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    _die_with_parent(parent)
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

@@ -56,7 +56,8 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
     rule = f"{layers} layers, the embedding and the head fill at most {layers + 2} stages"
     chunks = (layers + 2) // layout.pp
     if layout.chunks == 1 or chunks == 0 or layout.v_shaped:
-        near = (layers + 2) // layout.chunks
+        most = (layers + 2) // layout.chunks
+        near = next(pp for pp in range(most, 0, -1) if layout.pp % pp == 0)  # that divides the world where this does
         rule += f", {layout.chunks} on each rank" if layout.chunks > 1 else ""
         yield Problem("--pipeline-model-parallel-size", layout.pp, rule, f"nearest: {near}")
     else:

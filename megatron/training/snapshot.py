@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import Runtime
+from megatron.training.initialize import Runtime, set_determinism
 from megatron.training.launch import Launch
 from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
@@ -101,6 +101,7 @@ def train_in_world(
 def _train_on_rank(
     rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
+    set_determinism(config)
     parallel = config.parallel
     state = initialize_model_parallel(
         parallel.tensor_model_parallel_size,

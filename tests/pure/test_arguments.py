@@ -127,7 +127,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
-        "--hidden-size x: must be a whole number; for example 1000000, 1_000_000 or 1e6",
+        "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
         "--mtp-num-layers 1: asks for multi-token prediction, which is not built; leave it out",
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; leave it out",
         "--batch-size 8: is not a flag here; use --micro-batch-size",

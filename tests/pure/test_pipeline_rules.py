@@ -74,7 +74,7 @@ def test_legal(flags: str, world_size: int) -> None:
             "--pp 9 --pipeline-schedule zb-v",
             9,
             "--pipeline-model-parallel-size 9: 14 layers, the embedding and the head fill at most 16 stages, 2 on each "
-            "rank; nearest: 8",
+            "rank; nearest: 3",
         ),
         (
             "--pp 2 --num-virtual-stages-per-pipeline-rank 0",

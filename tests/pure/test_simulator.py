@@ -81,3 +81,10 @@ def test_sends_in_crossed_order_block_only_at_a_rendezvous():
 def test_nothing_to_do():
     found = simulate([[], []])
     assert found.makespan == 0 and found.bubble == 0 and found.peak_activations == [0, 0]
+
+
+def test_an_action_listed_twice_is_refused() -> None:
+    lists = [list(actions) for actions in build_schedule("1f1b", 2, 2)]
+    lists[1].append(lists[1][0])
+    with pytest.raises(ValueError, match="is listed on rank 1 and again on rank 1"):
+        simulate(lists)

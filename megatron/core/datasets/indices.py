@@ -152,7 +152,7 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
     """The same rule with the datasets' sizes as weights, over the datasets not yet spent, until all are."""
     total = sum(sizes)
     filled = np.flatnonzero(np.array(sizes))
-    limits = [sizes[number] for number in filled]
+    limits = [sizes[number] for number in filled.tolist()]
     weights = [limit / total for limit in limits]
     choice = _blend(weights, total)
     # Up to the first draw that spends a dataset the rule is the plain one.

@@ -49,7 +49,8 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): v stages on a rank cut the bubble by v.
 
-    Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal.
+    Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal. Groups are
+    never smaller than p, which would leave bubbles inside: from m = p to 2p - 1 there is one, and a rank holds all m.
     """
     if v == 1:
         return one_f_one_b(p, m)
@@ -68,7 +69,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 def zb_h1(p: int, m: int) -> Schedule:
     """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the weight gradients put off to where it is idle.
 
-    No rank holds more than p microbatches, 1F1B's peak; the bubble is (p - 1)(F + I - W).
+    No rank holds more than p microbatches, 1F1B's peak, but every rank as many, where 1F1B's later ones hold fewer; the
+    bubble is (p - 1)(F + I - W).
     """
     return _zero_bubble(p, m, 1)
 

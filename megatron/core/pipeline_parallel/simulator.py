@@ -110,7 +110,7 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
     Lists without communication get their messages as soon as they are computed. With it, a receive waits for
     nothing and the compute action that uses it does; with `rendezvous` both sends and receives keep their rank
     waiting until the other end is reached, the hardest case for lists to be free of deadlock.
-    Raises DeadlockError naming the cycle if they are not.
+    Raises DeadlockError naming the cycle if they are not, ValueError if an action is listed twice.
     """
     costs = costs or StageCosts()
     walk = _Walk(lists, costs, rendezvous)
@@ -130,13 +130,24 @@ def peak_of(actions: Sequence[Action], costs: StageCosts) -> float:
     return peak
 
 
+def _ranks_of(lists: Lists) -> dict[Action, int]:
+    """The rank of each action. Raises ValueError if one is listed twice."""
+    where: dict[Action, int] = {}
+    for rank, actions in enumerate(lists):
+        for action in actions:
+            if action in where:
+                raise ValueError(f"{action} is listed on rank {where[action]} and again on rank {rank}")
+            where[action] = rank
+    return where
+
+
 class _Walk:
     """The state of one simulation: each rank's position, and the time at which each action was done."""
 
     def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
         self.lists, self.costs, self.rendezvous = lists, costs, rendezvous
         self.owner = owners_of(lists)
-        self.where = {action: rank for rank, actions in enumerate(lists) for action in actions}
+        self.where = _ranks_of(lists)
         self.messages = any(action.kind in SENDS for action in self.where)
         self.done: dict[Action, float] = {}
         self.timeline: list[list[Timed]] = [[] for _ in lists]
