@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,8 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**fields)
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**known)
 
 
 def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
@@ -180,7 +180,7 @@ def _look_backward(run: TrainingRun, notes: _Notes) -> Iterator[None]:
 
     executor = run.pipeline.executor
     with ExitStack() as handles, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="Full backward hook is firing|For backward hooks to be called")
         for name, module in _modules(run):
             handles.callback(module.register_full_backward_hook(partial(hook, name)).remove)
         handles.callback(partial(setattr, executor, "after", executor.after))
@@ -227,11 +227,15 @@ def _bad_weights(run: TrainingRun) -> tuple[str, ...]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:
             yield from _tensors(each)
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name))
 
 
 def _largest(tensor: Tensor) -> float:

@@ -5,6 +5,7 @@ is the time of a phase without the waits for messages and collectives in it. On 
 the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
 (TP, CP, EP) do not, so there a slow rank shows as its whole group.
 
+The end of the gradients' reduction alone is timed with its waits: who is there least is whom the others wait for.
 Nothing here waits for the device: events are read once they have passed.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import socket
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,20 +28,21 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import Axis
 from megatron.training.config import LoggingConfig
 
-PHASES = ("data", "forward", "backward", "optimizer")
-"""Reading samples, the passes through the model, and the update."""
+GRAD_SYNC = "grad_sync"
+PHASES = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
+"""Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
 
 
 class Waits:
-    """Seconds that this process has waited in torch.distributed. Blocking collectives wait there too."""
+    """Seconds that the training thread has waited in torch.distributed. Blocking collectives wait there too."""
 
     seconds = 0.0
 
     @classmethod
     @functools.cache
     def install(cls) -> None:
-        """Times every wait from now on; without effect the second time."""
-        wait = dist.Work.wait
+        """Times every wait of this thread from now on; without effect the second time."""
+        wait, thread = dist.Work.wait, threading.get_ident()
 
         @functools.wraps(wait)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +50,8 @@ class Waits:
             try:
                 return wait(*args, **kwargs)
             finally:
-                cls.seconds += time.perf_counter() - start
+                if threading.get_ident() == thread:  # and not the one that writes checkpoints
+                    cls.seconds += time.perf_counter() - start
 
         dist.Work.wait = timed  # type: ignore[method-assign]
 
@@ -77,7 +81,8 @@ class PhaseClock:
         else:
             start_time, waited = time.perf_counter(), Waits.seconds
             yield
-            self.seconds[phase] += time.perf_counter() - start_time - (Waits.seconds - waited)
+            waiting = 0.0 if phase == GRAD_SYNC else Waits.seconds - waited
+            self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
         """Seconds of each of PHASES since the last time. For where the device is waited for anyway."""

@@ -41,7 +41,7 @@ from megatron.training.saving import finish_saves, save, tell_of_saves
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.step import Step, count_tokens, forward_backward, loss_and_tokens, read_batches
 from megatron.training.step_guard import is_nan
-from megatron.training.straggler import hosts_of_ranks, straggler_line, straggler_record
+from megatron.training.straggler import GRAD_SYNC, hosts_of_ranks, straggler_line, straggler_record
 from megatron.training.watch import Watch
 
 CONFIG_FILE = "run_config.yaml"
@@ -180,7 +180,8 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     sums = forward_backward(run, step, batches)
     if run.guard.settle(run):
         sums = forward_backward(run, step, batches)
-    finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+    with run.clock(GRAD_SYNC):
+        finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
         before_update()
     lr = run.scheduler.lr_at(step.first_sample)

@@ -105,7 +105,7 @@ def test_slowest_ranks() -> None:
 
 
 def test_record_and_line_of_stragglers() -> None:
-    table = [[0.2, 2.0, 4.0, 0.2], [0.2, 2.0, 4.0, 0.2], [0.2, 6.0, 4.0, 0.4]]
+    table = [[0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 2.0, 4.0, 0.1, 0.2], [0.2, 6.0, 4.0, 0.1, 0.4]]
     record = straggler_record(table, 2, LoggingConfig(log_straggler=True, straggler_minmax_count=2))
     assert (record["straggler_forward_rank"], record["straggler_forward_ratio"]) == (2, 3.0)
     assert record["straggler_forward"] == [[2, 3.0, 3.0], [0, 1.0, 1.0]]
