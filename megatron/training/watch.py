@@ -247,10 +247,28 @@ class Watch(Ending):
                 self._signal_at = now
                 self._ask(Request("resume", f"{name} on {self._name()}"))
             elif now - self._signal_at > REPEATED and not self._failing.locked():
-                self._leave(ExitCode.KILLED + number, f"{self._name()}: a second signal, {name}: ending at once")
+                self._killed(number, name)
+
+    def _killed(self, number: int, name: str) -> NoReturn:
+        """Ends at once by a second signal, and the other ranks with this one."""
+        self._only_once()
+        message = f"{self._name()}: a second signal, {name}, in {self._phase()}: ending at once"
+        print(message, file=sys.stderr, flush=True)
+        self._write_error_file(message)
+        board = self._board
+        assert board is not None
+        failure = Failure(self.launch.rank, self._name(), self._phase(), message, "", "", ExitCode.KILLED + number)
+        try:
+            board.post_cause(failure)
+            board.store.set("told", failure.to_json())
+            time.sleep(2 * PERIOD)  # the others have seen it before this process is found to be gone
+        except RuntimeError:
+            pass
+        self._exit(failure.code)
 
     def _leave(self, code: int, message: str) -> NoReturn:
-        if self.launch.rank == 0 or code >= ExitCode.KILLED:
+        """Ends all ranks before there is anything to save."""
+        if self.launch.rank == 0:
             print(message, file=sys.stderr, flush=True)
             self.outcome.end(code, message)
         self._write_error_file(message)

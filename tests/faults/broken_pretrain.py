@@ -1,6 +1,6 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
-gets the time at which it did. With FAULT_ONCE, only if there is no such file. Started by `tests.faults.runs`, under a
-launcher."""
+gets the time at which it did. With FAULT_ONCE, only if there is no such file. SLOW=what makes a part of every rank slow.
+Started by `tests.faults.runs` and `tests.faults.signals`, under a launcher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 import pretrain_gpt
-from megatron.training import training
+from megatron.core.dist_checkpointing import storage
+from megatron.training import setup, training
 
 
 def exception(run: training.TrainingRun) -> None:
@@ -100,16 +102,40 @@ def user_signal(run: training.TrainingRun) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
+def slow_down(what: str) -> None:
+    """Makes building data, a step, or the end of a save take long, and says when it begins."""
+
+    def slowly(module: Any, name: str, line: str, seconds: float) -> None:
+        quick = getattr(module, name)
+
+        def slow(*args: Any, **values: Any) -> Any:
+            print(line, flush=True)
+            time.sleep(seconds)
+            return quick(*args, **values)
+
+        setattr(module, name, slow)
+
+    match what:
+        case "data":
+            slowly(setup, "build_data", "building data", 60)
+        case "step":
+            slowly(training, "train_step", "in a long step", 60)
+        case "publish":
+            slowly(storage, "_publish", "publishing", 3)
+
+
 def main() -> int:
     kind, rank, step = os.environ["FAULT"].split(":")
-    fault, healthy, file = globals()[kind], training.train_step, Path(os.environ["FAULT_FILE"])
+    slow_down(os.environ.get("SLOW", ""))
+    fault, healthy, file = globals().get(kind), training.train_step, Path(os.environ.get("FAULT_FILE", ""))
     once = "FAULT_ONCE" in os.environ and file.exists()
 
-    def train_step(run: training.TrainingRun, *args: object) -> None:
-        if run.progress.iteration + 1 == int(step) and run.runtime.launch.rank == int(rank) and not once:
+    def train_step(run: training.TrainingRun, *args: Any) -> None:
+        here = run.progress.iteration + 1 == int(step) and run.runtime.launch.rank == int(rank)
+        if fault and here and not once:
             file.write_text(str(time.time()))
             fault(run)
-        healthy(run, *args)  # type: ignore[arg-type]
+        healthy(run, *args)
 
     training.train_step = train_step
     return pretrain_gpt.main()
