@@ -13,7 +13,11 @@ from megatron.training.prepare import prepare
 def main(argv: list[str] | None = None) -> int:
     """Parses, validates, and trains. Returns the exit code (`megatron.training.exit_codes`)."""
     hold_ignored_signals()
-    launch = Launch.from_environment()
+    try:
+        launch = Launch.from_environment()
+    except ValueError as error:
+        print(f"This launch cannot run: {error}", file=sys.stderr)
+        return 2
     with early_end_told(launch):
         command = command_line(sys.argv[1:] if argv is None else argv, launch)
         config = prepare(command, launch)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.training.flags import field_docs, field_table, sections
+from megatron.training.paths import why_unwritable
 
 Config = TypeVar("Config")
 
@@ -59,6 +60,12 @@ def refuse_existing(paths: list[Path], overwrite: bool) -> None:
             f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "
             "choose another prefix, or replace with --overwrite"
         )
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raises ValueError if output could not be written, before any work is done for it."""
+    if why := why_unwritable(folder):
+        raise ValueError(f"--output-prefix: {why}; choose another prefix")
 
 
 def run_tool(main: Callable[[], int]) -> None:

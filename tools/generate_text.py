@@ -31,14 +31,18 @@ def main(argv: list[str] | None = None) -> int:
     sampling = sampling_of(args)
     tokenizer_config = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     model, tokenizer, _ = load_model_for_inference(args.load, args.device, tokenizer_config)
-    shown = 0
+    shown = bad = 0
     for prompts in batches_of_prompts(args):
+        prompts, problems = readable(model, tokenizer, prompts)
+        bad += len(problems)
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
         for text in continuations(model, tokenizer, prompts, sampling, args, shown):
             if shown and len(args.prompt) > 1:
                 print("-" * 40)
             print(text, flush=True)
             shown += 1
-    return 0
+    return 2 if bad else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -89,6 +93,21 @@ def batches_of_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
     for line in sys.stdin:
         if line.strip():
             yield [line.rstrip("\n")]
+
+
+def readable(model: GPTModel, tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[str], list[str]]:
+    """The prompts that leave room for a token, and what is wrong with the others."""
+    longest, kept, problems = model.config.max_positions, [], []
+    for prompt in prompts:
+        length = len(tokenizer.tokenize(prompt))
+        if length < longest:
+            kept.append(prompt)
+        else:
+            problems.append(
+                f"prompt {prompt[:40]!r}...: has {length} tokens, and the model reads at most {longest} "
+                f"(--max-position-embeddings); shorten it to {longest - 1} or fewer"
+            )
+    return kept, problems
 
 
 def continuations(

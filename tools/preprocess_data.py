@@ -41,7 +41,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_d
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
-from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, run_tool
+from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, refuse_unwritable, run_tool
 from tools.reading import Chunk, find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 18
@@ -356,6 +356,7 @@ def check(args: argparse.Namespace) -> None:
     checks: list[Callable[[], object]] = [
         lambda: find_inputs(args.input),
         lambda: refuse_existing(outputs(args), args.overwrite),
+        lambda: refuse_unwritable(Path(args.output_prefix).parent),
         lambda: build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size),
     ]
     for part in checks:

@@ -21,7 +21,7 @@ from megatron.training.blame import Standing, blame
 from megatron.training.board import Board, out_of_memory_kills
 from megatron.training.collectives import Entered, Group, last_entered, traces
 from megatron.training.failure import ADVICE, Failure, hung, is_consequence, place_in, place_of, raised_in_message
-from megatron.training.launch import Launch
+from megatron.training.launch import Launch, tell_last, write_error_file
 from megatron.training.outcome import Outcome, code_for_launcher
 
 GRACE = 3.0
@@ -161,11 +161,11 @@ class Ending:
                 cause = Failure.from_json(board.get("told") or "")
             elif self.launch.local_rank == 0:
                 print(cause.text(), file=sys.stderr, flush=True)
-            self._write_error_file(cause.line(), 1)
+            write_error_file(cause.line(), 1)
             time.sleep(0.5)  # the launcher hears of the failed rank first
             self._kill_silent(cause)
         except RuntimeError:
-            self._write_error_file(cause.line(), 1)
+            write_error_file(cause.line(), 1)
         self._exit(cause.code)
 
     def _kill_silent(self, cause: Failure) -> None:
@@ -262,26 +262,9 @@ class Ending:
                 (folder / f"collectives-{self.launch.rank:05d}.json").write_text(json.dumps(recorded))
 
     def _deliver(self, failure: Failure, text: str) -> None:
-        """Prints the report last: torchrun prints what is in a worker's error file when all workers have ended, but
-        not if it starts them again, nor if it is itself told to end."""
-        written = self._write_error_file(text, -10)
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        """Prints the report last."""
         # torchrun sends a signal to the others when a process is gone, and prints what they have said of that.
-        signalled = self._signal_at is not None and failure.advice != ADVICE["died"]
-        if not written or restarts or signalled:
-            print(text, file=sys.stderr, flush=True)
-
-    def _write_error_file(self, text: str, later: int = 0) -> bool:
-        """For torchrun, which takes the earliest failure for the cause and counts in whole seconds."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path:
-            return False
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
-        try:
-            Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-        except OSError:  # a full disk, of which the report may be
-            return False
-        return True
+        tell_last(text, now=self._signal_at is not None and failure.advice != ADVICE["died"])
 
 
 def _unchanged(before: dict[int, str], after: dict[int, str]) -> list[int]:

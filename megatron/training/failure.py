@@ -82,7 +82,7 @@ class Failure:
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
         """The report. `others`: where the other ranks were. A configuration's error needs no more than itself."""
         if self.code == ExitCode.BAD_CONFIGURATION:
-            return f"This configuration cannot run ({self.phase}):\n  {self.what}"
+            return f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  ")
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
         lines += [f"{ranks}: {place}" for place, ranks in _grouped(others or {}).items()]
         if stacks is not None:

@@ -30,6 +30,7 @@ from megatron.training.board import Board, meet
 from megatron.training.collectives import groups_of, record_collectives
 from megatron.training.config import RunConfig
 from megatron.training.launch import Launch
+from megatron.training.paths import unwritable
 from megatron.training.watch import Limits, Watch
 
 _C_LIBRARY = ctypes.CDLL(None)
@@ -117,21 +118,28 @@ def set_determinism(config: RunConfig) -> None:
 
 
 def start_watch(config: RunConfig, watch: Watch) -> None:
-    """Connects this rank to the others' board, before anything that can fail or hang."""
+    """Connects this rank to the others' board, before anything that can fail or hang.
+
+    Raises ValueError if the environment or a folder that was named is no good.
+    """
     launch, training = watch.launch, config.training
     launch.export(os.environ)
     watch.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
+    watch.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
+    watch.connect(Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch))
+    if problems := list(unwritable(config)) if launch.rank == 0 else []:
+        raise ValueError("\n".join(map(str, problems)))
     deadlines = {}
     if training.exit_duration_in_mins is not None:
         until = time.time() + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         margin = training.exit_margin_in_mins
+        if not end.isdigit():
+            raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
-    watch.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
-    watch.start(board, Limits(training.exit_signal_handler, deadlines, folder))
+    watch.start(Limits(training.exit_signal_handler, deadlines, folder))
 
 
 def record_collectives_of_nccl(folder: Path) -> None:

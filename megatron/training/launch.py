@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these asks a run to save and to end."""
@@ -27,15 +31,17 @@ class Launch:
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
-        if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        if _integer(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
             return cls._read(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "srun")
         return cls()
 
     @classmethod
     def _read(cls, environ: Mapping[str, str], rank: str, size: str, local: str, launcher: str) -> Launch:
-        launch = cls(int(environ[rank]), int(environ[size]), int(environ.get(local, "0")), launcher)
+        launch = cls(_integer(environ, rank), _integer(environ, size), _integer(environ, local, "0"), launcher)
         if not 0 <= launch.rank < launch.world_size:
-            raise ValueError(f"{rank}={launch.rank} must be below {size}={launch.world_size}")
+            raise ValueError(
+                f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
+            )
         return launch
 
     def export(self, environ: MutableMapping[str, str]) -> None:
@@ -60,6 +66,41 @@ def hold_ignored_signals() -> None:
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
+
+
+def write_error_file(text: str, later: int = 0) -> bool:
+    """Tells torchrun what this process died of, which it prints last; False if there is no torchrun.
+
+    It takes the earliest failure for the cause, and counts in whole seconds: `later` is added to this one's.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
+    try:
+        Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
+    except OSError:  # a full disk, of which the text may tell
+        return False
+    return True
+
+
+def tell_last(text: str, now: bool = False) -> None:
+    """Says the cause of the end on the screen, as the last thing: torchrun prints what is in a worker's error file
+    when all workers have ended, but not if it starts them again. `now`: not if it is itself told to end, either."""
+    written = write_error_file(text, -10)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+    if not written or restarts or now:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
+    value = environ.get(name, default)
+    try:
+        return int(value or "")
+    except ValueError:
+        raise ValueError(
+            f"{name}={value}: must be a whole number; the launcher (torchrun or srun) sets it, or unset it to run alone"
+        ) from None
 
 
 def first_host(nodelist: str) -> str:

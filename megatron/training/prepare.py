@@ -52,7 +52,7 @@ def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Probl
     """A problem where the SLURM job would be over before it begins, each time that it is put back into the queue."""
     start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
     margin = config.training.exit_margin_in_mins
-    if not (start and end) or (minutes := (int(end) - int(start)) / 60) > margin:
+    if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:
         return []
     rule = f"must be below {minutes:g}, the minutes that the SLURM job has in all"
     return [Problem("--exit-margin-in-mins", margin, rule, f"{minutes / 4:g}, or a longer --time for the job")]

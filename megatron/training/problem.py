@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
+
+from megatron.training.launch import tell_last
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,10 @@ class Problem:
         return f"{self.flag}{value}: {self.rule}; {self.remedy}"
 
 
-def print_problems(problems: Sequence[Problem], file: TextIO | None = None) -> None:
-    """One line each, under a line that counts them."""
-    out = sys.stderr if file is None else file
-    print(f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}.", file=out)
-    for problem in problems:
-        print(f"  {problem}", file=out)
+def print_problems(problems: Sequence[Problem]) -> None:
+    """One line each, under a line that counts them; under torchrun that is the last thing on the screen."""
+    head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
+    tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
 
 
 def multiples(value: int, divisor: int) -> str:

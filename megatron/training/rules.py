@@ -56,7 +56,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     for flag in all_flags():
         value = getattr(getattr(config, flag.section), flag.field)
         if flag.field in REQUIRED and value == 0:
-            yield Problem(flag.name, None, "is required", REQUIRED[flag.field])
+            yield Problem(flag.name, None, "is required, and must be at least 1", REQUIRED[flag.field])
         elif flag.kind in (int, float) and value is not None:
             values = value if flag.spec.many else (value,)
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)

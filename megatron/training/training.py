@@ -50,10 +50,10 @@ CONFIG_FILE = "run_config.yaml"
 def pretrain(config: RunConfig, launch: Launch) -> ExitCode:
     """Trains as `config` says, resolved and validated for `launch.world_size`. A failure ends all ranks."""
     watch = Watch(launch)
-    start_watch(config, watch)
     with ExitStack() as resources:
         resources.callback(watch.close)
         try:
+            start_watch(config, watch)
             together = partial(watch.together, minutes=config.parallel.startup_timeout_minutes)
             phases = StartupPhases(watch.begin, together)
             with phases("start of the ranks"):
@@ -98,6 +98,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     """Iterates until the run's length, an exit condition, or an error."""
     config, progress, watch = run.config, run.progress, run.runtime.watch
     watch.actions = run.pipeline.executor
+    watch.begin("opening the logs")
     sinks = _open_sinks(run, resources)
     runtime = run.runtime
     runtime.say(str(runtime.phases))

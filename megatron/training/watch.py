@@ -20,14 +20,14 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from megatron.training.board import Board, Request
 from megatron.training.collectives import Entered
 from megatron.training.ending import Ending
 from megatron.training.exit_codes import ExitCode
 from megatron.training.failure import ADVICE, Failure
-from megatron.training.launch import SIGNALS, Launch
+from megatron.training.launch import SIGNALS, Launch, write_error_file
 
 PERIOD = 0.4
 """Seconds between two looks at the board."""
@@ -63,16 +63,22 @@ class Watch(Ending):
         self._change = threading.Condition()
         self._handlers: dict[int, Any] = {}
         self._meetings = 0
+        self._thread: threading.Thread | None = None
 
     # What the training calls.
 
-    def start(self, board: Board, limits: Limits) -> None:
-        """Begins to watch. Call it on the main thread, which is the one whose place is reported."""
-        self._board, self._limits = board, limits
+    def connect(self, board: Board) -> None:
+        """From now on a failure on this rank is told to all."""
+        self._board = board
+
+    def start(self, limits: Limits) -> None:
+        """Begins to watch, once connected. Call it on the main thread, which is the one whose place is reported.
+
+        Raises ValueError if the folder cannot be written.
+        """
+        self._limits = limits
         if limits.folder is not None:
-            folder = limits.folder / "stacks"
-            folder.mkdir(parents=True, exist_ok=True)
-            self._stacks = (folder / f"rank-{self.launch.rank:05d}.txt").open("w")
+            self._stacks = self._open_stacks(limits.folder / "stacks")
             faulthandler.enable(self._stacks)
         self._wake, receives = socket.socketpair()
         self._wake.setblocking(False)
@@ -85,6 +91,16 @@ class Watch(Ending):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+
+    def _open_stacks(self, folder: Path) -> TextIO:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return (folder / f"rank-{self.launch.rank:05d}.txt").open("w")
+        except OSError as error:
+            raise ValueError(
+                f"--save {folder.parent}: rank {self.launch.rank} cannot write there ({error}); name a folder that "
+                "every rank can write"
+            ) from error
 
     def begin(self, phase: str) -> None:
         """Names what comes next, for the report of a failure."""
@@ -149,7 +165,8 @@ class Watch(Ending):
         if self._board is None:
             return
         self._closed.set()
-        self._thread.join(5)
+        if self._thread is not None:
+            self._thread.join(5)
         self._board.store.set(f"over/{self.launch.rank}", "")
         if self.launch.rank == 0:
             self._wait(lambda board: len(board.get_all("over")) == self.launch.world_size, 10.0)
@@ -159,7 +176,7 @@ class Watch(Ending):
                 # A launcher sends SIGTERM to the others as soon as the first rank has ended.
                 signal.signal(number, handler if self.launch.launcher == "none" else signal.SIG_IGN)
         if self.resumes:
-            self._write_error_file(f"saved; start again to go on: {self.why}")
+            write_error_file(f"saved; start again to go on: {self.why}")
         if self.launch.rank == 0:
             self.outcome.end(ExitCode.TO_BE_RESUMED if self.resumes else ExitCode.DONE, self.why)
         self._board = None
@@ -254,7 +271,8 @@ class Watch(Ending):
         self._only_once()
         message = f"{self._name()}: a second signal, {name}, in {self._phase()}: ending at once"
         print(message, file=sys.stderr, flush=True)
-        self._write_error_file(message)
+        write_error_file(message)
+        self.outcome.end(ExitCode.KILLED + number, message)
         board = self._board
         assert board is not None
         failure = Failure(self.launch.rank, self._name(), self._phase(), message, "", "", ExitCode.KILLED + number)
@@ -271,7 +289,7 @@ class Watch(Ending):
         if self.launch.rank == 0:
             print(message, file=sys.stderr, flush=True)
             self.outcome.end(code, message)
-        self._write_error_file(message)
+        write_error_file(message)
         time.sleep(2 * PERIOD)  # all ranks have seen it when the first of them ends
         self._exit(code)
 

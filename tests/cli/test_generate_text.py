@@ -53,7 +53,7 @@ def test_lines_of_standard_input(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "x" * 60], "prompt 1 has 60 tokens, and the model reads at most 48"),
+        (["--prompt", "x" * 60], "has 60 tokens, and the model reads at most 48"),
         (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
         (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
         (["--prompt", "x", "--load", "/nowhere"], "/nowhere holds no checkpoint"),
@@ -65,3 +65,12 @@ def test_user_errors(checkpoint: str, flags: list[str], message: str, capsys: py
         run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", *flags]))
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_prompt_too_long_does_not_keep_others_from_theirs(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--load", checkpoint, "--device", "cpu", "--max-new-tokens", "4", "--prompt", "x" * 60, "one"]
+    assert main(flags) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("one") and "has 60 tokens" in said.err

@@ -1,5 +1,5 @@
 """`pretrain_gpt.py` with a fault: FAULT=kind:rank:step breaks that rank at the start of that step, and FAULT_FILE
-gets the time at which it did. With FAULT_ONCE, only if there is no such file. SLOW=what makes a part of every rank slow.
+gets the time at which it did. With FAULT_ONCE, only if there is no such file. SLOW=what slows a part of all ranks.
 Started by `tests.faults.runs` and `tests.faults.signals`, under a launcher."""
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""The short form of `python -m tests.faults.signals`: two forked ranks, told to stop at awkward moments."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.exit_codes import ExitCode
+from tests.faults.broken_pretrain import slow_down
+from tests.faults.forked import forked_ranks, join
+from tests.faults.runs import MODEL
+
+BOUND = 60.0
+RESUME = ExitCode.TO_BE_RESUMED
+
+
+class World:
+    """A run of two ranks and what it has said and saved."""
+
+    def __init__(self, folder: Path, ranks: list[Any]) -> None:
+        self.folder, self.ranks = folder, ranks
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "screen").read_text()
+
+    @property
+    def saved(self) -> int | None:
+        path = self.folder / "save" / "latest_checkpointed_iteration.txt"
+        return int(path.read_text()) if path.exists() else None
+
+    @property
+    def stopped_at(self) -> int:
+        found = re.search(r"exiting at iteration (\d+)", self.text)
+        assert found is not None, self.text
+        return int(found[1])
+
+    def wait_for(self, said: str | Callable[[], object]) -> None:
+        deadline = time.monotonic() + BOUND
+        while not (said in self.text if isinstance(said, str) else said()):
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.ranks[rank].pid, number)
+
+    def codes(self) -> list[int]:
+        return join(self.ranks, BOUND)
+
+
+def world(folder: Path, *flags: str, slow: str = "") -> Any:
+    arguments = [*MODEL, "--pp", "1", "--save", str(folder / "save"), *flags]
+    return forked_ranks(2, arguments, folder / "screen", lambda rank: slow_down(slow))
+
+
+def test_files_in_the_save_folder(tmp_path: Path) -> None:
+    with world(tmp_path) as ranks:
+        run = World(tmp_path, ranks)
+        run.wait_for("start-up (s)")
+        (tmp_path / "save" / "save").touch()
+        run.wait_for(lambda: run.saved is not None)
+        first = run.saved
+        (tmp_path / "save" / "exit").touch()
+        assert run.codes() == [ExitCode.DONE] * 2
+    assert first is not None and run.saved == run.stopped_at > first
+
+
+def test_a_signal_breaks_an_evaluation_off(tmp_path: Path) -> None:
+    with world(tmp_path, "--eval-interval", "2", "--eval-iters", "1000000") as ranks:
+        run = World(tmp_path, ranks)
+        run.wait_for("start-up (s)")
+        time.sleep(1.5)
+        run.send(1, signal.SIGUSR2)
+        assert run.codes() == [RESUME] * 2
+    assert run.saved == run.stopped_at <= 2 and "SIGUSR2 on rank 1 of 2" in run.text
+    assert "valid loss" not in run.text
+
+
+def test_a_save_under_way_is_finished(tmp_path: Path) -> None:
+    with world(tmp_path, "--save-interval", "2", slow="publish") as ranks:
+        run = World(tmp_path, ranks)
+        run.wait_for("publishing")
+        run.send(0, signal.SIGTERM)
+        assert run.codes() == [RESUME] * 2
+    assert "saved checkpoint at iteration 2" in run.text and run.saved == run.stopped_at
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    with world(tmp_path, slow="data") as ranks:
+        run = World(tmp_path, ranks)
+        run.wait_for("building data")
+        run.send(1, signal.SIGINT)
+        assert run.codes() == [RESUME] * 2
+    assert run.saved is None and "ending before the first step: SIGINT on rank 1 of 2" in run.text
+
+
+@pytest.mark.parametrize("rank", [1])
+def test_a_second_signal_ends_all_at_once(tmp_path: Path, rank: int) -> None:
+    with world(tmp_path, slow="step") as ranks:
+        run = World(tmp_path, ranks)
+        run.wait_for("in a long step")
+        run.send(rank, signal.SIGTERM)
+        time.sleep(1.5)
+        run.send(rank, signal.SIGTERM)
+        assert run.codes() == [ExitCode.KILLED + signal.SIGTERM] * 2
+    assert run.saved is None and run.text.count(f"rank {rank} of 2") == run.text.count("a second signal") == 1
+    assert "RUN FAILED" not in run.text

@@ -1,0 +1,110 @@
+"""What a user got wrong and only start-up finds out: told once on the screen, without a traceback, with code 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training.launch import Launch
+from megatron.training.paths import why_unwritable
+from tests.faults.forked import forked_ranks, join
+from tests.faults.runs import MODEL
+
+FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--pp", "1", "--train-iters", "2"]
+DATA = ("ok", "big", "short_bin", "short_idx")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets: a good one, one of a larger vocabulary, and two that were cut off; and a folder of checkpoints
+    whose text file is damaged."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in DATA:
+        with IndexedDatasetBuilder(str(folder / name), np.dtype("<u2")) as builder:
+            for _ in range(20):
+                builder.add_document(np.full(40, 60000 if name == "big" else 7, "<u2"))
+    for path, size in ((folder / "short_bin.bin", 1000), (folder / "short_idx.idx", 100)):
+        os.truncate(path, size)
+    (folder / "garbage").mkdir()
+    (folder / "garbage" / "latest_checkpointed_iteration.txt").write_text("garbage\n")
+    (folder / "file").write_text("")
+    return folder
+
+
+CASES = {
+    "no data": ("--data-path {0}/nothing", "there is no file {0}/nothing.idx"),
+    "short .bin": ("--data-path {0}/short_bin", "{0}/short_bin.bin: truncated: 1000 bytes"),
+    "short .idx": ("--data-path {0}/short_idx", "{0}/short_idx.idx: truncated: 100 bytes"),
+    "vocabulary": ("--data-path {0}/big", "has token id 60000, outside the vocabulary of 64 tokens"),
+    "data that end": (
+        "--data-path {0}/ok {0}/ok --train-iters 99",
+        "samples of 16 tokens and the run takes 792",
+    ),
+    "no checkpoint": (
+        "--mock-data --load {0}/none --exit-on-missing-checkpoint",
+        "--load {0}/none holds no checkpoint",
+    ),
+    "no number": ("--mock-data --load {0}/garbage", "must hold the number of an iteration, not 'garbage'"),
+    "paths": (
+        "--mock-data --save {0}/file --metrics-file {0} --data-cache-path {0}/file/x --load {0}/file",
+        "--save {0}/file: {0}/file is a file, not a folder; name a folder that can be written\n"
+        "  --data-cache-path {0}/file/x: {0}/file is a file, not a folder; name a folder that can be written\n"
+        "  --metrics-file {0}: is a folder; name a file in it\n"
+        "  --load {0}/file: is a file; name the folder of the checkpoints, or one checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_users_error_is_told_once(case: str, folder: Path, tmp_path: Path) -> None:
+    flags, message = (text.format(folder) for text in CASES[case])
+    screen = tmp_path / "screen"
+    with forked_ranks(2, [*FLAGS, *flags.split()], screen) as ranks:
+        codes = join(ranks, 60)
+    text = screen.read_text()
+    assert codes == [2, 2], text
+    assert text.count("This configuration cannot run") == text.count(message) == 1, text
+    assert "Traceback" not in text and "RUN FAILED" not in text, text
+
+
+def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--mock-data", "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    with forked_ranks(2, flags, tmp_path / "screen") as ranks:
+        assert join(ranks, 60) == [0, 0]
+    with forked_ranks(2, [*flags, "--num-layers", "6"], tmp_path / "screen") as ranks:
+        assert join(ranks, 60) == [2, 2]
+    text = (tmp_path / "screen").read_text()
+    assert text.count("--num-layers 4 in the checkpoint, 6 in the run") == 1 and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a: must be a whole number; the launcher"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be from 0 to below WORLD_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS=x: must be a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=None: must be a whole number"),
+    ],
+)
+def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Launch.from_environment(environ)
+
+
+def test_an_end_of_the_job_that_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    with forked_ranks(1, [*FLAGS, "--tp", "1", "--mock-data"], tmp_path / "screen") as ranks:
+        assert join(ranks, 60) == [2]
+    assert "SLURM_JOB_END_TIME=soon: must be in seconds since 1970" in (tmp_path / "screen").read_text()
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    assert why_unwritable(tmp_path / "a" / "b") is None and not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    assert why_unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'} is a file, not a folder"
+    if Path("/proc/self").exists():
+        assert "nothing can be written to /proc" in (why_unwritable(Path("/proc/x")) or "")
