@@ -89,7 +89,7 @@ count() {
         read -r before fruitless crashes <"$log_dir/progress"
     fi
     if ((latest > before)); then
-        fruitless=0 crashes=0
+        fruitless=0 crashes="$1"
     else
         fruitless=$((fruitless + 1)) crashes=$((crashes + $1))
     fi
@@ -103,11 +103,16 @@ end() {
     exit "$1"
 }
 
+# The state of the job and the reason for it: RUNNING/None, COMPLETING/TimeLimit while SLURM ends it, ...
+job_state() {
+    echo "$(job_field JobState)/$(job_field Reason)"
+}
+
 # Puts the job back into the queue, unless it was cancelled or SLURM itself is about to. SLURM ends this script for it.
 requeue() {
     local state latest
     latest="$(latest_checkpoint)"
-    state="$(job_field JobState)/$(job_field Reason)"
+    state="$(job_state)"
     if [[ ! "$state" =~ ^(RUNNING/.*|COMPLETING/TimeLimit|/)$ ]]; then
         say "not put back into the queue: the job is $state"
         exit 75
@@ -125,11 +130,14 @@ ask_ranks() {
     if [[ -n "${step:-}" ]]; then
         say "got a signal, passes it on to the ranks"
         kill -USR1 "$step" 2>/dev/null || true
+        if [[ "$(job_state)" == COMPLETING/TimeLimit ]]; then
+            requeue # the ranks have missed all that comes before, and this script may end before they do
+        fi
     fi
 }
 
 export OUTCOME_FILE="$log_dir/outcome"
-if [[ "$(outcome name)" == RUNNING ]]; then
+if [[ "$(outcome name)" == RUNNING && ! "$log_dir/progress" -nt "$OUTCOME_FILE" ]]; then
     count 0 # the start before ended with its node, or was killed before it could save
 fi
 rm -f "$OUTCOME_FILE"
@@ -144,6 +152,8 @@ if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then
     export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
 
+# Each restart inside the job gets a store of its own, as nodes may count restarts differently.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
 LAUNCH="$PYTHON -m torch.distributed.run --nnodes $nodes --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-0}"
 LAUNCH+=" --rdzv-backend c10d --rdzv-endpoint $head_node:$port --rdzv-id $SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 export LAUNCH

@@ -175,3 +175,56 @@ def test_a_wrong_configuration_does_not_come_back(jobs: dict[str, Job]) -> None:
     assert (fields["JobState"], fields["Restarts"], fields["ExitCode"]) == ("FAILED", "0", "2:0"), job.log
     assert "start 1: the configuration cannot run" in job.log
     assert "--num-layers 0" in (job.folder / "logs/node-0.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def more_jobs(cluster: Cluster, jobs: dict[str, Job], pytestconfig: pytest.Config) -> dict[str, Job]:
+    """Jobs that take minutes."""
+    if not pytestconfig.getoption("--whole"):
+        pytest.skip("takes minutes: runs under --whole")
+    minute, saves = "--time=1 --signal=CONT@1", "--save-interval=2"
+    return {
+        "margin": cluster.submit("margin", "--exit-margin-in-mins=0.4", options=minute),
+        "hangs": cluster.submit("hangs", saves, "--exit-margin-in-mins=0.01", fault="slow:1:5", options=minute),
+        "dies": cluster.submit("dies", saves, fault="kill:1:6"),
+        "restarts": cluster.submit("restarts", saves, fault="kill:1:6", MAX_RESTARTS="1"),
+        "cancelled": cluster.submit("cancelled"),
+        "batch": cluster.submit("batch", options="--signal=B:USR2@1"),
+    }
+
+
+def test_a_cancelled_job_stays_cancelled(more_jobs: dict[str, Job]) -> None:
+    job = more_jobs["cancelled"]
+    job.paused()
+    command("scancel", job.id)
+    fields = job.ended()
+    assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0"), job.log
+    assert "not put back into the queue: the job is COMPLETING/None" in job.log
+
+
+def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job], jobs: dict[str, Job]) -> None:
+    job = more_jobs["batch"]
+    job.paused()
+    command("scancel", "--batch", "--signal=USR2", job.id)
+    assert (job.ended()["JobState"], job.fields()["Restarts"]) == ("COMPLETED", "1"), job.log
+    assert "start 1: got a signal, passes it on to the ranks" in job.log
+    assert_same_end(job, jobs["undisturbed"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "restarts"),
+    [
+        ("margin", "ended to be resumed: the SLURM job ends in 0.4 minutes", 1),
+        ("hangs", "DUE TO TIME LIMIT", 1),
+        ("dies", "start 1: crashed: rank 1 of 2 on ", 1),
+        ("restarts", "start 1: done", 0),
+    ],
+)
+def test_other_ends_of_a_start(
+    more_jobs: dict[str, Job], jobs: dict[str, Job], name: str, said: str, restarts: int
+) -> None:
+    job = more_jobs[name]
+    fields = job.ended()
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", str(restarts)), job.log
+    assert said in job.log
+    assert_same_end(job, jobs["undisturbed"])

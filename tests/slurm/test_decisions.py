@@ -1,0 +1,139 @@
+"""What scripts/train_gpt_slurm.sh does when the ranks have ended. srun and scontrol are stand-ins here, so that no
+SLURM is needed and each case takes a moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STANDINS = {
+    "scontrol": """
+        case "$*" in
+            "show hostnames"*) echo node1 ;;
+            "--oneliner show job"*) echo "JobId=7 $JOB StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00" ;;
+            requeue*) echo "$2" >>"$FOLDER/requeued" ;;
+        esac""",
+    # Saves a checkpoint if it is told to, says how it ended, and fails where a launcher would.
+    "srun": """
+        echo "$SLURM_JOB_START_TIME $SLURM_JOB_END_TIME $SRUN_CPUS_PER_TASK" >"$FOLDER/environment"
+        mkdir -p "$FOLDER/save"
+        if [[ -n "$SAVES" ]]; then echo "$SAVES" >"$FOLDER/save/latest_checkpointed_iteration.txt"; fi
+        if [[ -n "$ENDS" ]]; then
+            printf "name=%s\\nwhy=because\\nsave=%s\\n" "$ENDS" "$FOLDER/save" >"$OUTCOME_FILE"
+            echo "load=${LOADS-$FOLDER/save}" >>"$OUTCOME_FILE"
+        fi
+        [[ "$ENDS" =~ DONE|RESUMED ]]""",
+}
+
+
+class Batch:
+    """A job that starts again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.starts = folder, 0
+        for name, body in STANDINS.items():
+            (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+            (folder / name).chmod(0o755)
+
+    def start(
+        self, ends: str, saves: str = "", state: str = "RUNNING Reason=None", **environ: str
+    ) -> tuple[int, bool, str]:
+        """(exit code, whether the job is back in the queue, the last line it said)."""
+        requeued = self.folder / "requeued"
+        requeued.unlink(missing_ok=True)
+        environ = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "FOLDER": str(self.folder),
+            "LOG_DIR": str(self.folder / "logs"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node1",
+            "SLURM_RESTART_COUNT": str(self.starts),
+            "SLURM_CPUS_PER_TASK": "6",
+            "JOB": f"JobState={state}",
+            "ENDS": ends,
+            "SAVES": saves,
+        } | environ
+        command = ["bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--flag"]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+        self.starts += 1
+        assert not done.stderr.strip(), done.stderr
+        return done.returncode, requeued.exists(), done.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    return Batch(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "back"),
+    [
+        ("DONE", 0, False),
+        ("BAD_CONFIGURATION", 2, False),
+        ("TO_BE_RESUMED", 75, True),
+        ("KILLED", 75, True),
+        ("FAILED", 75, True),
+        ("RUNNING", 75, True),
+        ("", 75, True),
+    ],
+)
+def test_each_end(batch: Batch, ends: str, code: int, back: bool) -> None:
+    assert batch.start(ends)[:2] == (code, back)
+
+
+def test_crashes_without_a_newer_checkpoint_are_counted(batch: Batch) -> None:
+    assert batch.start("FAILED")[1]
+    assert batch.start("", MAX_CRASHES="3")[1]
+    assert batch.start("FAILED", saves="10")[1], "progress: counts from one"
+    assert batch.start("TO_BE_RESUMED")[1], "no crash"
+    assert batch.start("RUNNING")[1]
+    code, back, said = batch.start("FAILED")
+    assert (code, back) == (1, False)
+    assert said.endswith("start 6: gives up: 3 crashes and no checkpoint newer than iteration 10 (MAX_CRASHES)")
+    assert batch.start("FAILED")[1], "put back by hand: counts anew"
+
+
+def test_starts_without_a_newer_checkpoint_are_counted(batch: Batch) -> None:
+    assert batch.start("TO_BE_RESUMED", saves="4", MAX_FRUITLESS="2")[1]
+    assert batch.start("TO_BE_RESUMED", MAX_FRUITLESS="2")[1]
+    code, back, said = batch.start("TO_BE_RESUMED", MAX_FRUITLESS="2")
+    assert (code, back) == (1, False)
+    assert "gives up: 2 starts and no checkpoint newer than iteration 4 (MAX_FRUITLESS)" in said
+
+
+def test_a_start_that_was_killed_with_its_script_counts(batch: Batch) -> None:
+    (batch.folder / "logs").mkdir()
+    (batch.folder / "logs/outcome").write_text(
+        f"name=RUNNING\nwhy=\nsave={batch.folder}/save\nload={batch.folder}/save\n"
+    )
+    assert batch.start("TO_BE_RESUMED", MAX_FRUITLESS="2")[:2] == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("state", "back"),
+    [("COMPLETING Reason=None", False), ("COMPLETING Reason=TimeLimit", True), ("PREEMPTED Reason=None", False)],
+)
+def test_a_cancelled_job_stays_cancelled(batch: Batch, state: str, back: bool) -> None:
+    assert batch.start("TO_BE_RESUMED", saves="4", state=state)[1] == back
+
+
+@pytest.mark.parametrize("loads", ["", "/elsewhere"])
+def test_what_would_begin_anew_does_not_come_back(batch: Batch, loads: str) -> None:
+    code, back, said = batch.start("TO_BE_RESUMED", saves="4", LOADS=loads)
+    assert (code, back) == (1, False) and "--save and --load have to name one folder" in said
+
+
+def test_a_task_of_an_array_puts_back_itself_alone(batch: Batch) -> None:
+    assert batch.start("FAILED", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")[1]
+    assert (batch.folder / "requeued").read_text() == "5_3\n"
+
+
+def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
+    batch.start("DONE")
+    times = [int(time.mktime((2026, 1, 1, hour, 0, 0, 0, 0, -1))) for hour in (0, 1)]
+    assert (batch.folder / "environment").read_text().split() == [*map(str, times), "6"]
