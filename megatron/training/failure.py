@@ -31,6 +31,7 @@ ADVICE = {
     "stopped": "the process or its node hangs or is stopped: look at it there, or exclude the node and start again",
     "collective": "see why this rank took another branch than the others, or was slow; if it was only slow, and may "
     "be, raise --distributed-timeout-minutes, and before the second step --startup-timeout-minutes",
+    "kernel": "leave out --deterministic, or the option that calls for this kernel",
     "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
 }
 
@@ -73,6 +74,8 @@ class Failure:
         what = "".join(traceback.format_exception(error))
         if is_out_of_memory(error):
             return cls(rank, who, phase, title, what, ADVICE["memory"])
+        if "deterministic implementation" in str(error):
+            return cls(rank, who, phase, title, what, ADVICE["kernel"])
         return cls(rank, who, phase, title, what, ADVICE["collective" if is_consequence(error) else "error"])
 
     def advised(self, kind: str) -> Failure:

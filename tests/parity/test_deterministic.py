@@ -1,0 +1,37 @@
+"""--deterministic: kernels that give other bits each time are refused, and what is left gives the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.training.failure import ADVICE, Failure
+from megatron.training.snapshot import first_difference, train_in_world
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40 --lr 1e-2 --mock-data "
+    "--global-batch-size 4 --train-iters 2 --eval-iters 0 --num-workers 0 --cpu"
+).split()
+
+
+def test_two_runs_are_equal_bit_for_bit() -> None:
+    runs = [train_in_world(2, [*FLAGS, "--deterministic", "--tp", "2", "--bf16"]) for _ in range(2)]
+    assert first_difference(*runs, tolerance=0.0) is None
+    assert not runs[0].replica_errors
+
+
+def test_a_kernel_that_is_not_deterministic_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TransformerLayer.forward
+
+    def racing(self: TransformerLayer, x: torch.Tensor, context: Any) -> torch.Tensor:
+        torch.zeros(2).put_(torch.zeros(2, dtype=torch.int64), torch.ones(2))  # which of the two ends up there?
+        return forward(self, x, context)
+
+    monkeypatch.setattr(TransformerLayer, "forward", racing)
+    train_in_world(1, FLAGS, steps=1)
+    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation") as error:
+        train_in_world(1, [*FLAGS, "--deterministic"], steps=1)
+    assert Failure.of(error.value, 0, "rank 0 of 1", "step 1").advice == ADVICE["kernel"]
