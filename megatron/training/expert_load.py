@@ -56,7 +56,9 @@ class ExpertLoad:
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:
-                self.totals[self.rows] += sums
+                self.totals[self.rows] += torch.where(
+                    torch.isfinite(sums), sums, 0.0
+                )  # of a skipped step they may not be
 
     def forget_step(self) -> None:
         """Drops what a step that will not be ended has tallied."""
