@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
+STREAM = 1 << 20
+"""Documents of a stream that are gone through at a time."""
+
 # Of a blend: draws in a block, draws before it that undo a wrong guess, and most counts of blocks side by side.
 BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
 
@@ -94,7 +97,7 @@ def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_len
     """
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
-    sample_index = build_sample_index(lengths[document_index], plan.samples, seq_length)
+    sample_index = build_sample_index(lengths, document_index, plan.samples, seq_length)
     shuffle_index = build_shuffle_index(plan, random)
     return GPTIndex(document_index, sample_index, shuffle_index)
 
@@ -102,24 +105,31 @@ def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_len
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
     """Epochs of the documents, shuffled together, or the last one apart."""
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
-    once = np.arange(documents.start, documents.stop, dtype=dtype)
-    parts = [plan.epochs - 1, 1] if plan.final_apart else [plan.epochs]
-    shuffled = []
-    for epochs in parts:
-        part = np.tile(once, epochs)
-        random.shuffle(part)
-        shuffled.append(part)
-    return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
+    index = np.tile(np.arange(documents.start, documents.stop, dtype=dtype), plan.epochs)
+    apart = (plan.epochs - 1) * len(documents) if plan.final_apart else len(index)
+    random.shuffle(index[:apart])
+    if plan.final_apart:
+        random.shuffle(index[apart:])
+    return index
 
 
-def build_sample_index(stream_lengths: NDArray, samples: int, seq_length: int) -> NDArray:
-    """Where each sample starts in a stream of documents of these lengths; one row past the end."""
-    ends = np.cumsum(stream_lengths, dtype=np.int64)
-    starts = np.arange(samples + 1, dtype=np.int64) * seq_length
+def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
+    """Where each sample starts in the stream of documents; one row past the end. A part of the stream at a time, so
+    that the result is all the memory it takes."""
     index = np.empty((samples + 1, 2), np.int64)
-    # side="right" takes the document that holds the token itself, past any empty ones.
-    index[:, 0] = np.searchsorted(ends, starts, side="right")
-    index[:, 1] = starts - (ends[index[:, 0]] - stream_lengths[index[:, 0]])
+    tokens = done = 0
+    for first in range(0, len(document_index), STREAM):
+        part = lengths[document_index[first : first + STREAM]]
+        ends = np.cumsum(part, dtype=np.int64) + tokens
+        tokens = int(ends[-1])
+        stop = min(samples + 1, -(-tokens // seq_length))  # samples that start before the part's end
+        starts = np.arange(done, stop, dtype=np.int64) * seq_length
+        # side="right" takes the document that holds the token itself, past any empty ones.
+        where = np.searchsorted(ends, starts, side="right")
+        index[done:stop, 0] = where + first
+        index[done:stop, 1] = starts - (ends[where] - part[where])
+        done = stop
+    assert done == samples + 1, f"{samples} samples of {seq_length} tokens do not fit into {tokens} tokens"
     return index
 
 
