@@ -12,10 +12,11 @@ import fcntl
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Changes when an index of the same inputs would be built differently.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 22
+# Seconds after which a temporary file that nobody writes to is abandoned.
+ABANDONED = 24 * 3600
 
 
 def content_hash(description: Mapping[str, Any]) -> str:
@@ -77,6 +80,7 @@ class IndexCache:
             with _lock(self.folder):
                 found = self._load(stem, names)  # another process may have built them meanwhile
                 if found is None:
+                    _sweep(self.folder)
                     built = build()
                     self._store(stem, names, built, description)
                     found = self._load(stem, names)
@@ -132,6 +136,14 @@ def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Deletes what killed builders left half written, once it is too old to be another's work under way."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                path.unlink()
 
 
 @contextmanager
