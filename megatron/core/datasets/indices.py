@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
-STREAM = 1 << 20
-"""Documents of a stream that are gone through at a time."""
+STREAM = 1 << 18
+"""Documents of a stream, or draws of a blend, that are gone through at a time."""
 
 # Of a blend: draws in a block, draws before it that undo a wrong guess, and most counts of blocks side by side.
 BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
@@ -248,10 +248,14 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """For each draw how many earlier draws went to the same dataset."""
-    order = np.argsort(choice, kind="stable")
-    counts = np.bincount(choice, minlength=datasets)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    """For each draw how many earlier draws went to the same dataset. A part of the draws at a time."""
     sample = np.empty(len(choice), np.int64)
-    sample[order] = np.arange(len(choice)) - firsts
+    before = np.zeros(datasets, np.int64)
+    for first in range(0, len(choice), STREAM):
+        part = choice[first : first + STREAM]
+        order = np.argsort(part, kind="stable")
+        counts = np.bincount(part, minlength=datasets)
+        firsts = np.repeat(np.cumsum(counts) - counts - before, counts)
+        sample[first : first + STREAM][order] = np.arange(len(part)) - firsts
+        before += counts
     return sample
