@@ -91,7 +91,7 @@ def test_blocks_whose_guess_was_wrong_are_drawn_again(weights, size, lead):
 def blocks_of(draws, lead, cells):
     """Blocks far smaller than a blend."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells)):
+        for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells), ("STREAM", 3 * draws)):
             patch.setattr(indices, name, value)
         yield
 

@@ -6,8 +6,8 @@
 preprocess  tools/preprocess_data.py on about 50 MB of source text from this machine, by SentencePiece and by byte-level
             BPE (through gigatoken where it is installed, and through tokenizers), 1 and 2 workers, beside the tokenizer
             alone on the same texts in memory, in as many processes.
-index       Document, sample and shuffle indices of 2,000,000 documents of 600 tokens on average, sequences of 2048, over
-            1, 3 and 10 epochs, and blends of five data sets: cold (built and written) and warm (mapped).
+index       Document, sample and shuffle indices of 2,000,000 documents of 600 tokens on average, sequences of 2048,
+            over 1, 3 and 10 epochs, and blends of five data sets: cold (built and written) and warm (mapped).
 load        Samples per second from the loader with the default number of workers.
 
 Every figure is of a process of its own; what is compared takes turns.
