@@ -48,6 +48,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "rotary_percent": (math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
     "lr_warmup_fraction": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "seed": (0, 2**32 - 1, "in [0, 2^32 - 1]"),
+    "spiky_loss_factor": (math.nextafter(1.0, 2.0), math.inf, "above 1"),
+    "large_grads_factor": (math.nextafter(1.0, 2.0), math.inf, "above 1"),
 }
 
 
@@ -279,6 +281,15 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--save-retain-best", metric, "needs evaluation, and --eval-iters is 0", "raise --eval-iters")
 
 
+def skipping(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    k = c.checks
+    checked = (k.check_for_nan_in_loss_and_grad, k.check_for_spiky_loss, k.check_for_large_grads)
+    if k.max_skipped_iterations > 0 and not any(checked):
+        rule = "limits what the checks skip, and all of them are off"
+        remedy = "leave out --no-check-for-nan-in-loss-and-grad, or add --check-for-spiky-loss"
+        yield Problem("--max-skipped-iterations", k.max_skipped_iterations, rule, remedy)
+
+
 RULES: tuple[Rule, ...] = (
     world,
     attention,
@@ -297,4 +308,5 @@ RULES: tuple[Rule, ...] = (
     data,
     tokenizer,
     checkpoints,
+    skipping,
 )

@@ -82,6 +82,13 @@ def test_legal(flags: str, world_size: int) -> None:
         ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 2^32 - 1]"),
         ("--window-size 0", 1, "--window-size 0: must be above 0"),
         ("--rampup-batch-size 1 0 3", 1, "--rampup-batch-size 1 0 3: must be above 0"),
+        ("--iterations-to-skip 0 3", 1, "--iterations-to-skip 0 3: must be above 0"),
+        ("--spiky-loss-factor 1", 1, "--spiky-loss-factor 1.0: must be above 1; the default is 2.0"),
+        (
+            "--no-check-for-nan-in-loss-and-grad --max-skipped-iterations 3",
+            1,
+            "--max-skipped-iterations 3: limits what the checks skip, and all of them are off",
+        ),
         # layout
         ("--tp 2", 3, "world size 3: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 4 ranks"),
         ("--tp 2", 1, "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks"),
