@@ -128,5 +128,15 @@ class ShardedBoxes(Tensor):
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
-                return data
-        return next(data for offset, data in self.boxes if offset == index.offset)
+                return _without_surroundings(data)
+        return next(_without_surroundings(data) for offset, data in self.boxes if offset == index.offset)
+
+
+def _without_surroundings(data: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger: of others DCP makes a copy before it writes them, and
+    parameters, moments and staged copies are all parts of one buffer."""
+    if data.is_cuda or not data.is_contiguous():
+        return data
+    begin = data.storage_offset() * data.itemsize
+    storage = data.untyped_storage()[begin : begin + data.nbytes]  # keeps the whole alive
+    return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
