@@ -5,11 +5,19 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from typing import Any
 
 from megatron.core.dist_checkpointing.saver import SaveReport
+from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.training.checkpointing import checkpoint_contents
 from megatron.training.setup import TrainingRun
+
+
+def prepare_to_save(run: TrainingRun) -> None:
+    """Has memory ready for checkpoints, where more of them are to come than that of the end."""
+    if run.saver is not None and run.config.checkpoint.save_interval:
+        run.saver.prepare(_contents(run)[0])
 
 
 def save(run: TrainingRun) -> None:
@@ -18,11 +26,14 @@ def save(run: TrainingRun) -> None:
     run.guard.store(run)
     iteration, start = run.progress.iteration, time.perf_counter()
     run.runtime.watch.begin(f"saving iteration {iteration}")
-    contents = checkpoint_contents(run.config, run.runtime.state, run.stages, run.optimizer, run.progress, run.measured)
-    run.saver.save(iteration, *contents)
+    run.saver.save(iteration, *_contents(run))
     if run.saver.background:
         run.runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {time.perf_counter() - start:.2f} s")
     tell_of_saves(run)
+
+
+def _contents(run: TrainingRun) -> tuple[StateDict, dict[str, Any]]:
+    return checkpoint_contents(run.config, run.runtime.state, run.stages, run.optimizer, run.progress, run.measured)
 
 
 def tell_of_saves(run: TrainingRun, last: bool = False) -> None:

@@ -37,7 +37,7 @@ from megatron.training.initialize import (
 from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
 from megatron.training.replicas import check_replicas
-from megatron.training.saving import finish_saves, save, tell_of_saves
+from megatron.training.saving import finish_saves, prepare_to_save, save, tell_of_saves
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.step import Step, count_tokens, forward_backward, loss_and_tokens, read_batches
 from megatron.training.step_guard import is_nan
@@ -110,6 +110,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         resources.callback(run.sample_log.close)
     bar = _progress_bar(run, resources)
     hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
+    prepare_to_save(run)
     interval = Interval()
     saved_at, startup = progress.iteration or None, True
     while progress.iteration < run.train_iters:

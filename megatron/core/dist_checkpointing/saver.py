@@ -64,6 +64,11 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
 
+    def prepare(self, tensors: StateDict) -> None:
+        """Takes the memory that background saves of such a state need, in the background; else the first one does."""
+        if self.background:
+            self._staging.prepare(tensors)
+
     def save(self, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
         """Starts a save, after waiting for the one before. In the foreground it is over when this returns.
 

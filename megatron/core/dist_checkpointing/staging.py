@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -22,23 +23,39 @@ class HostStaging:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], None] = lambda: None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, tensors: StateDict) -> None:
+        """Takes the memory for such a state, on a thread: the system takes longer to find it than to copy into it, and
+        the first save would wait for that."""
+        every = [data for found in _written(tensors).values() for data in found.values()]
+        device = next((data.device for data in every if data.is_cuda), None)
+
+        def take() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # pinning is for the device of the thread
+            self._reserve(sum(map(_padded, every)), pin=device is not None)
+            self._buffer.zero_()
+
+        self._preparing = threading.Thread(target=take, name="staging", daemon=True)
+        self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
         """The state that this rank writes, copied. It is good until the next call. Waits for the copies alone."""
-        writes = {key: tensor for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
-        boxes = {key: dict(reversed(tensor.boxes)) for key, tensor in writes.items()}
+        self._prepared()
+        boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
         devices = {data.device for data in every if data.is_cuda}
         self._reserve(sum(_padded(data) for data in every), pin=bool(devices))
         staged, at = {}, 0
-        for key, tensor in writes.items():
+        for key, found in boxes.items():
             copies = []
-            for offset, data in boxes[key].items():
+            for offset, data in found.items():
                 copy = self._buffer[at : at + data.nbytes].view(data.dtype).view(data.shape)
                 copy.copy_(data, non_blocking=True)
                 copies.append((offset, copy))
                 at += _padded(data)
-            staged[key] = ShardedBoxes(tensor.shape, copies)
+            staged[key] = ShardedBoxes(tensors[key].shape, copies)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return staged
@@ -46,7 +63,7 @@ class HostStaging:
     def _reserve(self, size: int, pin: bool) -> None:
         if size <= self._buffer.numel():
             return
-        self.release()
+        self._free()
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
@@ -55,9 +72,23 @@ class HostStaging:
 
     def release(self) -> None:
         """Gives the memory back."""
+        self._prepared()
+        self._free()
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _free(self) -> None:
         self._unpin()
         self._unpin = lambda: None
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
+    """Key -> offset -> data of what this rank writes; of equal boxes the first."""
+    return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 
 def _padded(data: Tensor) -> int:
