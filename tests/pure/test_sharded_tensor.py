@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
+from megatron.core.dist_checkpointing.staging import HostStaging
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, save
 from megatron.core.parallel_state import Axis
 
@@ -91,3 +93,31 @@ def test_replicas_that_do_not_write(tmp_path) -> None:
     silent = ShardedBoxes((6,), [((0,), values)], writes=False)
     checkpoint = Checkpoint(save(tmp_path, 2, {"tied": tied, "silent": silent}, {}, Axis()))
     assert list(checkpoint.tensors) == ["tied"] and checkpoint.tensors["tied"].boxes == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> None:
+    """DCP copies a tensor whose storage is larger than itself."""
+    buffer = torch.arange(24).to(dtype)
+    boxes = ShardedBoxes((6, 2), [((0, 0), buffer[4:8].view(2, 2)), ((2, 0), buffer[8:16].view(4, 2))])
+    for index, (offset, first) in enumerate((((0, 0), 4), ((2, 0), 8))):
+        data = boxes.__get_tensor_shard__(MetadataIndex("a", offset, index))
+        assert data.untyped_storage().nbytes() == data.nbytes and data[0, 0] == first
+        data[0, 0] = -1
+        assert buffer[first] == -1
+
+
+def test_staged_copies_use_the_memory_taken_beforehand() -> None:
+    tensors = {
+        "a": ShardedBoxes((4, 3), [((0, 0), torch.ones(4, 3))]),
+        "b": ShardedBoxes((3,), [((1,), torch.ones(2))]),
+    }
+    staging = HostStaging()
+    staging.prepare(tensors)
+    staged = [staging.stage(tensors) for _ in range(2)]
+    places = [[data.data_ptr() for boxes in each.values() for _, data in boxes.boxes] for each in staged]
+    assert places[0] == places[1]
+    for key, boxes in staged[1].items():
+        assert boxes.shape == tensors[key].shape and boxes.boxes[0][0] == tensors[key].boxes[0][0]
+        assert torch.equal(boxes.boxes[0][1], tensors[key].boxes[0][1])
+    staging.release()
