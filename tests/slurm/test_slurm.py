@@ -3,122 +3,20 @@ the undisturbed one; what cannot succeed does not come back."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
+from tests.slurm.cluster import MISSING, NEVER, Cluster, Job, command, running_cluster
 from tools.inspect_checkpoint import first_difference, open_or_complain
-
-ROOT = Path(__file__).parents[2]
-MISSING = [
-    name
-    for name in ("munged", "slurmctld", "slurmd", "sbatch")
-    if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
-]
-MODEL = (
-    "tests/faults/broken_pretrain.py --cpu --tp 2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
-    "--seq-length 16 --vocab-size 64 --mock-data --make-vocab-size-divisible-by 8 --lr 1e-3 --hidden-dropout 0.1 "
-    "--global-batch-size 8 --train-iters 8 --log-interval 1 --eval-iters 0 --num-workers 0"
-).split()
-PAUSE = "await_request:0:4"
-"""Step 4 waits for the end to be asked for, so that it always comes in the middle of the run."""
-
-NEVER = "await_request:0:0"
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job of the test's SLURM, and its folder."""
-
-    id: str
-    folder: Path
-
-    @property
-    def save(self) -> Path:
-        return self.folder / "save"
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def fields(self) -> dict[str, str]:
-        """What SLURM knows of it."""
-        words = command("scontrol", "--oneliner", "show", "job", self.id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def paused(self) -> None:
-        """Waits until it is in the step that waits."""
-        wait_until(lambda: (self.folder / "fault").exists(), self)
-
-    def ended(self) -> dict[str, str]:
-        """Waits until it has left the queue, and returns its fields."""
-        wait_until(lambda: self.fields()["JobState"] in ENDED, self)
-        return self.fields()
-
-
-def wait_until(condition: object, job: Job, seconds: float = 250.0) -> None:
-    assert callable(condition)
-    limit = time.monotonic() + seconds
-    while not condition():
-        logs = [path for path in (job.folder / "log", *job.folder.glob("logs/node-*.log")) if path.exists()]
-        assert time.monotonic() < limit, "\n".join([str(job.fields()), *(path.read_text() for path in logs)])
-        time.sleep(0.2)
-
-
-def command(*words: str) -> str:
-    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-class Cluster:
-    """The test's SLURM."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def submit(
-        self, name: str, *flags: str, fault: str = PAUSE, once: bool = True, options: str = "", **environ: str
-    ) -> Job:
-        """Submits scripts/train_gpt_slurm.sh for two processes with MODEL and further flags."""
-        folder = self.folder / name
-        folder.mkdir()
-        environ |= {"FAULT": fault, "FAULT_FILE": str(folder / "fault"), "LOG_DIR": str(folder / "logs")}
-        environ |= {"FAULT_ONCE": "1"} if once else {}
-        environ |= {"PYTHON": sys.executable, "GPUS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "REPO": str(ROOT)}
-        words = ["sbatch", "--parsable", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2", "--oversubscribe"]
-        words += ["--time=20", f"--output={folder}/log", f"--job-name={name}", *options.split()]
-        words += ["scripts/train_gpt_slurm.sh", *MODEL, f"--save={folder}/save", f"--load={folder}/save", *flags]
-        done = subprocess.run(
-            words, cwd=ROOT, env=os.environ | environ, check=True, capture_output=True, text=True, timeout=60
-        )
-        return Job(done.stdout.strip(), folder)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, as the path of a socket has to be
-    script = str(ROOT / "tests/slurm/start_slurm.sh")
-    before = os.environ.get("SLURM_CONF")
-    try:
-        subprocess.run(["bash", script, "start", f"{folder}/run"], check=True, timeout=60)
-        os.environ["SLURM_CONF"] = f"{folder}/run/slurm.conf"
-        yield Cluster(folder)
-    finally:
-        subprocess.run(["bash", script, "stop", f"{folder}/run"], check=True, timeout=120)
-        os.environ.pop("SLURM_CONF")
-        if before is not None:
-            os.environ["SLURM_CONF"] = before
-        shutil.rmtree(folder)
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
