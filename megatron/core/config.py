@@ -92,7 +92,7 @@ class ModelParallelConfig:
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
     distributed_timeout_minutes: float = 10.0
-    """Ranks that wait longer than this for one another, in a step, an evaluation or a save, end the run."""
+    """Ranks that wait longer than this for one another, in a step or an evaluation, end the run."""
 
     startup_timeout_minutes: float = 30.0
     """The same for each phase of start-up, index building and loading among them, and for the first step."""

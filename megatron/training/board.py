@@ -25,25 +25,36 @@ from megatron.training.failure import Failure
 from megatron.training.launch import Launch
 
 
+class NoStoreError(ConnectionError):
+    """This rank cannot talk to the others."""
+
+
 def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
     """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
 
     A store of torchrun's outlives the ranks that it starts again, and would tell them where their predecessors were:
     the keys of each start are apart. Where rank 0 opens it, each start has a port and so a store of its own; nodes
     then need not agree on the number of the start, which torchrun counts for each of them.
+    Raises NoStoreError if there is none within `timeout`, or if rank 0 cannot open it.
     """
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        launch.world_size,
-        is_master=launch.rank == 0 and not has_one,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,  # rank 0 opens it again for the process groups
-    )
+    opens = launch.rank == 0 and not has_one
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            launch.world_size,
+            is_master=opens,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # rank 0 opens it again for the process groups
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        does = "cannot open" if opens else "did not find"
+        raise NoStoreError(f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {error}") from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
     return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
 

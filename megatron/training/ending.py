@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from megatron.training.blame import Standing, blame
-from megatron.training.board import Board, out_of_memory_kills
+from megatron.training.board import Board, NoStoreError, out_of_memory_kills
 from megatron.training.collectives import Entered, Group, last_entered, traces
 from megatron.training.failure import ADVICE, Failure, hung, is_consequence, place_in, place_of, raised_in_message
 from megatron.training.launch import Launch, tell_last, write_error_file
@@ -65,6 +65,11 @@ class Ending:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all ranks because of an exception on this one."""
+        if isinstance(error, NoStoreError):
+            what = f"{error}\nwaited for {self.limit}"
+            alone = Failure(self.launch.rank, self._name(), self.phase, "no store", what, ADVICE["no store"])
+            tell_last(alone.text())
+            self._exit(alone.code)
         if self._board is None:
             raise error
         self._error = error

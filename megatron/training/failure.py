@@ -32,6 +32,9 @@ ADVICE = {
     "collective": "see why this rank took another branch than the others, or was slow; if it was only slow, and may "
     "be, raise --distributed-timeout-minutes, and before the second step --startup-timeout-minutes",
     "kernel": "leave out --deterministic, or the option that calls for this kernel",
+    "no store": "see whether rank 0 has come up and its address can be reached from here, and whether its port is free "
+    "(MASTER_ADDR, MASTER_PORT); if ranks may come up later than the others by more than that, raise "
+    "--startup-timeout-minutes",
     "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
 }
 

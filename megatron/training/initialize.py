@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import random
 import shutil
@@ -168,6 +169,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     Raises ValueError if the device or backend asked for is not here.
     """
     parallel, watch = config.parallel, watch or Watch(launch)
+    if launch.local_rank:  # what one rank of a node warns of, all do
+        logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
     check_compiler(parallel, device)

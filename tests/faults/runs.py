@@ -104,7 +104,8 @@ def report_of(screen: str) -> list[str]:
     places = [number for number, line in enumerate(report) if re.match(r"ranks? [\d, ]+: ", line)]
     advice = next(line for line in report if line.startswith("what to do: "))
     what = report[2 : places[0] if places else report.index(advice)]
-    error = what[0] if not what[0].startswith("Traceback") else what[-1]
+    raised = [line for line in what if re.match(r"[\w.]*(Error|Exit|Interrupt)\b", line)]
+    error = raised[-1] if what[0].startswith("Traceback") and raised else what[0]
     return [report[0], report[1], error, advice]
 
 
@@ -115,7 +116,9 @@ def main(arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             ended = run_with_fault(kind, Path(folder))
             assert not ended.left, ended.left
-            said = "<br>".join(line.replace(folder, "FOLDER").replace("|", "\\|") for line in report_of(ended.screen))
+            said = "<br>".join(
+                line.replace(folder, "FOLDER").replace("|", "\\|") for line in report_of(ended.screen)[:3]
+            )
             print(f"| {KINDS[kind][0]} | {ended.seconds:.1f} | {said} |", flush=True)
             if os.environ.get("SHOW"):
                 print(ended.screen, file=sys.stderr)

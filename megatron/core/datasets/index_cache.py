@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,7 @@ class IndexCache:
                     f"--data-cache-path {self.folder}: index files cannot be written ({error}); "
                     "name a folder that is writable and has space"
                 ) from error
-            logger.warning(
-                "index files cannot be written to %s (%s): this process keeps the indices in memory and builds them "
-                "at every start; --data-cache-path FOLDER puts them elsewhere",
-                self.folder,
-                error,
-            )
+            _warn_once(self.folder, str(error))
         if found is not None:
             return found
         return list(build() if built is None else built)
@@ -120,6 +115,16 @@ class IndexCache:
         for name, array in zip(names, arrays, strict=True):
             _write_atomically(self._path(stem, name), partial(_save, array))
         sync_folder(self.folder)
+
+
+@cache
+def _warn_once(folder: Path, why: str) -> None:
+    logger.warning(
+        "index files cannot be written to %s (%s): this process keeps the indices in memory and builds them at every "
+        "start; --data-cache-path FOLDER puts them elsewhere",
+        folder,
+        why,
+    )
 
 
 def _save(array: NDArray, path: Path) -> None:
