@@ -3,7 +3,8 @@
 The keys:
     peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
     cause       the failure of the run, first come            place/R  where R stood when it saw the cause
-    told        the report that is printed                    over/R   R has left in peace
+    told        the report that is printed                    left/R   R has read that, and asks nothing more
+    over/R      R has left in peace
     came/W      how many ranks have come to meeting W         came/W/R R has
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick at which all ranks do it

@@ -122,9 +122,13 @@ class Ending:
             self.outcome.end(failure.code, f"{failure.who}: {failure.title}")
             self._deliver(failure, failure.text(places, self._folder()))
             board.store.set("told", failure.to_json())
-            self._kill_silent(failure)
         except RuntimeError:  # the store is gone
             self._deliver(failure, failure.text())
+            self._exit(failure.code)
+        with suppress(RuntimeError):
+            self._kill_silent(failure)
+            # The store may live in this process: it ends when the others have done with it.
+            self._wait(lambda b: len(b.get_all("left")) >= len(others), 1.0)
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
@@ -137,7 +141,8 @@ class Ending:
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
         """The failure of a rank that waited, told as that of the rank it waited for."""
-        board, limit = self._board, f" (the limit is {self.limit})" if self.limit else ""
+        board = self._board
+        limit = f" (the limit is {self.limit})" if self._error is not None and hung(self._error) else ""
         assert board is not None
         noticed = f"noticed by rank {self.launch.rank} in {self._place()}: {failure.title}{limit}"
         if silent:
@@ -167,8 +172,9 @@ class Ending:
             elif self.launch.local_rank == 0:
                 print(cause.text(), file=sys.stderr, flush=True)
             write_error_file(cause.line(), 1)
-            time.sleep(0.5)  # the launcher hears of the failed rank first
             self._kill_silent(cause)
+            board.store.set(f"left/{self.launch.rank}", "")
+            time.sleep(0.5)  # the launcher hears of the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), 1)
         self._exit(cause.code)

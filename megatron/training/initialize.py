@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.training.board import Board, meet
 from megatron.training.collectives import groups_of, record_collectives
 from megatron.training.config import RunConfig
@@ -211,13 +212,13 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     return Runtime(launch, device, state, phases, watch)
 
 
-def end_startup(config: RunConfig, runtime: Runtime) -> None:
-    """From now on ranks wait for one another no longer than --distributed-timeout-minutes."""
-    minutes = config.parallel.distributed_timeout_minutes
-    runtime.watch.limit = f"--distributed-timeout-minutes {minutes:g}"
+def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -> None:
+    """From now on ranks wait for one another no longer than `minutes`, which `flag` says."""
+    runtime.watch.limit = f"{flag} {minutes:g}"
+    p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:
-        _set_pg_timeout(timedelta(minutes=minutes), group)
+        _set_pg_timeout(timedelta(minutes=minutes), group)  # not the messages of gloo, which have p2p's
 
 
 def shut_down() -> None:

@@ -28,9 +28,9 @@ from megatron.training.data import put_on_device
 from megatron.training.exit_codes import ExitCode
 from megatron.training.initialize import (
     StartupPhases,
-    end_startup,
     give_back_memory,
     initialize,
+    limit_waits,
     shut_down,
     start_watch,
 )
@@ -112,6 +112,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
     prepare_to_save(run)
     interval = Interval()
+    limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
+    limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
     saved_at, startup = progress.iteration or None, True
     while progress.iteration < run.train_iters:
         watch.begin(f"step {progress.iteration + 1}")
@@ -126,7 +128,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             continue
         train_step(run, interval)
         if startup:
-            end_startup(config, runtime)
+            limit("--distributed-timeout-minutes", config.parallel.distributed_timeout_minutes)
             startup = False
         tell_of_saves(run)
         iteration, last = progress.iteration, progress.iteration == run.train_iters

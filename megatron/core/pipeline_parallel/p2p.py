@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,15 @@ from megatron.core.parallel_state import Axis
 class Receive:
     """A receive under way."""
 
-    def __init__(self, work: dist.Work | None, buffer: Tensor, device: torch.device) -> None:
-        self._work, self._buffer, self._device = work, buffer, device
+    def __init__(
+        self, work: dist.Work | None, buffer: Tensor, device: torch.device, timeout: timedelta | None = None
+    ) -> None:
+        self._work, self._buffer, self._device, self._timeout = work, buffer, device, timeout
 
     def wait(self) -> Tensor:
         """The message, for use on the current stream."""
         if self._work is not None:
-            self._work.wait()
+            _wait(self._work, self._timeout)
         return self._buffer.to(self._device)
 
 
@@ -42,9 +45,11 @@ class PipelineP2P:
     ) -> None:
         self.pp, self.shape, self.dtype, self.device = pp, tuple(shape), dtype, device
         self.max_in_flight = max_in_flight
+        self.timeout: timedelta | None = None
+        """How long gloo may wait for a message, in place of what the group was made with. NCCL asks the group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
-        gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
-        self._wire_device = torch.device("cpu") if gloo else device
+        self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
+        self._wire_device = torch.device("cpu") if self._gloo else device
 
     def send(self, message: Tensor, peer: int, tag: int) -> None:
         """Starts sending [s, b, h] to pipeline rank `peer`. The caller may drop the message, but not change it."""
@@ -58,7 +63,7 @@ class PipelineP2P:
         """Starts receiving [s, b, h] from pipeline rank `peer`."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
         work = dist.irecv(buffer, self.pp.ranks[peer], group=self.pp.group, tag=tag)
-        return Receive(work, buffer, self.device)
+        return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
 
     def finish(self) -> None:
         """Waits for all sends."""
@@ -68,7 +73,14 @@ class PipelineP2P:
         while self._sends:
             work, _ = self._sends[0]
             if work is not None and (len(self._sends) > keep or work.is_completed()):
-                work.wait()  # also makes torch let go of the message
+                _wait(work, self.timeout if self._gloo else None)  # also makes torch let go of the message
                 self._sends.popleft()
             else:
                 break
+
+
+def _wait(work: dist.Work, timeout: timedelta | None) -> None:
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
