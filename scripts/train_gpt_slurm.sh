@@ -140,7 +140,7 @@ export OUTCOME_FILE="$log_dir/outcome"
 if [[ "$(outcome name)" == RUNNING && ! "$log_dir/progress" -nt "$OUTCOME_FILE" ]]; then
     count 0 # the start before ended with its node, or was killed before it could save
 fi
-rm -f "$OUTCOME_FILE"
+rm -f "$OUTCOME_FILE" "$OUTCOME_FILE.asked"
 
 # Older versions of SLURM do not tell jobs, and newer srun does not take from sbatch:
 starts="$(job_field StartTime)" ends="$(job_field EndTime)"
@@ -164,14 +164,24 @@ else
     command+=("$@")
 fi
 
-# SLURM signals every process of a step. The ranks are to act on it, not the shell and the launcher around them.
+# SLURM signals every process of a step. The ranks are to act on it, not the launcher around them, and one that comes
+# before there are ranks is left for them in a file.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it leaves SIGTERM to the ranks
-quietly=(bash -c 'trap "" USR1 USR2 TERM && exec "$@"' ranks)
+# shellcheck disable=SC2016  # expands on each node
+around=(bash -c '
+    trap "" USR1 USR2 TERM
+    "$@" &
+    trap "touch \"$OUTCOME_FILE.asked\"" USR1 USR2 TERM
+    while true; do
+        code=0
+        wait $! || code=$?
+        kill -0 $! 2>/dev/null || exit $code
+    done' ranks)
 
 say "$nodes nodes ($SLURM_JOB_NODELIST) x $gpus processes, rendezvous at $head_node:$port, logs in $log_dir"
 trap ask_ranks USR1 USR2 TERM
 srun --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1 --output "$log_dir/node-%n.log" --open-mode append \
-    "${quietly[@]}" "${command[@]}" &
+    "${around[@]}" "${command[@]}" &
 step=$!
 code=0
 wait "$step" || code=$?

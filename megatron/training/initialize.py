@@ -132,6 +132,8 @@ def start_watch(config: RunConfig, watch: Watch) -> None:
     if problems := list(unwritable(config)) if launch.rank == 0 else []:
         raise ValueError("\n".join(map(str, problems)))
     deadlines = {}
+    if training.exit_signal_handler and watch.outcome.asked:
+        deadlines["a signal came before the ranks"] = (0.0, "resume")
     if training.exit_duration_in_mins is not None:
         until = time.time() + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")

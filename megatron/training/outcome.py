@@ -8,7 +8,8 @@ OUTCOME_FILE is set in the environment, the file of that name tells how the run 
     save    the folder of --save, from the root; empty without one
     load    the folder of --load, likewise
 
-and TO_BE_RESUMED is the code 0 to launchers, who know no other peaceful end.
+and a file of that name and `.asked` that is there when the ranks start is a signal that came before they could see it.
+TO_BE_RESUMED is the code 0 to launchers, who know no other peaceful end.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Outcome:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
         name = (os.environ if environ is None else environ).get(VARIABLE)
         return cls(Path(name) if name else None)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to end before it has begun."""
+        return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
         """Tells that the run has begun, where its checkpoints are, and, with `write`, that it is running."""

@@ -29,7 +29,9 @@ def test_a_run_begins_and_ends(tmp_path: Path) -> None:
     assert lines(file) == ["name=TO_BE_RESUMED", "why=SIGTERM on rank 3", *folders]
     outcome.end(ExitCode.KILLED + 15, "a second signal")
     assert lines(file)[0] == "name=KILLED"
-    assert list(tmp_path.iterdir()) == [file]
+    assert list(tmp_path.iterdir()) == [file] and not outcome.asked
+    (tmp_path / "outcome.asked").touch()
+    assert outcome.asked
 
 
 def test_only_one_rank_says_that_it_runs_and_any_may_end_it(tmp_path: Path) -> None:
