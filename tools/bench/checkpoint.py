@@ -95,8 +95,9 @@ class Bench:
         }
 
     def prepare(self) -> Seconds:
-        """As a run does when it begins."""
+        """Takes memory, as a run does beside its first steps."""
         self.savers[True].prepare(self.state.boxes)
+        self.savers[True].wait()
         return {}
 
     def own_save(self, background: bool, first: bool = False) -> Seconds:

@@ -87,7 +87,8 @@ class CheckpointSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no save is under way."""
+        """Returns when no save is under way, nor memory being taken for one."""
+        self._staging.wait()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -42,7 +42,7 @@ class HostStaging:
 
     def stage(self, tensors: StateDict) -> StateDict:
         """The state that this rank writes, copied. It is good until the next call. Waits for the copies alone."""
-        self._prepared()
+        self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
         devices = {data.device for data in every if data.is_cuda}
@@ -72,10 +72,11 @@ class HostStaging:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self._prepared()
+        self.wait()
         self._free()
 
-    def _prepared(self) -> None:
+    def wait(self) -> None:
+        """Returns when no memory is being taken."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None

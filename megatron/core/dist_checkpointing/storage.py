@@ -20,7 +20,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -66,7 +66,7 @@ def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any]
     # DCP creates no CUDA stream, which a thread that is none of the device's would do on device 0.
     writer = dcp.FileSystemWriter(scratch, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
-    with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"):
+    with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), _one_checksum():
         dcp.save(
             _nonempty(tensors),
             storage_writer=writer,
@@ -305,6 +305,18 @@ def _failures_as_checkpoint_error(what: str) -> Any:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"{what}: on rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+@contextmanager
+def _one_checksum() -> Iterator[None]:
+    """torch.save sums every tensor as well, for zip programs, and torch.load does not look: the manifest's sums, which
+    are looked at, are of all bytes."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _IndexReader(dcp.FileSystemReader):
