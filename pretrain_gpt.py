@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megatron.training.arguments import command_line
-from megatron.training.launch import Launch, hold_ignored_signals
+from megatron.training.launch import Launch, choose_allocators, hold_ignored_signals
 from megatron.training.outcome import code_for_launcher, early_end_told
 from megatron.training.prepare import prepare
 
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         command = command_line(sys.argv[1:] if argv is None else argv, launch)
         config = prepare(command, launch)
 
+    choose_allocators(os.environ)
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain
 

@@ -15,6 +15,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these asks a run to save and to end."""
 
 
+def choose_allocators(environ: MutableMapping[str, str]) -> None:
+    """Has torch take large blocks in huge pages on CPU, where Linux has them: every fresh block costs a page fault for
+    each 2 MiB, not for each 4 KiB, which is up to a third of a training step. On GPUs, has its pool grow in place, so
+    that it does not fall to pieces. What the user has set stands. To be called before torch makes a tensor."""
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 @dataclass(frozen=True)
 class Launch:
     """Place of a process in its world and on its node."""

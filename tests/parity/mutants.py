@@ -147,11 +147,11 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
         [Combination.of(world="2", optimizer="overlapped")],
     ),
     "loss scaled by a count of the wrong group (data)": (
-        [("training", "global_token_count", _local_token_count)],
+        [("step", "global_token_count", _local_token_count)],
         [Combination.of(world="2"), Combination.of(world="2", cp="2ring")],
     ),
     "loss scaled by a count of the wrong group (tensor)": (
-        [("training", "global_token_count", _token_count_over_tp_too)],
+        [("step", "global_token_count", _token_count_over_tp_too)],
         [Combination.of(world="2", tp="2")],
     ),
     "gradient norm counts every replica": (
@@ -195,12 +195,12 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
 @contextmanager
 def planted(patches: Sequence[Patch]) -> Iterator[None]:
     """The product with a mutant in it."""
-    from megatron.training import training
+    from megatron.training import step
 
     running = []
     try:
         for target, name, broken in patches:
-            patcher = mock.patch.object(training if target == "training" else target, name, broken)
+            patcher = mock.patch.object(step if target == "step" else target, name, broken)
             patcher.start()
             running.append(patcher)
         yield

@@ -54,6 +54,9 @@ def our_layouts(n: int) -> dict[str, str]:
 
 
 def ours(flags: str, steps: int) -> Round:
+    from megatron.training.launch import choose_allocators
+
+    choose_allocators(os.environ)
     import torch
 
     from megatron.training.arguments import parse_args

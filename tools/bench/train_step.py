@@ -86,6 +86,9 @@ def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
 
 
 def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    from megatron.training.launch import choose_allocators
+
+    choose_allocators(os.environ)
     import torch
 
     from megatron.training.arguments import parse_args

@@ -1,8 +1,9 @@
 """The global gradient norm, and clipping by it, without waiting for the device.
 
 Each element of the model counts once: every data-parallel rank adds up its own shard, with or without the distributed
-optimizer, and of the replicas over model axes and of a tied embedding's two copies one counts. Summation is in
-float64: in float32 a flat shard of 10^7 elements is off in the third digit.
+optimizer, and of the replicas over model axes and of a tied embedding's two copies one counts. Rows of `ROW` elements
+are added up in the gradients' precision and their sums in float64: all in float32, a flat shard of 10^7 elements is off
+in the third digit; all in float64, it would have to be converted, which takes forty times as long on CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import counts_in_norm
 from megatron.core.parallel_state import ParallelState
+
+ROW = 4096
 
 
 class GradNorm:
@@ -50,8 +53,17 @@ class GradNorm:
     def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        norms = torch._foreach_norm(list(tensors), 2, torch.float64)
-        return torch.stack(norms).square().sum()
+        if self.device.type == "cuda":
+            return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float64)).square().sum()
+        return torch.stack([sum_of_squares(tensor) for tensor in tensors]).sum()
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Of a 1-D tensor, as a float64 scalar; in float32 it is infinite if an element is above 10^18 or so."""
+    whole = x.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1)
+    rest = torch.linalg.vector_norm(x[whole:])
+    return rows.double().square().sum() + rest.double().square()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
