@@ -157,7 +157,7 @@ def measure(cluster: Cluster, what: str) -> str:
 
 
 def main() -> None:
-    print("| | in the queue | begins again | trains again |\n|---|---|---|---|")
+    print("| | back in the queue | begins again | is further |\n|---|---|---|---|")
     with running_cluster() as cluster:
         for what in MEASURED:
             print(f"| {measure(cluster, what)} |", flush=True)
