@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -31,6 +32,9 @@ from megatron.training.launch import SIGNALS, Launch, write_error_file
 
 PERIOD = 0.4
 """Seconds between two looks at the board."""
+
+PARTING = 5.0
+"""Seconds that a rank waits at most for others to have seen why it leaves."""
 
 REPEATED = 1.0
 """Seconds within which a signal is the first one again: launchers and SLURM both deliver it."""
@@ -279,18 +283,25 @@ class Watch(Ending):
         try:
             board.post_cause(failure)
             board.store.set("told", failure.to_json())
-            time.sleep(2 * PERIOD)  # the others have seen it before this process is found to be gone
+            # The others have seen it before this process, and perhaps the store with it, is gone.
+            self._wait(lambda b: len(b.get_all("left")) >= self.launch.world_size - 1, PARTING)
         except RuntimeError:
             pass
         self._exit(failure.code)
 
     def _leave(self, code: int, message: str) -> NoReturn:
         """Ends all ranks before there is anything to save."""
+        self._only_once()
         if self.launch.rank == 0:
             print(message, file=sys.stderr, flush=True)
             self.outcome.end(code, message)
         write_error_file(message)
-        time.sleep(2 * PERIOD)  # all ranks have seen it when the first of them ends
+        assert self._board is not None
+        with suppress(RuntimeError):
+            # All ranks have seen it when the first of them ends, and the one that may hold the store ends last.
+            self._board.come("leave")
+            self._wait(lambda board: board.all_came("leave"), PARTING)
+            time.sleep(PERIOD if self.launch.rank == 0 else 0.0)
         self._exit(code)
 
     def _store_lost(self, error: RuntimeError) -> NoReturn:

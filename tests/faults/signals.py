@@ -154,7 +154,7 @@ def second_signal(folder: Path) -> tuple[list[int], str]:
 
 def job_end(folder: Path) -> tuple[list[int], str]:
     """The end of a SLURM job that is near."""
-    end = str(int(time.time()) + 80)
+    end = str(int(time.time()) + 120)
     with World(folder, ("--exit-margin-in-mins", "1"), {"SLURM_JOB_END_TIME": end}) as world:
         codes = world.codes()
         assert world.saved == world.stopped_at and "the SLURM job ends in 1.0 minutes" in world.text
@@ -163,9 +163,9 @@ def job_end(folder: Path) -> tuple[list[int], str]:
 
 def duration(folder: Path) -> tuple[list[int], str]:
     """The time that the run was given."""
-    with World(folder, ("--exit-duration-in-mins", "0.3")) as world:
+    with World(folder, ("--exit-duration-in-mins", "0.5")) as world:
         codes = world.codes()
-        assert world.saved == world.stopped_at and "--exit-duration-in-mins 0.3" in world.text
+        assert world.saved == world.stopped_at and "--exit-duration-in-mins 0.5" in world.text
         return codes, f"iteration {world.saved} saved"
 
 

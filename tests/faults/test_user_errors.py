@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert why_unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'} is a file, not a folder"
     if Path("/proc/self").exists():
         assert "nothing can be written to /proc" in (why_unwritable(Path("/proc/x")) or "")
+
+
+def test_indices_in_memory_are_told_once_a_node(folder: Path, tmp_path: Path) -> None:
+    for kind in ("bin", "idx"):
+        (tmp_path / f"x.{kind}").write_bytes((folder / f"ok.{kind}").read_bytes())
+    (tmp_path / "cache").write_text("")
+    flags = [*FLAGS, "--data-path", str(tmp_path / "x"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
+    with forked_ranks(2, flags, tmp_path / "screen", lambda rank: logging.getLogger().handlers.clear()) as ranks:
+        assert join(ranks, 60) == [0, 0]
+    assert (tmp_path / "screen").read_text().count("keeps the indices in memory") == 1

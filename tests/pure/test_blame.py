@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.blame import Standing, blame
+from megatron.training.board import out_of_memory_kills
 from megatron.training.collectives import Entered, Group, last_entered
+from megatron.training.ending import Ending
+from megatron.training.launch import Launch
 
 TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 WORLD = (0, 1, 2, 3)
@@ -122,3 +125,10 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
     assert (found["tp"].number, found["tp"].pending, found["tp"].what) == (2, True, "all_reduce [4] Float")
     assert (found["world"].number, found["world"].pending) == (2, False)
     assert {each.axis: each.pending for each in last_entered([trace], groups, last_pending=True)}["world"]
+
+
+def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = Ending(Launch())
+    assert "killer" not in ending._last_words(1)
+    monkeypatch.setattr("megatron.training.ending.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
+    assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in ending._last_words(1)
