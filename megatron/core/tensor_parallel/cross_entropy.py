@@ -17,8 +17,8 @@ from megatron.core.regions import region
 from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
-CHUNK = 2**24
-"""Logits converted to fp32 at a time: bounds the temporary memory to a few times 64 MiB."""
+CHUNK, CPU_CHUNK = 2**24, 2**20
+"""Logits converted to fp32 at a time: bounds the temporary memory to a few times 64 MiB, on CPU to what caches hold."""
 
 
 def vocab_parallel_cross_entropy(
@@ -116,4 +116,5 @@ def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
     """All at once where a compiled region has no temporary memory."""
-    return max(1, rows.shape[0] if compiled else CHUNK // rows.shape[1])
+    chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
+    return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])
