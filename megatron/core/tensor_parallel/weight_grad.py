@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 
+CONVERTED_AT_ONCE = 2**19
+"""Elements of a bf16 product that become fp32 at a time on CPU: as many as its cache holds."""
+
+
 class WeightGradQueue:
     """Adds dW = dYᵀ X to `weight.main_grad`: in the backward pass, or for passes between `begin` and `end` in `run`."""
 
@@ -116,7 +120,9 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
     elif out.is_cuda and out.dtype == torch.float32:
         torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
     elif dy.dtype == torch.bfloat16:
-        out.add_(dy.t().mm(x))
+        rows = max(1, CONVERTED_AT_ONCE // out.shape[1])
+        for part, product in zip(out.split(rows), dy.t().mm(x).split(rows), strict=True):
+            part.add_(product)
     else:
         out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
 
