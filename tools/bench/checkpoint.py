@@ -158,9 +158,9 @@ class Bench:
         """Up to `count` rounds after a first one that is not counted, and none that would begin after `limit` s."""
         groups: list[list[tuple[str, Callable[[], Seconds]]]] = [
             [
-                ("own", self.prepare),
                 ("own", lambda: self.own_save(False)),
                 ("", self.own_load),
+                ("own", self.prepare),
                 ("own", lambda: self.own_save(True, first=True)),
                 ("own", lambda: self.own_save(True)),
                 ("own", self.close),
