@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-
 CONVERTED_AT_ONCE = 2**19
 """Elements of a bf16 product that become fp32 at a time on CPU: as many as its cache holds."""
 
