@@ -16,7 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import nn
 
-from megatron.core.config import ModelParallelConfig, TokenizerConfig, TransformerConfig
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.data_config import TokenizerConfig
 from megatron.core.dist_checkpointing.choose import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.saver import CheckpointSaver

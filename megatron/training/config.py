@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.core.config import (
-    DatasetConfig,
-    DDPConfig,
-    ModelParallelConfig,
-    OptimizerConfig,
-    TokenizerConfig,
-    TransformerConfig,
-    flag,
-)
+from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig, TransformerConfig, flag
+from megatron.core.data_config import DatasetConfig, TokenizerConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megatron.core.config import DatasetConfig, ModelParallelConfig, TokenizerConfig
+from megatron.core.config import ModelParallelConfig
+from megatron.core.data_config import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.training.arguments import parse_args, save_config

@@ -6,7 +6,8 @@ counts it.
 
 from __future__ import annotations
 
-from megatron.core.config import TokenizerConfig, TransformerConfig
+from megatron.core.config import TransformerConfig
+from megatron.core.data_config import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.config import ModelParallelConfig, OptimizerConfig, TokenizerConfig
+from megatron.core.config import ModelParallelConfig, OptimizerConfig
+from megatron.core.data_config import TokenizerConfig
 from megatron.core.dist_checkpointing.manifest import MANIFEST, write_manifest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.config import DatasetConfig
+from megatron.core.data_config import DatasetConfig
 from megatron.core.datasets.build import build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
