@@ -78,12 +78,12 @@ class JsonLinesSink:
     @staticmethod
     def _truncate(path: Path, iteration: int) -> None:
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 if json.loads(line)["iteration"] <= iteration:
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError, TypeError):
-                continue  # the last line of a run that was killed while writing it
+                continue  # damaged, or the last line of a run that was killed while writing it
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)

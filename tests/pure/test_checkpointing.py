@@ -8,9 +8,11 @@ import pickle
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.config import ModelParallelConfig, OptimizerConfig
 from megatron.core.data_config import TokenizerConfig
@@ -265,7 +267,17 @@ def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "harmed").exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x80\x04garbage"], ids=["empty", "garbage"])
+DAMAGED_INDICES = {
+    "empty": b"",
+    "garbage": b"\x80\x04garbage",
+    "without a value": b".",
+    "an unknown slot": b"j\0\0\0\0.",
+    "of no type": pickle.dumps([1, 2]),
+    "of no tensors": pickle.dumps(Metadata(cast(dict, None), None, {})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_INDICES.values(), ids=DAMAGED_INDICES.keys())
 def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(damage)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.choose import choose_checkpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import LATEST, CheckpointError, read_latest, save
 from megatron.core.parallel_state import Axis
@@ -57,6 +59,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "an empty index": (lambda folder: (folder / ".metadata").write_bytes(b"") and None, ".metadata has 0 bytes"),
     "a missing tensor file": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "a missing manifest": (lambda folder: (folder / MANIFEST).unlink(), "so it was not finished"),
+    "a manifest that nests too deep": (
+        lambda folder: (folder / MANIFEST).write_text("[" * 100_000) and None,
+        "damaged",
+    ),
+    "a manifest of nothing": (
+        lambda folder: (folder / MANIFEST).write_text('{"files": {}}') and None,
+        "manifest.json does not list .metadata, __0_0.distcp, metadata.json",
+    ),
     "a damaged manifest": (lambda folder: truncate(folder / MANIFEST), "manifest.json is damaged"),
 }
 
@@ -86,13 +96,49 @@ def test_every_flipped_bit_counts(root: Path) -> None:
     assert load(root) == (30, [])
 
 
-@pytest.mark.parametrize("text", [None, "", "\n", "garbage", "30.5"])
+@pytest.mark.parametrize("text", [None, "", "\n", "garbage", "30.5", "9" * 5000])
 def test_without_a_readable_latest_the_newest_is_taken(root: Path, text: str | None) -> None:
     (root / LATEST).unlink()
     if text is not None:
         (root / LATEST).write_text(text)
     loaded, lines = load(root)
     assert loaded == 30 and len(lines) == 1 and "taken as the latest: 30" in lines[0] and LATEST in lines[0]
+
+
+def test_a_link_that_leads_nowhere_is_replaced(root: Path) -> None:
+    (root / "iter_0000040").symlink_to(root / "gone")
+    (root / LATEST).write_text("40")
+    loaded, lines = load(root)
+    assert loaded == 30 and "iter_0000040: there is no manifest.json" in lines[0]
+    save_at(root, 40)
+    assert load(root) == (40, []) and not (root / "iter_0000040").is_symlink()
+
+
+def test_something_else_in_the_place_of_latest(root: Path) -> None:
+    (root / LATEST).unlink()
+    (root / LATEST).mkdir()
+    loaded, lines = load(root)
+    assert loaded == 30 and "something else than a file" in lines[0] and "taken as the latest: 30" in lines[0]
+
+
+def test_checkpoints_moved_away_behind_links_do_not_stop_saves(root: Path, tmp_path_factory: Any) -> None:
+    """The links are replaced and deleted, as folders would be; what they lead to stays."""
+    moved = tmp_path_factory.mktemp("moved")
+    for number in (10, 20, 30):
+        name = f"iter_00000{number}"
+        (root / name).rename(moved / name)
+        (root / name).symlink_to(moved / name)
+    (root / "iter_0000005.tmp").write_text("a stray file")
+    (root / "iter_0000010.old").symlink_to(moved / "iter_0000010")
+    assert load(root) == (30, [])
+    save_at(root, 30)
+    retain(root, Retention(last=2), 30, [])
+    save_at(root, 40)
+    assert load(root) == (40, []) and load(moved / "iter_0000010") == (10, [])
+    assert sorted(path.name for path in root.iterdir() if path.name != LATEST) == [
+        *("iter_0000020", "iter_0000030", "iter_0000040")
+    ]
+    assert not (root / "iter_0000030").is_symlink() and len(list(moved.iterdir())) == 3
 
 
 def test_latest_may_point_back(root: Path) -> None:
@@ -155,3 +201,10 @@ def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.Captur
     sink.write({"iteration": 4})
     sink.close()
     assert path.read_text() == "".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3, 4))
+
+
+def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n\xff{"iteration": 2}\n{"iteration": 3}\n[4]\n5\n{"iteration": "6"}\n{"iterat')
+    JsonLinesSink(path, 3).close()
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.manifest import MANIFEST, damages, read_manifest
 from megatron.core.dist_checkpointing.storage import (
+    INDEX,
     LATEST,
     METADATA,
     Checkpoint,
@@ -84,7 +85,10 @@ def verify(folder: Path, world: Axis) -> list[str]:
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
-            return read_manifest(folder), None
+            sums = read_manifest(folder)
+            needed = {METADATA, INDEX, *(path.name for path in folder.glob("*.distcp"))}
+            unlisted = ", ".join(sorted(needed - sums.keys()))
+            return sums, f"{MANIFEST} does not list {unlisted}" if unlisted else None
         except ValueError as error:
             return {}, str(error)
 

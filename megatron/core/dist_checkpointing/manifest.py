@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> Sums:
         return files
     except FileNotFoundError:
         raise ValueError(f"there is no {MANIFEST} in it, so it was not finished") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
 
 

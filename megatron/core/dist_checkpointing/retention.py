@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.storage import METADATA, saved_folders
+from megatron.core.dist_checkpointing.storage import METADATA, remove, saved_folders
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def retain(root: Path, retention: Retention, newest: int, held: Collection[Path]
     for number in to_delete(retention, scores, newest, kept):
         hidden = folders[number].with_suffix(".tmp")  # which the next save clears, if this one dies half-way
         folders[number].rename(hidden)
-        shutil.rmtree(hidden)
+        remove(hidden)
 
 
 def _score(folder: Path, metric: str | None) -> float | None:

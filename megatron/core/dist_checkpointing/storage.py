@@ -21,7 +21,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -42,6 +42,12 @@ METADATA = "metadata.json"
 INDEX = ".metadata"
 
 T = TypeVar("T")
+
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, pickle.UnpicklingError),
+    *(AttributeError, LookupError, TypeError, RecursionError),
+)
+"""What a pickle or JSON raises that is not what its reader takes it for."""
 
 
 class CheckpointError(RuntimeError):
@@ -85,8 +91,8 @@ def read_latest(root: Path) -> int | None:
     path = root / LATEST
     if not path.exists():
         return None
-    text = path.read_text(errors="replace").strip()
-    if not text.isascii() or not text.isdigit():
+    text = path.read_text(errors="replace").strip() if path.is_file() else "something else than a file"
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise ValueError(
             f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
             f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
@@ -142,21 +148,19 @@ class Checkpoint:
         self.folder = folder
         try:
             self.payload: dict[str, Any] = json.loads((folder / METADATA).read_text())
+            if not isinstance(self.payload, dict):
+                raise TypeError(f"{METADATA} holds a {type(self.payload).__name__}")
             self._reader = _IndexReader(folder)
-            index = self._reader.read_metadata()
-        except (OSError, ValueError, pickle.UnpicklingError, EOFError) as error:
+            entries = self._reader.read_metadata().state_dict_metadata.items()
+            found = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            self.tensors = {
+                key: TensorInfo(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+                for key, entry in found.items()
+            }
+            covered = {key: sum(prod(chunk.sizes) for chunk in entry.chunks) for key, entry in found.items()}
+        except UNREADABLE as error:
             raise ValueError(f"{folder} is not a readable checkpoint: {type(error).__name__}: {error}") from error
-        self.tensors = {
-            key: TensorInfo(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
-            for key, entry in index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self._holes = [
-            key
-            for key, entry in index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size)
-        ]
+        self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Fills `targets`. Collective over `world`.
@@ -237,13 +241,24 @@ def _clear(root: Path, scratch: Path) -> None:
     """Undoes what killed saves have left, and makes room for a new one."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob("iter_*.tmp"):
-        shutil.rmtree(left)
+        remove(left)
     for replaced in root.glob("iter_*.old"):
         if replaced.with_suffix("").exists():
-            shutil.rmtree(replaced)
+            remove(replaced)
         else:
             replaced.rename(replaced.with_suffix(""))
     scratch.mkdir()
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder; of a link to one, as a checkpoint that was moved to another disk leaves, the link alone.
+
+    Raises OSError.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any], sums: Sums) -> None:
@@ -253,13 +268,15 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
     _sync_folder(scratch)
     final = checkpoint_folder(root, iteration)
     replaced = final.with_suffix(".old")
-    if final.exists():
+    if final.exists() or final.is_symlink():
         # No rename replaces a folder that is not empty; find_checkpoint knows the name it has in between.
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            remove(replaced)
         final.rename(replaced)
     scratch.rename(final)
     _sync_folder(root)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        remove(replaced)
     beside = root / f"{LATEST}.tmp"
     write_summed(beside, str(iteration))
     beside.replace(root / LATEST)
