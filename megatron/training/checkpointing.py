@@ -289,12 +289,18 @@ WITHOUT_EFFECT = {
 
 
 def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
-    """Every field that changes a result and in which two models differ, with both values."""
+    """Every field that changes a result and in which two models differ, with both values: those that were given, or
+    that follow from other fields. A field that was not given and differs with others is left to them."""
     changed, table = [], field_table()
     for each in fields(TransformerConfig):
         effective = EFFECTIVE.get(each.name, each.name)
-        before, now = getattr(saved, effective), getattr(run, effective)
-        if before != now and each.name not in WITHOUT_EFFECT:
+        differs = getattr(saved, effective) != getattr(run, effective)
+        given = [getattr(model, each.name) for model in (saved, run)]
+        if differs and given[0] != given[1] and each.name not in WITHOUT_EFFECT:
+            before, now = (
+                getattr(model, effective) if value is None else value
+                for model, value in zip((saved, run), given, strict=True)
+            )
             changed.append(f"{table[each.name].name} {before} in the checkpoint, {now} in the run")
     return changed
 

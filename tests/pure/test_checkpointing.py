@@ -214,6 +214,13 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
 def test_equal_models_said_differently_are_equal() -> None:
     said = replace(LLAMA, kv_channels=LLAMA.head_dim, max_position_embeddings=LLAMA.seq_length)
     assert changed_fields(LLAMA, said) == []
+    assert changed_fields(GPT, replace(GPT, hidden_size=2 * GPT.hidden_size, vocab_size=500)) == [
+        f"--hidden-size {GPT.hidden_size} in the checkpoint, {2 * GPT.hidden_size} in the run",
+        f"--vocab-size {GPT.vocab_size} in the checkpoint, 500 in the run",
+    ], "without what follows from them"
+    assert changed_fields(GPT, replace(GPT, kv_channels=2 * GPT.head_dim)) == [
+        f"--kv-channels {GPT.head_dim} in the checkpoint, {2 * GPT.head_dim} in the run"
+    ]
     assert changed_fields(GPT, replace(GPT, add_bias_linear=False)) == [
         "--disable-bias-linear True in the checkpoint, False in the run"
     ]
