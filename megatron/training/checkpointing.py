@@ -59,6 +59,9 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
+PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
+"""What a checkpoint has beside tensors, without which no run can go on from it."""
+
 C = TypeVar("C")
 
 
@@ -204,6 +207,10 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
             f"checkpoint {checkpoint.folder} has format version {version}, and this program reads {FORMAT_VERSION}: "
             "load it with the version of the program that saved it"
         )
+    for name, kind in PAYLOAD.items():
+        value = checkpoint.payload.get(name)
+        if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+            raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
     return _from_json(RunConfig, checkpoint.payload["config"])
 
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.saver import SaveReport
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.core.dist_checkpointing.storage import CheckpointError, saved_folders
 from megatron.training.checkpointing import checkpoint_contents
 from megatron.training.setup import TrainingRun
 
 
 def prepare_to_save(run: TrainingRun) -> None:
-    """Has memory ready for checkpoints, where more of them are to come than that of the end."""
+    """Has memory ready for checkpoints, where more of them are to come than that of the end. Says whether there are
+    some that this run is going to replace, as where --load was forgotten."""
+    options, iteration = run.config.checkpoint, run.progress.iteration
+    later = [number for number in saved_folders(Path(options.save)) if number > iteration] if options.save else []
+    if later:
+        run.runtime.say(
+            f" --save {options.save} holds checkpoints of later iterations, up to {max(later)}, and this run, which "
+            f"goes on from {iteration}, replaces them as it comes there"
+            + ("" if options.load else "; to go on from the latest, give --load as well")
+        )
     if run.saver is not None and run.config.checkpoint.save_interval:
         run.saver.prepare(_contents(run)[0])
 

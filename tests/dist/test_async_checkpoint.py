@@ -176,3 +176,13 @@ def test_in_the_background_or_not_the_same_is_saved_and_resumed(tmp_path: Path) 
         assert checkpoint.tensors.keys() == found[0].tensors.keys() and checkpoint.payload["iteration"] == 8
         for key in checkpoint.tensors:
             assert torch.equal(whole(checkpoint, key), whole(found[0], key)), key
+
+
+def test_a_run_that_replaces_checkpoints_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "save")
+    run_world(2, train_on_a_bad_disk, "", "--save", folder)
+    assert "later iterations" not in capfd.readouterr().out
+    run_world(2, train_on_a_bad_disk, "", "--save", folder, "--exit-interval", "2")
+    said = f"--save {folder} holds checkpoints of later iterations, up to 8, and this run, which goes on from 0, replaces"
+    shown = capfd.readouterr().out
+    assert shown.count(said) == 1 and "give --load as well" in shown

@@ -265,6 +265,18 @@ class Malicious:
         return os.system, (f"touch {self.target}",)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("iteration", "six"), ("iteration", -6), ("config", [1]), ("optimizer", None)]
+)
+def test_a_strangers_metadata_are_an_error_that_names_the_field(tmp_path: Path, name: str, value: object) -> None:
+    folder = Run(config(tmp_path)).save(Progress(1, 8))
+    payload = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(payload | {name: value}))
+    list_anew(folder)
+    with pytest.raises(ValueError, match=f"iter_0000001 cannot be read: its {name} is "):
+        Run(config(tmp_path)).load()
+
+
 def test_a_strangers_index_runs_no_code(tmp_path: Path) -> None:
     folder = Run(config(tmp_path)).save(Progress(1, 8))
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "harmed")))
