@@ -64,6 +64,8 @@ class Watch(Ending):
         self._asked: Request | None = None
         self._after: int | None = None
         self._wishes: list[Request] = []
+        self._stuck = set[Path | None]()
+        """Trigger files that could not be removed."""
         self._change = threading.Condition()
         self._handlers: dict[int, Any] = {}
         self._meetings = 0
@@ -251,9 +253,14 @@ class Watch(Ending):
                 self._ask(Request(kind, why))
         for name, kind in (("save", "save"), ("exit", "stop")):
             path = self._limits.folder / name if self._limits.folder is not None else None
-            if path is not None and path.is_file():
-                path.unlink()
-                self._ask(Request(kind, f"{path} was there"))
+            try:
+                if path is not None and path.is_file():
+                    path.unlink()
+                    self._ask(Request(kind, f"{path} was there"))
+            except OSError as error:  # this thread has to live on: it hears signals too
+                if path not in self._stuck:
+                    print(f"{path} is not heeded, as it cannot be removed: {error}", file=sys.stderr, flush=True)
+                self._stuck.add(path)
 
     def _ask(self, request: Request) -> None:
         if request not in self._wishes:
