@@ -166,6 +166,25 @@ def give_back_memory(device: torch.device) -> None:
         trim(0)
 
 
+def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) -> ParallelState:
+    """The process groups that a configuration asks for, in a world that is up. Collective over the world."""
+    return initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+        config.use_tp_pp_dp_mapping,
+        timeout=timeout,
+    )
+
+
+def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
+    """What a rank of `run_world` runs on: the CPU, and groups in the world that it is in."""
+    state = build_groups(config.parallel)
+    return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
+
+
 def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: Watch | None = None) -> Runtime:
     """Joins the world and builds its groups. `config` is validated for `launch.world_size`.
 
@@ -201,15 +220,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
             device_id=device if backend == "nccl" else None,
         )
     with phases("process groups"):
-        state = initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.context_parallel_size,
-            parallel.expert_model_parallel_size,
-            parallel.expert_tensor_parallel_size,
-            parallel.use_tp_pp_dp_mapping,
-            timeout=timeout,
-        )
+        state = build_groups(parallel, timeout)
         watch.groups = groups_of(state)
     return Runtime(launch, device, state, phases, watch)
 

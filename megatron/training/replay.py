@@ -8,15 +8,13 @@ from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from megatron.core.config import ModelParallelConfig
 from megatron.core.data_config import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.samplers import DataIterator
-from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.parallel_state import ParallelState
 from megatron.training.arguments import parse_args, save_config
 from megatron.training.config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
-from megatron.training.initialize import Runtime, choose_device, set_determinism
+from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
 from megatron.training.launch import Launch
 from megatron.training.local_world import run_world
 from megatron.training.nan_search import Finding, search
@@ -76,17 +74,7 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 def _replay_on_rank(
     rank: int, world_size: int, config: RunConfig, folder: Path, saved: SavedStep, prepare: Prepare | None
 ) -> Finding | None:
-    parallel = config.parallel
-    state = initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-        parallel.use_tp_pp_dp_mapping,
-    )
-    runtime = Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
-    return _search(config, runtime, folder, saved, prepare)
+    return _search(config, local_runtime(config, rank, world_size), folder, saved, prepare)
 
 
 def _search(

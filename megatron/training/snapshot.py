@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.boxes import boxes_of_flat_range
-from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.parallel_state import ParallelState
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import Runtime, set_determinism
-from megatron.training.launch import Launch
+from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.training import Interval, train_step
@@ -102,17 +101,8 @@ def _train_on_rank(
     rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
     set_determinism(config)
-    parallel = config.parallel
-    state = initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-        parallel.use_tp_pp_dp_mapping,
-    )
     with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         fragments = list(_weights(run, Label(0)))
         for _ in range(unseen):

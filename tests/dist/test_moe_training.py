@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.arguments import parse_args
-from megatron.training.initialize import Runtime
+from megatron.training.initialize import local_runtime
 from megatron.training.launch import Launch
 from megatron.training.setup import build_run
 from megatron.training.snapshot import relative_difference, train_in_world
@@ -39,16 +39,8 @@ LAYOUTS = {
 def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     config = resolve(parse_args(argv), world_size)
     assert not validate(config, world_size)
-    p = config.parallel
-    state = initialize_model_parallel(
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.context_parallel_size,
-        p.expert_model_parallel_size,
-        p.expert_tensor_parallel_size,
-    )
     with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         train(run, resources)
 

@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
+from megatron.training.initialize import local_runtime
 from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
@@ -113,25 +111,20 @@ def visit(
     """Trains and saves into `home`, if given, and then loads the sources, one after another."""
     config = resolve(parse_args([*argv, *(["--save", str(home)] if home else [])]), world_size)
     assert not validate(config, world_size), validate(config, world_size)
-    parallel, found = config.parallel, Visit()
-    state = initialize_model_parallel(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-    )
+    found = Visit()
     with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         if home is not None:
             train_step(run, Interval())
-            save_checkpoint(config, state, run.stages, run.optimizer, run.progress)
+            save_checkpoint(config, run.runtime.state, run.stages, run.optimizer, run.progress)
             found.trained = state_fragments(run, NOW)
         for name, (folder, truth) in sources.items():
             forget(run)
             options = replace(config, checkpoint=replace(config.checkpoint, load=str(folder)))
-            progress = load_checkpoint(options, state, run.stages, run.optimizer, data_fingerprint=run.data.fingerprint)
+            progress = load_checkpoint(
+                options, run.runtime.state, run.stages, run.optimizer, data_fingerprint=run.data.fingerprint
+            )
             fragments = state_fragments(run, NOW)
             found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(truth, f))]
             if (progress.iteration, progress.consumed_samples, run.optimizer.step_count) != (1, 12, 1):
