@@ -128,4 +128,4 @@ def put_on_device(batches: list[MicroBatch], runtime: Runtime) -> list[Batch]:
     """A step's micro-batches as the model takes them: of whole samples this rank's part."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     local = [Batch(**values).local_to(runtime.state.cp) for values in fields]
-    return [batch.to(runtime.device, non_blocking=True) for batch in local]
+    return [batch.to(runtime.device) for batch in local]

@@ -36,7 +36,7 @@ class ExpertLoad:
                 assert isinstance(layer, TransformerLayer)
                 if isinstance(layer.mlp, MoELayer):
                     found[rows[layer.number]] = layer.mlp.router.balance
-        self.rows, self.balances = list(found), list(found.values())
+        self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         self.totals = torch.zeros(
             len(rows), (config.num_experts or 0) + EXTRA_COLUMNS, dtype=torch.float64, device=device
         )

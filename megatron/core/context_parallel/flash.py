@@ -19,6 +19,7 @@ from megatron.core.context_parallel.kernels import (
     query_rows,
 )
 from megatron.core.context_parallel.tiles import Tile
+from megatron.core.host_copies import integers_on
 
 
 def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernel:
@@ -179,8 +180,5 @@ def _lengths(tiles: Sequence[Tile], q: Tensor) -> tuple[Tensor, Tensor, int, int
         samples = q.shape[1] if tile.sample is None else 1
         of_queries += [len(tile.queries)] * samples
         of_keys += [len(tile.keys)] * samples
-    starts = [
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(q.device, non_blocking=True)
-        for lengths in (of_queries, of_keys)
-    ]
+    starts = [integers_on(q.device, accumulate(lengths, initial=0), torch.int32) for lengths in (of_queries, of_keys)]
     return starts[0], starts[1], max(of_queries), max(of_keys)

@@ -127,7 +127,7 @@ class _Passing:
 
     def __init__(self, x: Tensor, cp: Axis, tag: int) -> None:
         self._device = x.device
-        x = x.cpu() if dist.get_backend(cp.group) == "gloo" else x
+        x = x.to("cpu") if dist.get_backend(cp.group) == "gloo" else x
         self._operand, self._result = x, torch.empty_like(x)
         following, previous = (cp.ranks[(cp.rank + by) % cp.size] for by in (1, -1))
         self._works = dist.batch_isend_irecv(

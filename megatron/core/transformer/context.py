@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import rank_spans
 from megatron.core.context_parallel.tiles import Documents, document_starts
+from megatron.core.host_copies import copied_to
 from megatron.core.parallel_state import Axis
 
 if TYPE_CHECKING:
@@ -87,12 +88,10 @@ class Batch:
             places=places,
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`."""
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`; on the way to a GPU nothing waits."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking) for name, value in values if isinstance(value, Tensor)
-        }
+        moved: dict[str, Any] = {name: copied_to(value, device) for name, value in values if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 

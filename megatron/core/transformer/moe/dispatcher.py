@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.host_copies import copied_to
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ExpertAxes
 from megatron.core.tensor_parallel.mappings import LinearMap, all_gather, apply_linear, reduce_scatter
@@ -190,5 +191,5 @@ def sort_blocks_map(counts: Tensor, device: torch.device) -> RowMap:
         return RowMap(lambda x: x, lambda y: y)
     expert = torch.arange(blocks.shape[1]).repeat(blocks.shape[0]).repeat_interleave(blocks.flatten())
     order = expert.argsort(stable=True)
-    to_experts, to_sources = order.to(device), order.argsort().to(device)
+    to_experts, to_sources = copied_to(order, device), copied_to(order.argsort(), device)
     return RowMap(lambda x: x.index_select(0, to_experts), lambda y: y.index_select(0, to_sources))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.config import TransformerConfig
+from megatron.core.host_copies import integers_on
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_grouped_product_, main_grad_of
@@ -35,7 +36,7 @@ class Segments:
     @cached_property
     def ends(self) -> Tensor:
         """[experts] int32: where each one's rows end."""
-        return torch.tensor(list(accumulate(self.splits)), dtype=torch.int32, device=self.device)
+        return integers_on(self.device, accumulate(self.splits), torch.int32)
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]

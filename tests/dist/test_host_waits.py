@@ -1,0 +1,113 @@
+"""Between two log lines a training step neither reads a value from the device nor waits for it.
+
+Seen on the CPU, where the same calls are made: what reads values, needs values for a shape, or copies Python numbers.
+`tests/gpu/test_host_waits.py` has torch itself watch on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import local_runtime
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+from tests.host_waits import HostWaits
+
+COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --global-batch-size 4 --train-iters 3 --eval-iters 0 --num-workers 0 "
+    "--cpu"
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0 --group-query-attention --num-query-groups 2"
+)
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+EXPERTS = "--disable-bias-linear --num-experts 4 --moe-router-topk 2"
+
+HOST_ONLY = (
+    "read_batches",  # samples are put together on the host, and copied from pinned memory
+    "integers_on",  # from pinned memory
+    "check_ids",  # reads ids on the CPU only; on a device it asserts there
+)
+VERDICT = Counter({"optimizer.py:_read tolist": 1})
+"""What became of the step before: four numbers, copied to the host when that step ended and read once the gradients
+of this one are under way. An event of that copy is waited for, and nothing later."""
+
+
+def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
+    """Of the third step."""
+    config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
+    assert not validate(config, world_size)
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        interval = Interval()
+        for _ in range(2):
+            train_step(run, interval)
+        with HostWaits(HOST_ONLY) as seen:
+            train_step(run, interval)
+        run.optimizer.finish_param_sync()
+        return Counter(seen.found)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, "--bf16"),
+        (1, f"{LLAMA} --bf16 --window-size 6 --recompute-granularity full"),
+        (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1 --log-straggler"),
+        (2, f"--tp 2 --sequence-parallel --bf16 {LLAMA}"),
+        (2, f"--pp 2 --pipeline-schedule zb-h1 --micro-batch-size 1 {OVERLAP}"),
+        (2, f"--dp 2 {OVERLAP} --grad-reduce-in-bf16"),
+        (2, f"--cp 2 {LLAMA}"),
+        (4, f"--tp 2 --pp 2 --pipeline-schedule 1f1b {LLAMA}"),
+    ],
+)
+def test_a_step_waits_for_nothing(world_size: int, flags: str) -> None:
+    for found in run_world(world_size, waits, flags):
+        assert found == VERDICT
+
+
+def test_a_dynamic_loss_scale_reads_once() -> None:
+    (found,) = run_world(1, waits, "--fp16 --initial-loss-scale 1024")
+    assert found == VERDICT, "the same four numbers, but of this step, as the next one is scaled by what they say"
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_wait_for_the_sizes_of_what_travels(dispatcher: str) -> None:
+    """Once for each layer and micro-batch: the shapes of what experts get follow from how many tokens come. What is
+    made of these numbers is made on the host and copied from pinned memory (`integers_on`, `copied_to`)."""
+    for found in run_world(2, waits, f"--dp 2 --ep 2 {EXPERTS} --moe-token-dispatcher-type {dispatcher}"):
+        reads = found - VERDICT
+        assert reads
+        assert {place.split()[0] for place in reads} <= {"dispatcher.py:plan", "dispatcher.py:sort_blocks_map"}
+
+
+def test_what_waits_is_found() -> None:
+    x = torch.arange(4.0)
+    with HostWaits() as seen:
+        for wait in (
+            lambda: x.sum().item(),
+            lambda: bool((x > 1).any()),
+            lambda: float(x[0]),
+            lambda: x[x > 1],
+            lambda: x.nonzero(),
+            lambda: x.tolist(),
+            lambda: torch.tensor([1, 2]),
+            lambda: x[[0, 2]],
+            lambda: torch.where(x > 1),
+        ):
+            before = len(seen.found)
+            wait()
+            assert len(seen.found) > before
+        before = len(seen.found)
+        torch.where(x > 1, x, 0.0).cumsum(0).index_select(0, torch.arange(2)).clamp(max=1.0).to(torch.float64)
+        assert len(seen.found) == before

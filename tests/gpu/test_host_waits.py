@@ -1,0 +1,28 @@
+"""A step on a GPU makes the host wait nowhere, by torch's own watch. In a process of its own, as all tests here.
+
+It does not see the wait for the event behind the verdict on the step before, which is meant (`StepGuard.settle`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.test_bad_steps import start
+from tests.gpu.test_training import FLAGS
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --no-compile",
+        "--bf16 --window-size 40 --recompute-granularity full --check-for-spiky-loss --log-straggler",
+        "--fp16 --initial-loss-scale 4096",
+        "--fp32",
+    ],
+)
+def test_a_step_waits_for_nothing(flags: str) -> None:
+    ended = start("-m", "tests.gpu.watched_step", *FLAGS, *flags.split())
+    assert ended.returncode == 0 and "losses" in ended.stdout, ended.stdout + ended.stderr

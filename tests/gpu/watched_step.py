@@ -1,0 +1,35 @@
+"""python -m tests.gpu.watched_step FLAGS: four training steps on one GPU, the last two with torch told to raise an
+error wherever the host would wait for the device. Compiled regions are compiled and kernels chosen in the first two."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import StartupPhases, initialize
+from megatron.training.launch import Launch
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve, validate
+
+
+def main(argv: list[str]) -> None:
+    config = resolve(parse_args(argv), 1)
+    problems = validate(config, 1)
+    assert not problems, problems
+    run = build_run(config, initialize(config, Launch(0, 1, 0), StartupPhases()))
+    interval = Interval()
+    for step in range(4):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        train_step(run, interval)
+    torch.cuda.set_sync_debug_mode("default")
+    run.data.close()
+    print("losses", torch.stack(interval.losses)[:, 0].tolist())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Which calls of this thread would make a GPU wait for the host, or the host for a GPU, seen on any device.
+
+`HostWaits` lists what reads values of tensors into Python, what has a shape that depends on values (torch asks the
+device for it), and what makes a tensor of Python numbers (its copy to a device is a blocking one).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron
+
+PRODUCT = str(Path(megatron.__path__[0]))
+
+OPERATIONS = {
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "nonzero_static",
+    "masked_select",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+    "unique_consecutive",
+    "bincount",
+    "repeat_interleave",
+    "lift_fresh",
+    "lift_fresh_copy",
+}
+"""Names in torch.ops.aten; of repeat_interleave the variant that counts by a tensor."""
+
+METHODS = ("tolist", "numpy", "cpu")
+"""They reach the values without one of these operations, or only where the tensor is on a device."""
+
+
+class HostWaits(TorchDispatchMode):
+    """While entered, `found` gets `file:function what` of every such call, innermost function of the product first
+    named. Calls below one of the functions `ignored` do not count."""
+
+    def __init__(self, ignored: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.ignored = frozenset(ignored)
+        self.found: list[str] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> HostWaits:
+        for name in METHODS:
+            self._patches.enter_context(mock.patch.object(Tensor, name, self._recording(name)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":
+            name = func.overloadpacket.__name__
+            if name in OPERATIONS or (name.startswith("index") and _indexed_by_mask(args)):
+                self._note(name)
+        return func(*args, **(kwargs or {}))
+
+    def _recording(self, name: str) -> Callable[..., Any]:
+        original = getattr(Tensor, name)
+
+        def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note(name)
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def _note(self, what: str) -> None:
+        frame, place = sys._getframe(1), None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name in self.ignored:
+                return
+            if place is None and code.co_filename.startswith(PRODUCT):
+                place = f"{Path(code.co_filename).name}:{code.co_name}"
+            frame = frame.f_back  # type: ignore[assignment]
+        self.found.append(f"{place} {what}")
+
+
+def _indexed_by_mask(args: Any) -> bool:
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
