@@ -60,6 +60,15 @@ class TrainingConfig:
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
     """Every so many iterations, compare replicated parameters and optimizer state bit by bit; stop if any differ."""
 
+    manual_gc: bool = False
+    """Collect Python's garbage between steps only, on all ranks at the same ones, and not when thresholds say so."""
+
+    manual_gc_interval: int = 0
+    """--manual-gc: steps from one collection to the next; 0 for none between steps."""
+
+    manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval")
+    """--manual-gc: do not collect before and after each evaluation."""
+
     deterministic: bool = flag(False, "--deterministic-mode")
     """Deterministic kernels only; an error where there is none."""
 

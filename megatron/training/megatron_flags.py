@@ -152,8 +152,6 @@ MEANINGLESS: dict[str, Accepted] = {
     ),
     **_accept("results are not recomputed to validate them", "--rerun-mode", arity=1, values=("disabled",)),
     **_accept("--log-straggler is on from the start and costs little", "--disable-straggler-on-startup"),
-    **_accept("garbage collection is not a setting", "--manual-gc", "--no-manual-gc-eval"),
-    **_accept("garbage collection is not a setting", "--manual-gc-interval", arity=1),
     **_accept("the allocator's cache is never emptied", "--empty-unused-memory-level", arity=1, values=("0",)),
     **_accept("there is one set of tokenizers", "--legacy-tokenizer"),
     **_accept("no remote code is ever run", "--trust-remote-code"),

@@ -290,6 +290,18 @@ def skipping(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--max-skipped-iterations", k.max_skipped_iterations, rule, remedy)
 
 
+def garbage(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    t = c.training
+    if t.manual_gc:
+        return
+    for name, value, given in (
+        ("--manual-gc-interval", t.manual_gc_interval, t.manual_gc_interval != 0),
+        ("--no-manual-gc-eval", None, not t.manual_gc_eval),
+    ):
+        if given:
+            yield Problem(name, value, "counts only with --manual-gc", "add --manual-gc, or leave it out")
+
+
 RULES: tuple[Rule, ...] = (
     world,
     attention,
@@ -309,4 +321,5 @@ RULES: tuple[Rule, ...] = (
     tokenizer,
     checkpoints,
     skipping,
+    garbage,
 )

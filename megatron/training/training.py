@@ -26,6 +26,7 @@ from megatron.training.arguments import save_config, to_flat_dict
 from megatron.training.config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.exit_codes import ExitCode
+from megatron.training.garbage import GarbageCollection
 from megatron.training.initialize import (
     StartupPhases,
     give_back_memory,
@@ -111,6 +112,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     bar = _progress_bar(run, resources)
     hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
     prepare_to_save(run)
+    collection = GarbageCollection(config.training, resources)
     interval = Interval()
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
@@ -127,6 +129,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             watch.done()
             continue
         train_step(run, interval)
+        collection.after_step(progress.iteration)
         if startup:
             limit("--distributed-timeout-minutes", config.parallel.distributed_timeout_minutes)
             startup = False
@@ -142,7 +145,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             if _due(iteration, config.training.check_replicas):
                 check_replicas(run)
             if run.data.valid is not None and (last or _due(iteration, config.training.eval_interval)):
-                evaluate_and_report(run, "valid", sinks)
+                with collection.around_evaluation():
+                    evaluate_and_report(run, "valid", sinks)
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
                 save(run)
                 saved_at = iteration
@@ -152,7 +156,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     if config.checkpoint.save and saved_at != progress.iteration:
         save(run)
     if progress.iteration >= run.train_iters and run.data.test is not None and not watch.stopping:
-        evaluate_and_report(run, "test", sinks)
+        with collection.around_evaluation():
+            evaluate_and_report(run, "test", sinks)
     run.guard.settle(run)
     run.optimizer.finish_param_sync()  # nothing may be under way when ranks leave
     finish_saves(run)

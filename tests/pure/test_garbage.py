@@ -1,0 +1,70 @@
+"""Garbage goes when --manual-gc says, and stays when it does not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from megatron.training.config import TrainingConfig
+from megatron.training.garbage import GarbageCollection
+from megatron.training.validation import resolve, validate
+
+
+class Knot:
+    """Refers to itself: only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def resources() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+    assert gc.isenabled()
+
+
+def test_it_goes_at_steps_of_the_interval(resources: ExitStack) -> None:
+    old = weakref.ref(Knot())
+    collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_interval=3), resources)
+    assert old() is None and not gc.isenabled()
+    new = weakref.ref(Knot())
+    for iteration in (4, 5):
+        collection.after_step(iteration)
+        assert new() is not None
+    collection.after_step(6)
+    assert new() is None
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_it_goes_around_evaluations(wanted: bool, resources: ExitStack) -> None:
+    collection = GarbageCollection(TrainingConfig(manual_gc=True, manual_gc_eval=wanted), resources)
+    before = weakref.ref(Knot())
+    with collection.around_evaluation():
+        assert (before() is None) == wanted
+        during = weakref.ref(Knot())
+    assert (during() is None) == wanted
+    collection.after_step(1)
+    assert (during() is None) == wanted
+
+
+def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
+    collection = GarbageCollection(TrainingConfig(), resources)
+    assert gc.isenabled()
+    collection.after_step(1)
+    with collection.around_evaluation():
+        assert gc.isenabled()
+
+
+@pytest.mark.parametrize("flags", ["--manual-gc-interval 5", "--no-manual-gc-eval"])
+def test_settings_of_it_need_it(flags: str) -> None:
+    model = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 10 --lr 1 --mock-data"
+    base = [*model.split(), "--train-iters", "1", *flags.split()]
+    (problem,) = validate(resolve(parse_args(base), 1), 1)
+    assert str(problem).startswith(flags) and "add --manual-gc" in str(problem)
+    assert not validate(resolve(parse_args([*base, "--manual-gc"]), 1), 1)
