@@ -46,6 +46,13 @@ class ModelParallelConfig:
     sequence_parallel: bool = False
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel collectives with matrix products, part by part, under --sequence-parallel."""
+
+    tp_comm_overlap_method: str | None = flag(None, choices=("ring", "symmetric"))
+    """--tp-comm-overlap: parts go around by sends and receives (ring, the default), or torch's fused operations over
+    symmetric memory of the GPUs of one node (symmetric)."""
+
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 

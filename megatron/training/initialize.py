@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.tensor_parallel.overlapped import has_symmetric_memory
 from megatron.training.board import Board, meet
 from megatron.training.collectives import groups_of, record_collectives
 from megatron.training.config import RunConfig
@@ -106,6 +107,15 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
         raise ValueError(
             f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
             "out --compile"
+        )
+
+
+def check_overlap(config: ModelParallelConfig, state: ParallelState, device: torch.device) -> None:
+    """Raises ValueError if tensor-parallel ranks are to share memory that they have not."""
+    if config.tp_comm_overlap_method == "symmetric" and not has_symmetric_memory(state.tp, device):
+        raise ValueError(
+            "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's memory, "
+            f"and those of the tensor-parallel ranks {', '.join(map(str, state.tp.ranks))} do not; use ring"
         )
 
 
@@ -221,6 +231,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
         )
     with phases("process groups"):
         state = build_groups(parallel, timeout)
+        check_overlap(parallel, state, device)
         watch.groups = groups_of(state)
     return Runtime(launch, device, state, phases, watch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from megatron.core.config import ModelParallelConfig
 from megatron.training.config import RunConfig
 from megatron.training.context_rules import heads_over_context, sequence
 from megatron.training.flags import Flag, all_flags
@@ -119,6 +120,20 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.parallel.sequence_parallel and tp == 1:
         remedy = "leave it out, or raise --tensor-model-parallel-size"
         yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
+    yield from _tensor_overlap(c.parallel)
+
+
+def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
+    method = p.tp_comm_overlap_method
+    if p.tp_comm_overlap and not p.sequence_parallel:
+        remedy = "add --sequence-parallel, which sends as many bytes, or leave it out"
+        yield Problem("--tp-comm-overlap", None, "cuts along the sequence: needs --sequence-parallel", remedy)
+    if method is not None and not p.tp_comm_overlap:
+        remedy = "add that, or leave this out"
+        yield Problem("--tp-comm-overlap-method", method, "counts only with --tp-comm-overlap", remedy)
+    if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
+        rule = "is memory that GPUs share under nccl, and --cpu or gloo is given"
+        yield Problem("--tp-comm-overlap-method", method, rule, "use ring, on any device")
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:

@@ -45,12 +45,24 @@ def test_losses_are_those_of_the_cpu(precision: str, tolerance: float, on_cpu: l
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2", "--dp 2", "--cp 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2 --sequence-parallel",
+        "--tp 2 --sequence-parallel --tp-comm-overlap",
+        "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric",
+        "--pp 2",
+        "--dp 2",
+        "--cp 2",
+    ],
+)
 def test_layouts_over_nccl(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
     assert losses(tmp_path / "metrics.jsonl", 2, *layout.split()) == pytest.approx(on_cpu, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--dp 2"])
+@pytest.mark.parametrize(
+    "layout", ["--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel --tp-comm-overlap", "--dp 2"]
+)
 def test_two_ranks_share_a_gpu_over_gloo(layout: str, on_cpu: list[float], tmp_path: Path) -> None:
     found = losses(tmp_path / "metrics.jsonl", 2, "--distributed-backend", "gloo", *layout.split())
     assert found == pytest.approx(on_cpu, rel=1e-3)

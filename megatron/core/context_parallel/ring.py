@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,6 +18,7 @@ from megatron.core.context_parallel.kernels import Kernel, Rows, key_rows, query
 from megatron.core.context_parallel.partition import Spans, rank_spans
 from megatron.core.context_parallel.tiles import Documents, Tile, causal_tiles, joined
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.passing import Passing as _Passing
 
 
 @dataclass(frozen=True)
@@ -117,27 +117,3 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: boo
     out.mul_((lse - total).exp_()[..., None])
     out.addcmul_(part.to(out.dtype), (part_lse - total).exp_()[..., None])
     lse.copy_(total)
-
-
-class _Passing:
-    """A tensor on its way to the next rank, and the previous rank's on its way here.
-
-    All ranks pass tensors on in one order. gloo takes no CUDA tensors point to point: these go through host memory.
-    """
-
-    def __init__(self, x: Tensor, cp: Axis, tag: int) -> None:
-        self._device = x.device
-        x = x.to("cpu") if dist.get_backend(cp.group) == "gloo" else x
-        self._operand, self._result = x, torch.empty_like(x)
-        following, previous = (cp.ranks[(cp.rank + by) % cp.size] for by in (1, -1))
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._operand, following, group=cp.group, tag=tag),
-                dist.P2POp(dist.irecv, self._result, previous, group=cp.group, tag=tag),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._result.to(self._device)

@@ -64,6 +64,9 @@ class TPContext:
     compiled: bool = False
     """Whether element-wise regions are compiled."""
 
+    comm_overlap: str | None = None
+    """How transformer layers overlap their collectives with products: a key of `overlapped.OVERLAPS`."""
+
 
 @dataclass(frozen=True)
 class Boundary:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
 from megatron.core.regions import region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.overlapped import column_parallel, row_parallel
 from megatron.core.tensor_parallel.random import site_key
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.dot_product import CoreAttention
@@ -27,7 +28,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.queries_per_group = layer, config.head_dim, config.queries_per_group
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = column_parallel(ctx)(
             f"{name}.linear_qkv",
             config.hidden_size,
             (config.query_groups, config.queries_per_group + 2, config.head_dim),
@@ -41,7 +42,7 @@ class SelfAttention(nn.Module):
         self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
         self.rotate = region(rotate_queries_and_keys, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = row_parallel(ctx)(
             f"{name}.linear_proj",
             config.query_projection_size,
             config.hidden_size,

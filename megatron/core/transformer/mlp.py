@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from megatron.core.config import TransformerConfig
 from megatron.core.param_meta import Init
 from megatron.core.regions import region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.overlapped import column_parallel, row_parallel
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
@@ -84,11 +85,11 @@ class MLP(nn.Module):
         super().__init__()
         hidden, ffn, bias = config.hidden_size, ffn_size or config.ffn_size, config.add_bias_linear
         out_dims, shard_dim = ((2, ffn), 1) if config.swiglu else ((ffn,), 0)
-        self.linear_fc1 = ColumnParallelLinear(
+        self.linear_fc1 = column_parallel(ctx)(
             f"{name}.linear_fc1", hidden, out_dims, ctx, shard_dim=shard_dim, bias=bias, init=init
         )
         self.activation = build_activation(config, ctx)
-        self.linear_fc2 = RowParallelLinear(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
+        self.linear_fc2 = row_parallel(ctx)(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
         self.recompute = "mlp" in config.recomputed_modules
         self.recompute_activation = "mlp_act" in config.recomputed_modules
 

@@ -60,6 +60,7 @@ class GPTModel(nn.Module):
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
             compiled=parallel.compiles(torch.device(device).type),
+            comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last

@@ -1,0 +1,186 @@
+"""Overlapped tensor-parallel layers compute what the plain ones do, and send as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.mappings import all_gather
+from megatron.core.tensor_parallel.overlapped import (
+    OVERLAPS,
+    OverlappedColumnParallelLinear,
+    SymmetricOverlap,
+    column_parallel,
+    row_parallel,
+)
+from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.training.arguments import parse_args
+from megatron.training.snapshot import first_difference
+from megatron.training.validation import resolve, validate
+from tests.dist.test_collective_counts import recorded, ring_bytes
+from tests.harness import Snapshot, run_world, train_in_world
+
+COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --global-batch-size 4 --train-iters 2 --eval-iters 0 --num-workers 0 "
+    "--fp64 --cpu --sequence-parallel"
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 4 --qk-layernorm"
+)
+
+
+@lru_cache
+def trained(world_size: int, flags: str) -> Snapshot:
+    return train_in_world(world_size, [*COMMON.split(), *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (2, "--tp 2"),
+        (4, "--tp 4"),
+        (4, f"--tp 4 --micro-batch-size 2 {LLAMA}"),
+        (4, f"--tp 2 --pp 2 --pipeline-schedule zb-h1 {LLAMA}"),
+        (2, "--tp 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
+        (4, "--tp 2 --cp 2"),
+    ],
+)
+def test_training_agrees(world_size: int, flags: str) -> None:
+    """Losses, every gradient, norms, weights and moments of two steps. Sums over ranks are in another order."""
+    found = trained(world_size, f"{flags} --tp-comm-overlap")
+    assert not found.replica_errors
+    assert first_difference(trained(world_size, flags), found, 1e-12) is None
+
+
+S, B, H = 8, 3, 8
+Layers = tuple[ColumnParallelLinear, RowParallelLinear]
+
+
+def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
+    state = initialize_model_parallel(size)
+    ctx = TPContext(state.tp, True, dtype, torch.device("cpu"), queue, comm_overlap=overlap)
+    column = column_parallel(ctx)("fc1", H, (2, 4 * H), ctx, shard_dim=1, bias=True, init=Init("normal", 1.0))
+    row = row_parallel(ctx)("fc2", 8 * H, H, ctx, bias=True, init=Init("normal", 1.0))
+    parameters = [*column.parameters(), *row.parameters()]
+    initialize_parameters_(parameters, 0, state.coords)
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    return ctx, (column, row)
+
+
+def run_layers(rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False) -> dict[str, Tensor]:
+    """Outputs and gradients of the two layers, whole."""
+    if fallback:
+        operations = (
+            _symmetric_memory._fused_all_gather_matmul_fallback,
+            _symmetric_memory._fused_matmul_reduce_scatter_fallback,
+        )
+        SymmetricOverlap.operations = staticmethod(lambda: operations)  # type: ignore[method-assign]
+    queue = WeightGradQueue()
+    ctx, (column, row) = build(size, overlap, torch.float64, queue)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(S, B, H, generator=generator, dtype=torch.float64) for _ in range(2))
+    own = x.chunk(size)[rank].clone().requires_grad_()
+    if deferred:
+        queue.begin(0)
+    out = row(column(own))
+    out.backward(grad.chunk(size)[rank])
+    if deferred:
+        queue.end()
+        queue.run(0)
+    queue.assert_empty()
+    assert own.grad is not None
+    found = {"out": all_gather(out.detach(), ctx.tp), "dx": all_gather(own.grad, ctx.tp)}
+    for name, layer in (("column", column), ("row", row)):
+        for kind, parameter in layer.named_parameters():
+            whole = parameter.main_grad if parameter.grad is None else parameter.grad
+            found[f"{name} {kind}"] = all_gather(whole[None].clone(), ctx.tp)
+    return found
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize(("overlap", "fallback"), [("ring", False), ("symmetric", True)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_agree(size: int, overlap: str, fallback: bool, deferred: bool) -> None:
+    """The symmetric operations are torch's, by the fallbacks that it keeps for its own tests."""
+    plain = run_world(size, run_layers, None, deferred)
+    found = run_world(size, run_layers, overlap, deferred, fallback)
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-12)
+
+
+def count_bytes(rank: int, size: int, overlap: str | None, deferred: bool) -> tuple[Fraction, Fraction, int]:
+    """Bytes that this rank sends in the forward and in the backward, and the bytes s*b*h of the activation."""
+    queue = WeightGradQueue()
+    _, (column, row) = build(size, overlap, torch.bfloat16, queue)
+    assert isinstance(column, OverlappedColumnParallelLinear) == (overlap is not None)
+    own = torch.zeros(S // size, B, H, dtype=torch.bfloat16, requires_grad=True)
+    if deferred:
+        queue.begin(0)
+    out, forward = counted(size, lambda: row(column(own)))
+
+    def backward() -> None:
+        out.backward(torch.zeros_like(out))
+        if deferred:
+            queue.end()
+            queue.run(0)
+
+    return forward, counted(size, backward)[1], S * B * H * 2
+
+
+def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
+    """What `run` returns, and the bytes it sends: in rings, or from neighbour to neighbour."""
+    start, sent = dist.batch_isend_irecv, []
+
+    def counting(operations: list[dist.P2POp]) -> Any:
+        sent.extend(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
+        return start(operations)
+
+    dist.batch_isend_irecv = counting
+    try:
+        with recorded() as calls:
+            result = run()
+    finally:
+        dist.batch_isend_irecv = start
+    return result, ring_bytes(calls, size) + sum(sent)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_as_many_bytes_travel(size: int, deferred: bool) -> None:
+    """Of the pair a gather and a reduction each way, and the gather of the first input for its weight gradient."""
+    plain, overlapped = (run_world(size, count_bytes, overlap, deferred) for overlap in (None, "ring"))
+    assert plain == overlapped
+    for forward, backward, sbh in overlapped:
+        part = Fraction(size - 1, size) * sbh
+        assert (forward, backward) == (2 * part, 3 * part)
+
+
+def problems(flags: str) -> list[str]:
+    argv = COMMON.replace("--cpu", "").replace("--sequence-parallel", "").split() + flags.split()
+    return [str(problem) for problem in validate(resolve(parse_args(argv), 2), 2)]
+
+
+def test_rules() -> None:
+    assert not problems("--tp 2 --sequence-parallel --tp-comm-overlap")
+    assert "needs --sequence-parallel" in problems("--tp 2 --tp-comm-overlap")[0]
+    assert "counts only with --tp-comm-overlap" in problems("--tp 2 --tp-comm-overlap-method ring")[0]
+    symmetric = "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric"
+    assert not problems(symmetric)
+    (problem,) = problems(f"{symmetric} --cpu")
+    assert "use ring" in problem
+    assert set(OVERLAPS) == {"ring", "symmetric"}
