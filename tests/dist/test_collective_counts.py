@@ -3,7 +3,7 @@
 Per layer, forward and backward together, 4 all-reduces of s*b*h elements, or under sequence parallelism 4 all-gathers
 and 4 reduce-scatters of the same, plus the gather of each column-parallel layer's input for its weight gradient. In a
 ring over t ranks an all-reduce sends 2 (t-1)/t of its operand, the other two (t-1)/t of the whole each, so the bytes
-are equal (arXiv 2205.05198, section 4.2.2).
+are equal (arXiv 2205.05198, section 4.2.2). On CPU reduce-scatters are all-to-alls, which send as much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.config import ModelParallelConfig, TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import collectives
 from megatron.core.transformer.context import Batch
 from tests.harness import run_world
 
@@ -42,8 +42,13 @@ STYLES = {
         "qk_layernorm": True,
     },
 }
-KINDS = {mappings._ALL_GATHER: "all_gather", mappings._REDUCE_SCATTER: "reduce_scatter", "all_reduce": "all_reduce"}
-OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single", "gather", "scatter")
+NAMES = {
+    collectives.ALL_GATHER: "all_gather",
+    collectives.REDUCE_SCATTER: "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
+}
+OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 Call = tuple[str, int]
 """Kind of a collective, and bytes of its larger operand: of the whole tensor that the ranks share."""
@@ -53,12 +58,12 @@ Call = tuple[str, int]
 def recorded() -> Iterator[list[Call]]:
     """The collectives that this process starts through torch.distributed."""
     calls: list[Call] = []
-    originals = {name: getattr(dist, name) for name in (*KINDS, *OTHERS)}
+    originals = {name: getattr(dist, name) for name in (*NAMES, *OTHERS)}
 
     def recording(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             sizes = [arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor)]
-            calls.append((KINDS.get(name, name), max(sizes, default=0)))
+            calls.append((NAMES.get(name, name), max(sizes, default=0)))
             return originals[name](*args, **kwargs)
 
         return call
@@ -73,9 +78,14 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Bytes that a rank sends in ring algorithms."""
-    steps = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    """Bytes that a rank sends: in ring algorithms, and in all-to-alls, which keep a rank's own block at home."""
+    steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
+
+
+def all_reduce(nbytes: int, size: int) -> Call:
+    """Of an operand of so many bytes, on CPU: two ranks exchange theirs."""
+    return ("all_to_all", 2 * nbytes) if size == 2 else ("all_reduce", nbytes)
 
 
 def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: str) -> tuple[list[Call], list[Call]]:
@@ -117,8 +127,8 @@ def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
 def test_a_layer_in_tensor_parallel(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, False, style, dtype)
     sbh = S * B * H * itemsize
-    assert forward == [("all_reduce", sbh)] * 2
-    assert backward == [("all_reduce", sbh)] * 2
+    assert forward == [all_reduce(sbh, size)] * 2
+    assert backward == [all_reduce(sbh, size)] * 2
     assert ring_bytes(forward + backward, size) == 4 * 2 * Fraction(size - 1, size) * sbh
 
 
@@ -128,8 +138,8 @@ def test_a_layer_in_sequence_parallel(size: int, style: str, dtype: str, itemsiz
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
     regathers = 2  # the inputs of linear_qkv and linear_fc1, of which only the local part is kept
-    assert Counter(forward) == {("all_gather", sbh): 2, ("reduce_scatter", sbh): 2}
-    assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("reduce_scatter", sbh): 2}
+    assert Counter(forward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 2}
+    assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("all_to_all", sbh): 2}
     hidden = regathers * Fraction(size - 1, size) * sbh
     assert ring_bytes(forward + backward, size) - hidden == 4 * 2 * Fraction(size - 1, size) * sbh
 
@@ -142,11 +152,11 @@ def test_the_ends_of_a_model(sp: bool) -> None:
     ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")
     loss = ("all_gather", size * 3 * S * B * 4)
     if sp:
-        assert forward == [("reduce_scatter", sbh), ("all_gather", sbh), loss]
-        assert Counter(backward) == {("all_gather", sbh): 2, ("reduce_scatter", sbh): 1}
+        assert forward == [("all_to_all", sbh), ("all_gather", sbh), loss]
+        assert Counter(backward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 1}
     else:
-        assert forward == [("all_reduce", sbh), loss]
-        assert backward == [("all_reduce", sbh)]
+        assert forward == [all_reduce(sbh, size), loss]
+        assert backward == [all_reduce(sbh, size)]
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -27,7 +27,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
-from megatron.core.tensor_parallel import cross_entropy, layers, mappings, weight_grad
+from megatron.core.tensor_parallel import collectives, cross_entropy, layers, mappings, weight_grad
 from megatron.core.transformer.moe import balance, dispatcher
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
@@ -38,15 +38,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a reduction: it does not happen."""
 
 
-def _slice_rows(x: Tensor, axis: Axis) -> mappings.Pending:
+def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
     """In place of a reduce-scatter: this rank's rows, without the other ranks' part of the sum."""
-    return mappings.Pending(mappings.local_slice(x, axis).contiguous())
+    return collectives.Pending(mappings.local_slice(x, axis).contiguous())
 
 
 def _without_reduction(name: str) -> Patch:
     """A layer boundary whose entry in the backward, or whose exit in the forward, does not reduce."""
     boundary = getattr(layers, name)
-    plain = _slice_rows if "SEQUENCE" in name else mappings.start_nothing
+    plain = _slice_rows if "SEQUENCE" in name else collectives.start_nothing
     broken = {"enter_adjoint": plain} if name.startswith("COLUMN") else {"leave": plain}
     return layers, name, replace(boundary, **broken)
 

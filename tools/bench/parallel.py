@@ -7,6 +7,9 @@ A Llama-style model (8 layers, hidden size 384, 256 tokens a sequence, a vocabul
 sequence a step, float32, the optimizer's step included. Torch's side is a plain model of the same shape with
 DistributedDataParallel, fully_shard (FSDP2), DTensor tensor parallelism, and torch.distributed.pipelining. All
 contestants' processes are started first and then take turns, one contestant at a time.
+
+Two more show what this machine allows at most: processes that share the batch out but never speak to each other, and
+tensor parallelism whose layers leave their collectives out (its results are nonsense, its work is all there).
 """
 
 from __future__ import annotations
@@ -74,6 +77,19 @@ def ours(flags: str, steps: int) -> Round:
         raise ValueError("; ".join(map(str, problems)))
     run = build_run(config, initialize(config, launch, StartupPhases()))
     return timed(lambda: train_step(run, Interval()), steps, TOKENS)
+
+
+def silent(ranks: int, steps: int) -> Round:
+    """Data parallelism without communication: each process is a world of its own, with its part of the batch."""
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    return ours(f"--global-batch-size {MICRO_BATCHES // ranks}", steps)
+
+
+def silent_tensor_parallel(flags: str, steps: int) -> Round:
+    from megatron.core.tensor_parallel import layers
+
+    layers.COLUMN = layers.ROW = layers.LOCAL
+    return ours(flags, steps)
 
 
 def torchs(kind: str, steps: int) -> Round:
@@ -254,6 +270,12 @@ def contestants(ranks: int, steps: int, only: Sequence[str]) -> Iterator[Contest
     for name, flags in our_layouts(ranks).items():
         if not only or name in only:
             yield Contestant(name, ours, (flags, steps), ranks=ranks)
+    for name, build, args in (
+        ("silent DP", silent, (ranks, steps)),
+        ("silent TP", silent_tensor_parallel, (f"--tp {ranks}", steps)),
+    ):
+        if not only or name in only:
+            yield Contestant(name, build, args, ranks=ranks)
     for name in STEPS:
         if not only or name in only:
             yield Contestant(name, torchs, (name, steps), ranks=ranks)

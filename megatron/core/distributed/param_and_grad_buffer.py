@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.parallel_state import Axis
-
-# Newer torch renames the flat collectives; the old names warn there.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from megatron.core.tensor_parallel.collectives import (
+    Pending,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 
 
 class Bucket:
@@ -50,9 +51,9 @@ class Bucket:
         self.owned_params = self.param_shard if shard_grads else self.params
         self.owned_grads = self.grad_shard if shard_grads else self.grads
         self.owned_pieces = layout.pieces(*self.owned_range)
-        self._grad_work: dist.Work | None = None
+        self._grad_sync: Pending | None = None
         self._rounded: Tensor | None = None
-        self._param_work: dist.Work | None = None
+        self._param_sync: Pending | None = None
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """The gradient of one of `owned_pieces`, 1-D."""
@@ -61,7 +62,7 @@ class Bucket:
 
     def start_grad_sync(self) -> None:
         """Begins to sum the gradients over the data-parallel ranks. Collective over the axis."""
-        assert self._grad_work is None, "the last reduction of this bucket has not been waited for"
+        assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
         whole, shard = self.grads, self.grad_shard
@@ -70,35 +71,35 @@ class Bucket:
             shard = whole.chunk(self.axis.size)[self.axis.rank]
             self._rounded = shard if self.shard_grads else whole
         if self.shard_grads:
-            self._grad_work = _reduce_scatter(shard, whole, group=self.axis.group, async_op=True)
+            self._grad_sync = start_reduce_scatter(whole, self.axis, out=shard)
         else:
-            self._grad_work = dist.all_reduce(whole, group=self.axis.group, async_op=True)
+            self._grad_sync = start_all_reduce_(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
         """Waits for `start_grad_sync`: `owned_grads` holds the sum after it."""
-        if self._grad_work is not None:
-            self._grad_work.wait()
-            self._grad_work = None
+        if self._grad_sync is not None:
+            self._grad_sync.wait()
+            self._grad_sync = None
         if self._rounded is not None:
             self.owned_grads.copy_(self._rounded)
             self._rounded = None
 
     def start_param_sync(self) -> None:
         """Begins to gather every rank's `owned_params` into `params`; nothing to do where each owns the whole."""
-        assert self._param_work is None, "the last gather of this bucket has not been waited for"
+        assert self._param_sync is None, "the last gather of this bucket has not been waited for"
         if self.shard_grads and self.axis.size > 1:
-            self._param_work = _all_gather(self.params, self.param_shard, group=self.axis.group, async_op=True)
+            self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
 
     def finish_param_sync(self) -> None:
         """Waits for `start_param_sync`."""
-        if self._param_work is not None:
-            self._param_work.wait()
-            self._param_work = None
+        if self._param_sync is not None:
+            self._param_sync.wait()
+            self._param_sync = None
 
     def gather_grads_(self) -> None:
         """Puts every rank's summed shard into `grads`. For tests and diagnosis: training does not need it."""
         if self.shard_grads and self.axis.size > 1:
-            _all_gather(self.grads, self.grad_shard, group=self.axis.group)
+            start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
 
 class ParamAndGradBuffer:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.mappings import (
+from megatron.core.tensor_parallel.collectives import (
     Start,
     start_all_gather,
     start_all_reduce_,

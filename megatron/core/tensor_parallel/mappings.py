@@ -1,11 +1,8 @@
 """Collectives along one mesh axis, and the pairs of them that autograd needs.
 
-Three layers, each built on the one above:
-
-- `start_*` put a collective on its way and return a `Pending`, so that a matrix multiplication can run meanwhile;
-- `all_reduce_`, `all_gather`, `reduce_scatter` wait for it;
-- `copy_to`, `reduce_from`, ... are differentiable. Each is one of a pair of adjoint linear maps, so its backward is the
-  other one: identity with all-reduce, slice with all-gather, all-gather with reduce-scatter.
+`all_reduce_`, `all_gather` and `reduce_scatter` wait for what `collectives` starts. Built on them, `copy_to`,
+`reduce_from`, ... are differentiable. Each is one of a pair of adjoint linear maps, so its backward is the other one:
+identity with all-reduce, slice with all-gather, all-gather with reduce-scatter.
 
 On an axis of size 1 all of them return their input and touch no process group.
 """
@@ -21,58 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-
-# torch 2.13 gave these two collectives new names; both are looked up when called.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-class Pending:
-    """The result of a collective that may still be under way. It keeps the operand alive until waited for."""
-
-    def __init__(self, result: Tensor, work: dist.Work | None = None, operand: Tensor | None = None) -> None:
-        self._result, self._work, self._operand = result, work, operand
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._operand = None
-        return self._result
-
-
-Start = Callable[[Tensor, Axis], Pending]
-
-
-def start_nothing(x: Tensor, axis: Axis) -> Pending:
-    """No collective: the other half of a pair whose one half needs none."""
-    return Pending(x)
-
-
-def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
-    """Sums the contiguous `x` over the axis, in place."""
-    if axis.size == 1:
-        return Pending(x)
-    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True))
-
-
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """x [n, ...] -> [n * size, ...]: the ranks' parts in their order on dim 0."""
-    if axis.size == 1:
-        return Pending(x)
-    x = x.contiguous()
-    result = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    work = getattr(dist, _ALL_GATHER)(result, x, group=axis.group, async_op=True)
-    return Pending(result, work, x)
-
-
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
-    """x [n * size, ...] -> [n, ...]: this rank's part of the sum over the axis."""
-    if axis.size == 1:
-        return Pending(x)
-    x = x.contiguous()
-    result = x.new_empty(_part(x, axis, 0), *x.shape[1:])
-    work = getattr(dist, _REDUCE_SCATTER)(result, x, group=axis.group, async_op=True)
-    return Pending(result, work, x)
+from megatron.core.tensor_parallel.collectives import part_length, start_all_gather, start_reduce_scatter
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -93,21 +39,15 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """x [..., n * size, ...] -> [..., n, ...], summed over the axis"""
     if axis.size > 1 and dim % x.ndim:
-        _part(x, axis, dim)
+        part_length(x, axis, dim)
         x = torch.cat(x.chunk(axis.size, dim))
     return start_reduce_scatter(x, axis).wait()
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's part of `x` along `dim`: a view."""
-    part = _part(x, axis, dim)
+    part = part_length(x, axis, dim)
     return x.narrow(dim, axis.rank * part, part)
-
-
-def _part(x: Tensor, axis: Axis, dim: int) -> int:
-    length = x.shape[dim]
-    assert length % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide over {axis.size} ranks"
-    return length // axis.size
 
 
 LinearMap = Callable[[Tensor], Tensor]
