@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import Batch
+from megatron.core.transformer.sdpa import AttentionShape, choose_kernel
 from megatron.training.batch_size import BatchSizes
 from megatron.training.checkpointing import Progress, build_saver, load_checkpoint
 from megatron.training.config import RunConfig
@@ -134,6 +135,26 @@ def build_stages(
     return stages
 
 
+def attention_shape(config: RunConfig) -> AttentionShape | None:
+    """What attention of this rank's layers is like in training, where torch picks the kernel for it and may pick by
+    measurements; None where another one computes it, or every run must be the same."""
+    model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
+    windowed = model.window_size is not None and model.window_size < model.seq_length
+    elsewhere = windowed or model.attention_dropout > 0 or config.data.reset_attention_mask
+    if elsewhere or parallel.context_parallel_size > 1 or dtype.itemsize != 2 or config.training.deterministic:
+        return None
+    tp = parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads // tp, model.query_groups // tp
+    return AttentionShape(model.seq_length, config.training.micro_batch_size, heads, groups, model.head_dim, dtype)
+
+
+def choose_attention(config: RunConfig, runtime: Runtime) -> None:
+    """Has torch use the fastest attention kernel there is for this model on this GPU. Collective."""
+    shape = attention_shape(config)
+    if runtime.device.type == "cuda" and shape is not None:
+        runtime.say(f" {choose_kernel(shape, runtime.device, runtime.state.world)}")
+
+
 def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:
     """The schedule, in samples if the run's length was given in samples or tokens, else in iterations."""
     training = config.training
@@ -154,6 +175,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
         stages = build_stages(config, runtime, queue)
+        choose_attention(config, runtime)
     with phases("optimizer"):
         ddp = DistributedDataParallel(
             config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer

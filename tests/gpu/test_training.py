@@ -44,6 +44,14 @@ def test_losses_are_those_of_the_cpu(precision: str, tolerance: float, on_cpu: l
     assert losses(tmp_path / "metrics.jsonl", 1, precision, *scale) == pytest.approx(on_cpu, rel=tolerance)
 
 
+def test_attention_kernels_are_compared() -> None:
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert " attention by flash (" in done.stdout or " attention by cudnn (" in done.stdout, done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "layout",

@@ -18,6 +18,7 @@ from megatron.core.context_parallel.kernels import (
     key_rows,
     query_rows,
 )
+from megatron.core.context_parallel.packed import FlashCUDAPackedKernel
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.host_copies import integers_on
 
@@ -36,6 +37,7 @@ class FlashCPUKernel:
     """torch's flash attention for CPUs, exact in fp64."""
 
     needs_places = False
+    packed = None
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -99,7 +101,7 @@ class FlashCUDAKernel:
     needs_places = False
 
     def __init__(self, scale: float) -> None:
-        self.scale = scale
+        self.scale, self.packed = scale, FlashCUDAPackedKernel(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel.packed import PackedKernel
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.tensor_parallel.random import attention_dropout
 
@@ -60,6 +61,10 @@ class Kernel(Protocol):
     def needs_places(self) -> bool:
         """Whether the places of a full tile matter."""
 
+    @property
+    def packed(self) -> PackedKernel | None:
+        """What computes whole samples in one launch, if there is such a thing."""
+
 
 def samples_of(tile: Tile) -> slice:
     return slice(None) if tile.sample is None else slice(tile.sample, tile.sample + 1)
@@ -87,6 +92,8 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 class TorchKernel:
     """Plain torch, for any device and dtype, with dropout. 16-bit scores become fp32 before their softmax."""
+
+    packed = None
 
     def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
         self.scale, self.dropout = scale, dropout

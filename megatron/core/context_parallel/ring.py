@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel.kernels import Kernel, Rows, key_rows, query_rows
+from megatron.core.context_parallel.packed import packed_attention
 from megatron.core.context_parallel.partition import Spans, rank_spans
 from megatron.core.context_parallel.tiles import Documents, Tile, causal_tiles, joined
 from megatron.core.parallel_state import Axis
@@ -40,6 +41,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) ->
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
     """q [n, b, heads, d] at the places `queries`, default all; k and v [s, b, groups, d] -> [n, b, heads, d]"""
+    if queries is None and causal.kernel.packed is not None:
+        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed)
     whole = (range(k.shape[0]),)
     return _RingAttention.apply(q, k, v, _Ring(Axis(), queries or whole, (whole,), causal))
 

@@ -1,0 +1,95 @@
+"""Attention over packed sequences is attention with the dense mask. The kernel here is a twin of the GPU's, which takes
+rows and starts as that one does; `tests/gpu/test_flash_tiles.py` has the kernel itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel import packed
+from megatron.core.context_parallel.flash import FlashCPUKernel
+from megatron.core.context_parallel.packed import Sequences, packed_attention, sequence_starts
+from megatron.core.context_parallel.ring import Causal, local_attention
+from megatron.core.context_parallel.tiles import document_starts
+from tests.pure.test_tile_attention import (
+    DOCUMENTS,
+    LENGTH,
+    SCALE,
+    assert_equal_with_gradients,
+    dense,
+    mask,
+    operands,
+)
+
+
+class Twin:
+    """Sequence by sequence, with the dense mask of each."""
+
+    def __init__(self) -> None:
+        self.seen: list[Sequences] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        assert sequences.starts.dtype == torch.int32
+        self.seen.append(sequences)
+        parts = []
+        bounds = sequences.starts.tolist()
+        for start, stop in pairwise(bounds):
+            seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            if sequences.window is not None:
+                seen = seen.triu(1 - sequences.window)
+            parts.append(dense(*(x[start:stop, None] for x in (q, k, v)), seen)[:, 0])
+        assert sequences.longest == max(map(len, parts)) and bounds[-1] == len(q)
+        return (torch.cat(parts),)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+    ) -> tuple[Tensor, ...]:
+        assert grad.is_contiguous()
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            (out,) = self.forward(*inputs, sequences)
+        assert torch.equal(out, kept[0])
+        return torch.autograd.grad(out, inputs, grad)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_it_is_attention_with_the_dense_mask(groups: int, window: int | None, documents: Tensor | None) -> None:
+    inputs = operands(groups)
+    starts = None if documents is None else document_starts(documents.tolist())
+    out = packed_attention(*inputs, starts, window, Twin())  # type: ignore[arg-type]
+    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents)), inputs, inputs, 1e-13)
+
+
+def test_whole_samples_take_it_and_parts_do_not() -> None:
+    kernel, twin = FlashCPUKernel(SCALE), Twin()
+    inputs, starts = operands(2), document_starts(DOCUMENTS.tolist())
+    expected = local_attention(*inputs, Causal(kernel, starts))
+    kernel.packed = twin  # type: ignore[assignment]
+    causal = Causal(kernel, starts)
+    torch.testing.assert_close(local_attention(*inputs, causal), expected, rtol=1e-13, atol=1e-13)
+    assert len(twin.seen) == 1
+    q, k, v = inputs
+    local_attention(q[4:9], k, v, causal, (range(4, 9),))
+    assert len(twin.seen) == 1
+
+
+def test_starts_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    copy = packed.integers_on
+    monkeypatch.setattr(packed, "integers_on", lambda *args: copies.append(args[1]) or copy(*args))
+    packed._sequences.cache_clear()
+    twin = Twin()
+    for _ in range(3):
+        packed_attention(*operands(1), ((0, 5), (0,), (0, 1, 23)), None, twin).sum().backward()  # type: ignore[arg-type]
+    assert copies == [(0, 5, LENGTH, 2 * LENGTH, 2 * LENGTH + 1, 3 * LENGTH - 1, 3 * LENGTH)]
+    assert len({id(sequences.starts) for sequences in twin.seen}) == 1
+
+
+def test_starts_of_one_sample() -> None:
+    assert sequence_starts(((0,),), 7) == (0, 7)
+    assert sequence_starts(((0, 2), (0,)), 7) == (0, 2, 7, 14)
