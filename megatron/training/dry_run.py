@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from megatron.core.config import TransformerConfig
@@ -12,6 +12,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
+from megatron.planner.activations import MicroBatch, RankActivations, activations_of_ranks, layer_kept
 from megatron.planner.memory import RankStates, states_of_rank
 from megatron.training.batch_size import BatchSizes, iterations_of_run, num_microbatches
 from megatron.training.config import RunConfig
@@ -27,7 +28,7 @@ def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -
     for title, lines in (
         ("Model", model_lines(config)),
         (f"Groups, world size {world_size}", group_lines(dims)),
-        ("Pipeline stages and memory of states on each rank", memory_lines(config, dims)),
+        ("Pipeline stages and memory of each rank", memory_lines(config, dims)),
         ("Batch and length", batch_lines(config, dims)),
     ):
         print(title, file=out)
@@ -95,30 +96,74 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
-    """One line for each pipeline rank: what it holds, and bytes of parameters, gradients and optimizer state."""
+    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
+    activations; then what is counted."""
     plans = [
         states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         for rank in range(dims.pp)
     ]
+    batch = micro_batch_of(config)
+    activations = activations_of_ranks(batch, _microbatches(config, dims))
+    yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
+        f"{title:>12}" for title in ("weights", "gradients", "optimizer", "activations", "working", "total")
+    )
+    for plan, held in zip(plans, activations, strict=True):
+        memory = plan.memory
+        sizes = (memory.parameters, memory.gradients, memory.main_parameters + memory.moments, held.peak, held.working)
+        stage = sum(meta.numel for meta in plan.metas)
+        shown = "".join(f"{_bytes(size):>12}" for size in (*sizes, sum(sizes)))
+        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
     owned = "on every rank"
     if config.optimizer.use_distributed_optimizer:
         experts = f" (of experts over {dims.expt_dp})" if config.model.num_experts is not None else ""
         owned = f"sharded over {dims.dp * dims.cp} ranks{experts}"
     yield (
-        f"parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
+        f"states: parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
         f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
     )
-    yield "{:<4}{:<44}{:>18}{:>16}{:>12}{:>12}{:>12}{:>12}".format(
-        "pp", "holds", "stage parameters", "rank parameters", "weights", "gradients", "optimizer", "total"
+    yield from _activation_lines(batch, activations)
+    most = max(plans, key=lambda plan: plan.memory.total + activations[plan.pp_rank].total)
+    held, states = activations[most.pp_rank], most.memory.total
+    yield (
+        f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
+        f"about {held.working:,} of working memory"
     )
-    for plan in plans:
-        memory = plan.memory
-        sizes = (memory.parameters, memory.gradients, memory.main_parameters + memory.moments, memory.total)
-        stage = sum(meta.numel for meta in plan.metas)
-        shown = "".join(f"{_bytes(size):>12}" for size in sizes)
-        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
-    most = max(plans, key=lambda plan: plan.memory.total)
-    yield f"most on pp {most.pp_rank}: {most.memory.total:,} bytes of states; activations come on top"
+
+
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What a rank has of a micro-batch of this run."""
+    device = "cpu" if config.parallel.cpu else "cuda"
+    return MicroBatch(
+        config.model, config.parallel, config.training.micro_batch_size, device, config.data.reset_position_ids
+    )
+
+
+def _microbatches(config: RunConfig, dims: ParallelDims) -> int:
+    sizes = BatchSizes.from_config(config.training)
+    return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
+
+
+def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
+    """What is counted as activations, and how much of it a layer has."""
+    model = batch.model
+    even = ", tokens even over the experts" if model.num_experts is not None else ""
+    kernels = "GPUs, where it has not been measured yet" if batch.device == "cuda" else "CPUs"
+    yield (
+        f"activations: what autograd keeps from forward to backward{even}, by the kernels of {kernels}; "
+        "logits of the loss included, tokens and labels not"
+    )
+    again = model.recompute_granularity or "none"
+    if model.recomputed_modules:
+        again += f" ({', '.join(model.recomputed_modules)})"
+    layer = "its input alone" if again == "full" else f"{layer_kept(batch, 0).total:,} bytes"
+    flight = "; ".join(
+        f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
+        for rank, held in enumerate(ranks[:RANKS_SHOWN])
+        for numbered in [list(enumerate(held.in_flight))]
+    )
+    yield f"of a micro-batch of {batch.samples} a layer keeps {layer}, recomputation {again}"
+    yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
+    yield "working: an estimate of the gradients and temporary tensors at the widest place; collectives' buffers not"
 
 
 def _holdings(plan: RankStates) -> str:
@@ -157,7 +202,7 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
     t, s = config.training, config.model.seq_length
     sizes = BatchSizes.from_config(t)
-    micro = num_microbatches(sizes.final, t.micro_batch_size, dims.dp)
+    micro = _microbatches(config, dims)
     yield (
         f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
         f"{sizes.final * s:,} tokens a step"

@@ -5,7 +5,7 @@ import pytest
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.passes import add_communication
 from megatron.core.pipeline_parallel.schedules import B, F, build_schedule
-from megatron.core.pipeline_parallel.simulator import DeadlockError, StageCosts, Timed, simulate
+from megatron.core.pipeline_parallel.simulator import DeadlockError, StageCosts, Timed, held_at_peak, simulate
 
 # arXiv 2401.10241, tables 5 and 6, the 1.5B model on 8 stages: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
 PUBLISHED = [
@@ -39,7 +39,15 @@ def test_activations_by_stage_and_what_w_still_needs():
     lists = build_schedule("zb-h1", 2, 4)
     assert simulate(lists, StageCosts(activation=(10, 3))).peak_activations == [20, 6]
     assert simulate(lists, StageCosts(activation=(10, 3), kept_for_weight_grad=0)).peak_activations == [20, 3]
+    assert simulate(lists, StageCosts(activation=(10, 3), kept_for_weight_grad=(1, 2))).peak_activations == [20, 12]
     assert simulate([[F(0, 0), F(0, 1)]]).peak_activations == [1]
+
+
+def test_micro_batches_in_flight_at_the_peak():
+    first, last = build_schedule("1f1b", 2, 4)
+    assert held_at_peak(first, StageCosts()) == (2, {0: 2})
+    assert held_at_peak(last, StageCosts(activation=7)) == (7, {1: 1})
+    assert held_at_peak([F(0, 0), F(0, 1)], StageCosts()) == (1, {0: 1})
 
 
 def test_a_cycle_between_ranks_is_named():

@@ -21,6 +21,8 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.simulator",
     "megatron.core.distributed.param_layout",
     "megatron.core.tokenizers",
+    "megatron.core.transformer.segments",
+    "megatron.planner.activations",
     "megatron.training.config",
     "megatron.training.arguments",
     "megatron.training.validation",

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +23,6 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.config import ModelParallelConfig, TransformerConfig
 from megatron.core.model_math import activation_bytes_per_layer
@@ -34,6 +30,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.transformer.context import Batch
 from megatron.training.local_world import run_world
+from tools.bench.live_memory import LiveMemory
 
 LAYOUTS = {"TP1": (1, False), "TP2": (2, False), "TP2+SP": (2, True)}
 """Name -> (tensor parallel size, sequence parallel)."""
@@ -68,30 +65,6 @@ class Measurement:
 
     left: int
     hooked: int
-
-
-class LiveMemory(TorchDispatchMode):
-    """Sizes of the storages that operations have made and that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-
-    def settle(self) -> None:
-        """Waits until nothing more goes away: gloo's threads let go of what they have sent a little later."""
-        before = -1
-        while before != (before := sum(self.sizes.values())):
-            time.sleep(0.1)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        return out
 
 
 def kept_by(

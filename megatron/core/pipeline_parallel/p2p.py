@@ -25,6 +25,11 @@ class Receive:
     ) -> None:
         self._work, self._buffer, self._device, self._timeout = work, buffer, device, timeout
 
+    @property
+    def buffer(self) -> Tensor:
+        """Where it arrives."""
+        return self._buffer
+
     def wait(self) -> Tensor:
         """The message, for use on the current stream."""
         if self._work is not None:
@@ -64,6 +69,10 @@ class PipelineP2P:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
         work = dist.irecv(buffer, self.pp.ranks[peer], group=self.pp.group, tag=tag)
         return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
+
+    def sending(self) -> list[Tensor]:
+        """Messages whose memory is held as they may still be on their way."""
+        return [message for _, message in self._sends]
 
     def finish(self) -> None:
         """Waits for all sends."""

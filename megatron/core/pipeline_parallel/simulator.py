@@ -6,7 +6,7 @@ its rank, and the arrival of what it needs. The same walk finds out whether the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class StageCosts:
     """Times and memory of one microbatch on one stage: one number for all stages, or one for each.
 
     A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks.
-    `activation` is held from F to the end of the backward; between I and W the share `kept_for_weight_grad`.
+    `activation` is held from F to the end of the backward; between I and W this times `kept_for_weight_grad`.
     """
 
     forward: PerStage = 1.0
@@ -29,7 +29,7 @@ class StageCosts:
     weight_grad: PerStage = 1.0
     comm: float = 0.0
     activation: PerStage = 1.0
-    kept_for_weight_grad: float = 1.0
+    kept_for_weight_grad: PerStage = 1.0
 
     def time(self, action: Action) -> float:
         """Duration of a compute action; 0 of others, whose time is in `comm`."""
@@ -44,7 +44,8 @@ class StageCosts:
 
     def memory(self, action: Action) -> float:
         """What an action adds to (F) or frees from (B, I, W) the activations held by its rank."""
-        share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: self.kept_for_weight_grad - 1, Kind.W: -self.kept_for_weight_grad}
+        after = at_stage(self.kept_for_weight_grad, action.stage)
+        share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
         return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
 
 
@@ -120,14 +121,24 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
 
 def peak_of(actions: Sequence[Action], costs: StageCosts) -> float:
     """The most activations that a rank holds at once. A list without a backward holds those of one action."""
+    return held_at_peak(actions, costs)[0]
+
+
+def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
+    """`peak_of`, and the micro-batches of each stage that are between their forward and their backward then."""
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0
+    inside: Counter[int] = Counter()
+    most: dict[int, int] = {}
     for action in actions:
         held += costs.memory(action)
-        peak = max(peak, held)
+        inside[action.stage] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.I))
+        if held > peak:
+            peak, most = held, dict(inside)
         if forward_only:
             held = 0.0
-    return peak
+            inside.clear()
+    return peak, most
 
 
 def _ranks_of(lists: Lists) -> dict[Action, int]:

@@ -42,6 +42,8 @@ class SelfAttention(nn.Module):
         self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
         self.rotate = region(rotate_queries_and_keys, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
+        # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
+        self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
         self.linear_proj = row_parallel(ctx)(
             f"{name}.linear_proj",
             config.query_projection_size,
@@ -63,6 +65,7 @@ class SelfAttention(nn.Module):
         q, k, v = self._project(x)
         if context.rotary is not None:
             q, k = self.rotate(q, k, *context.rotary)
+            v = v.contiguous() if self.own_values else v
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         if self.recompute_core and self.training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,7 @@ from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive layers of a stage, by place in the stage, and whether the backward recomputes them together."""
-
-    layers: range
-    recompute: bool
-
-
-def recompute_segments(config: TransformerConfig, num_layers: int) -> list[Segment]:
-    """How the layers of a stage are recomputed.
-
-    "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
-    `recompute_num_layers` layers and all activations of the rest.
-    """
-    if config.recompute_granularity != "full":
-        return [Segment(range(num_layers), False)] if num_layers else []
-    count = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        head = min(count, num_layers)
-        rest = range(head, num_layers)
-        return [Segment(range(i, i + 1), True) for i in range(head)] + ([Segment(rest, False)] if rest else [])
-    starts = range(0, num_layers, count)
-    return [Segment(range(start, min(start + count, num_layers)), True) for start in starts]
+from megatron.core.transformer.segments import recompute_segments
 
 
 class TransformerBlock(nn.Module):

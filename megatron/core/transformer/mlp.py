@@ -70,6 +70,11 @@ def build_activation(config: TransformerConfig, ctx: TPContext) -> Callable[[Ten
     return gelu
 
 
+def recomputes_activation(config: TransformerConfig) -> bool:
+    """Whether the activation function alone is computed again: not where the whole MLP is."""
+    return "mlp_act" in config.recomputed_modules and "mlp" not in config.recomputed_modules
+
+
 class MLP(nn.Module):
     """fc2(activation(fc1(x))). A gated fc1 stacks gate and up as [2, ffn, h], each cut over the ranks."""
 
@@ -91,7 +96,7 @@ class MLP(nn.Module):
         self.activation = build_activation(config, ctx)
         self.linear_fc2 = row_parallel(ctx)(f"{name}.linear_fc2", ffn, hidden, ctx, bias=bias, init=output_init)
         self.recompute = "mlp" in config.recomputed_modules
-        self.recompute_activation = "mlp_act" in config.recomputed_modules
+        self.recompute_activation = recomputes_activation(config)
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""

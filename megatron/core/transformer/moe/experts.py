@@ -22,7 +22,7 @@ from megatron.core.host_copies import integers_on
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_grouped_product_, main_grad_of
-from megatron.core.transformer.mlp import build_activation
+from megatron.core.transformer.mlp import build_activation, recomputes_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
@@ -149,7 +149,7 @@ class Experts(nn.Module):
         gemm = gemm_grouped if grouped else gemm_each
         self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
         self.activation = build_activation(config, ctx)
-        self.recompute_activation = "mlp_act" in config.recomputed_modules
+        self.recompute_activation = recomputes_activation(config)
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
         """rows [n, h], weights [n] -> [n, h], a partial sum over expert tensor parallelism"""

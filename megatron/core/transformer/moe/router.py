@@ -137,10 +137,10 @@ class TopKRouter(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
         """x [s, b, h], this rank's own tokens"""
         logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
-        ranked = self.scores.ranked(logits)
-        unbiased = self._best(ranked.detach())
+        ranked = self.scores.ranked(logits.detach())
+        unbiased = self._best(ranked)
         bias = self.balance.expert_bias
-        chosen = unbiased if bias is None else self._best(ranked.detach() + bias)
+        chosen = unbiased if bias is None else self._best(ranked + bias)
         weights = self.scores.weights(logits, chosen)
         if self.scaling is not None:
             weights = weights * self.scaling

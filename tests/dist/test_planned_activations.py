@@ -1,0 +1,158 @@
+"""The planned bytes of activations are those that built stages keep between a forward pass and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.model_math import Stage
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.transformer.context import Batch
+from megatron.planner.activations import MicroBatch, stage_kept
+from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
+from tests.harness import run_world
+from tools.bench.live_memory import LiveMemory
+
+SAMPLES = 3
+WHOLE, FIRST, MIDDLE, LAST = (
+    Stage(range(2)),
+    Stage([0], last=False),
+    Stage([0, 1], first=False, last=False),
+    Stage([1], first=False),
+)
+RECOMPUTE = {
+    "none": {},
+    "full": {"recompute_granularity": "full"},
+    "groups of 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective"},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp", "mlp_act")},
+}
+Case = tuple[str, TransformerConfig, ModelParallelConfig, Stage]
+
+
+def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
+    """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded."""
+    model, whole = batch.model, Batch.of_tokens(torch.zeros(batch.samples, batch.model.seq_length, dtype=torch.int64))
+    ends = {"first": stage.first, "last": stage.last}
+    built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, initialize=False).train()
+    dtype, rows = getattr(torch, batch.parallel.params_dtype), batch.rows // batch.samples
+    local = whole.local_to(state.cp)
+    given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
+    given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
+    with LiveMemory() as live:
+        hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype)
+        if hidden is not None:
+            hidden.requires_grad_()
+        output = built(hidden, local)
+    if state.tp.size * state.cp.size > 1:
+        live.settle()
+    given.append(output.untyped_storage()._cdata)
+    return sum(size for key, size in live.sizes.items() if key not in given)
+
+
+def compare(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, int, int]]:
+    """(case, planned, measured) of those that differ."""
+    states: dict[tuple[int, int], ParallelState] = {}
+    found = []
+    for name, model, parallel, stage in cases:
+        sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        if sizes not in states:
+            tp, cp = sizes
+            states[sizes] = ParallelState() if world_size == 1 else initialize_model_parallel(tp, 1, cp)
+        batch = MicroBatch(model, parallel, SAMPLES, "cpu")
+        planned, measured = stage_kept(batch, stage).total, kept_by(batch, stage, states[sizes])
+        if planned != measured:
+            found.append((name, planned, measured))
+    return found
+
+
+def styles() -> Iterable[tuple[str, TransformerConfig]]:
+    for name, model in STYLES.items():
+        yield name, model
+        yield f"{name} dropout", with_dropout(model)
+    yield "llama layernorm", replace(LLAMA, normalization="LayerNorm")
+    yield "gpt rmsnorm", replace(GPT, normalization="RMSNorm")
+    yield "one group", replace(LLAMA, num_query_groups=1)
+    yield "qk, no rope", replace(STYLES["qwen3"], position_embedding_type="none")
+
+
+PLACES = (("bf16", WHOLE), ("fp32", LAST), ("bf16", MIDDLE), ("fp64", FIRST))
+
+
+def test_one_process() -> None:
+    cases = [
+        (f"{style} {kind} {dtype} {stage}", replace(model, **more), ModelParallelConfig(**{dtype: True}), stage)
+        for number, ((style, model), (kind, more)) in enumerate(product(styles(), RECOMPUTE.items()))
+        for dtype, stage in [PLACES[number % 4]]
+    ]
+    assert compare(0, 1, cases) == []
+
+
+def test_experts_in_one_process() -> None:
+    even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)
+    models = {
+        "softmax": even,
+        "softmax first": replace(even, moe_router_pre_softmax=True),
+        "sigmoid": replace(even, moe_router_score_function="sigmoid", moe_token_dispatcher_type="alltoall"),
+        "shared": replace(even, moe_shared_expert_intermediate_size=64, swiglu=False, squared_relu=True),
+        "every second layer": replace(even, moe_layer_freq="2"),
+    }
+    cases = [
+        (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
+        for (name, model), kind in product(models.items(), ("none", "full", "mlp", "mlp_act", "layernorm"))
+    ]
+    assert compare(0, 1, cases) == []
+
+
+def test_experts_over_ranks() -> None:
+    """What travels depends on the router: the mean of the ranks is what an even one leaves, to three in a hundred."""
+    model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)
+    parallel = ModelParallelConfig(
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+        bf16=True,
+    )
+    planned, measured = zip(*run_world(2, kept_with_experts, MicroBatch(model, parallel, SAMPLES, "cpu")), strict=True)
+    assert sum(measured) == pytest.approx(sum(planned), rel=0.03)
+
+
+def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[int, int]:
+    state = initialize_model_parallel(2, 1, 1, 2, 1)
+    return stage_kept(batch, MIDDLE).total, kept_by(batch, MIDDLE, state)
+
+
+LAYOUTS = {
+    "tp": ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
+    "sp": ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
+    "cp": ModelParallelConfig(context_parallel_size=2, bf16=True),
+    "cp all_gather": ModelParallelConfig(context_parallel_size=2, cp_comm_type="all_gather", bf16=True),
+    "cp a2a": ModelParallelConfig(context_parallel_size=2, cp_comm_type="a2a", fp32=True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    cases = [
+        (f"{layout} {style} {kind} {stage}", replace(model, **more), LAYOUTS[layout], stage)
+        for style, model in (("gpt", with_dropout(GPT)), ("llama", LLAMA), ("qwen3", STYLES["qwen3"]))
+        for kind, more, stage in (
+            ("none", {}, WHOLE),
+            ("core_attn", RECOMPUTE["core_attn"], MIDDLE),
+            ("all", RECOMPUTE["all"], LAST),
+            ("full", RECOMPUTE["full"], FIRST),
+        )
+    ]
+    for different in run_world(2, compare, cases):
+        assert different == []

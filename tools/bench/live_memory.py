@@ -1,0 +1,56 @@
+"""The memory of the tensors that operations make, counted while it lives: what an allocator would say, on CPU as well.
+
+Not seen is what a kernel takes and gives back within one operation.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Sizes of the storages that operations have made and that are still there, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = 0
+        self.peak = 0
+        self.largest_fp32 = 0
+        """Bytes of the largest fp32 storage made."""
+
+    def restart_peak(self) -> None:
+        """Counts the peak from here on."""
+        self.peak, self.largest_fp32 = self.now, 0
+
+    def settle(self) -> None:
+        """Waits until nothing more goes away: gloo's threads let go of what they have sent a little later."""
+        same, before = 0, -1
+        while same < 3:
+            time.sleep(0.01)
+            same = same + 1 if before == self.now else 0
+            before = self.now
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self.sizes:
+                    self.sizes[key] = storage.nbytes()
+                    self.now += self.sizes[key]
+                    self.peak = max(self.peak, self.now)
+                    if leaf.dtype.itemsize == 4 and leaf.is_floating_point():
+                        self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
+                    weakref.finalize(storage, self._gone, key)
+        return out
