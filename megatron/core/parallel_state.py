@@ -8,7 +8,7 @@ serve it under the names that Megatron-LM's users know.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,6 +27,9 @@ JOINT_AXES = {
     "expt_mp": ("pp", "ep", "expt_tp"),
     "expt_tp_ep": ("ep", "expt_tp"),
 }
+
+LANES = ("pp", "pp_lane_1", "pp_lane_2", "pp_lane_3")
+"""Groups of the same ranks, for messages that must not wait for each other (`pipeline_parallel.p2p`)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,11 @@ class ParallelState:
         return self.axis("embd")
 
     @property
+    def lanes(self) -> tuple[Axis, ...]:
+        """What pipeline messages travel on: the groups of `LANES`, or "pp" alone where they are not needed."""
+        return tuple(self.axes[name] for name in LANES if name in self.axes)
+
+    @property
     def coords(self) -> dict[str, tuple[int, int]]:
         """Axis -> (rank, size), as `ParamMeta.box` takes it."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}
@@ -130,8 +138,12 @@ def initialize_model_parallel(
     return state
 
 
-def build_parallel_state(dims: ParallelDims, rank: int, timeout: timedelta | None = None) -> ParallelState:
-    """The groups of `rank`. Groups of equal membership share one communicator; each rank creates only its own."""
+def build_parallel_state(
+    dims: ParallelDims, rank: int, timeout: timedelta | None = None, lanes: bool | None = None
+) -> ParallelState:
+    """The groups of `rank`. Groups of equal membership share one communicator; each rank creates only its own.
+
+    With `lanes`, the default under NCCL, a pipeline has as many groups as `LANES` names."""
     created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def axis_of(ranks: tuple[int, ...]) -> Axis:
@@ -153,6 +165,10 @@ def build_parallel_state(dims: ParallelDims, rank: int, timeout: timedelta | Non
         # here, but without it their next group would not find its peers.
         dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     axes["embd"] = axis_of(ends if rank in ends else (rank,))
+    if dims.pp > 1 and ("nccl" in dist.get_backend() if lanes is None else lanes):
+        for name in LANES[1:]:
+            group = dist.new_group(list(pipeline), timeout=timeout, use_local_synchronization=True)
+            axes[name] = replace(axes["pp"], group=group)
     size = dims.world_size
     world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
     return ParallelState(dims, rank, axes, world)

@@ -218,6 +218,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
     record_collectives(os.environ)
+    # Pipeline messages have groups of their own for what must not wait for each other.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and config.checkpoint.save:
         record_collectives_of_nccl(Path(config.checkpoint.save))
     with phases("join the world"):

@@ -80,6 +80,7 @@ class Pipeline:
             dtype=getattr(torch, config.parallel.params_dtype),
             device=runtime.device,
             queue=queue,
+            lanes=runtime.state.lanes,
         )
 
     @property

@@ -98,8 +98,10 @@ def grads_of(stages) -> dict[str, Tensor]:
     }
 
 
-def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: float):
-    pp = build_parallel_state(ParallelDims(pp=world), rank).pp
+def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: float, lanes: bool = False):
+    state = build_parallel_state(ParallelDims(pp=world), rank, lanes=lanes)
+    assert len({lane.group for lane in state.lanes}) == (4 if lanes else 1)
+    pp = state.pp
     layout, queue = layout_of(schedule, world, v), WeightGradQueue()
     stages = make_stages(layout.stages_of(rank), layout.num_stages, queue)
     trace: list = []
@@ -111,6 +113,7 @@ def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: flo
         dtype=torch.float64,
         device=torch.device("cpu"),
         queue=queue,
+        lanes=state.lanes,
         trace=trace,
     )
     evaluated = executor.run(pipeline_lists(schedule, world, m + 1, v, evaluate=True)[rank], make_batches(m + 1))
@@ -157,6 +160,18 @@ def test_losses_and_gradients_equal_one_process(schedule, p, v, m):
     merged = {name: grad for _, part, _ in results for name, grad in part.items()}
     assert merged.keys() == grads.keys()
     torch.testing.assert_close(merged, grads, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "v", "m"), [("1f1b", 4, 1, 6), ("interleaved", 3, 2, 4), ("zb-h1", 2, 1, 3), ("zb-v", 4, 2, 7)]
+)
+def test_messages_on_lanes(schedule, p, v, m):
+    """As under NCCL, four groups for what must not wait for each other."""
+    losses, grads = one_process(p * v, m, 0.25)
+    results = run_world(p, run_pipeline, schedule, m, v, 0.25, True)
+    merged = {name: grad for _, part, _ in results for name, grad in part.items()}
+    torch.testing.assert_close(merged, grads, rtol=1e-12, atol=1e-14)
+    assert sum(len(result[0]) for result in results) == len(losses)
 
 
 def fail_in_a_stage(rank: int, world: int):

@@ -53,11 +53,12 @@ class PipelineExecutor:
         dtype: torch.dtype,
         device: torch.device,
         queue: WeightGradQueue | None = None,
+        lanes: Sequence[Axis] = (),
         trace: list[Timed] | None = None,
     ) -> None:
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
         self.stages, self.layout, self.pp, self.queue = stages, layout, pp, queue
-        self.p2p = PipelineP2P(pp, hidden_shape, dtype, device)
+        self.p2p = PipelineP2P(pp, hidden_shape, dtype, device, lanes=lanes)
         self.trace = trace
         """Where given, gets each action and the host times at which it began and ended."""
         self.current: Action | None = None

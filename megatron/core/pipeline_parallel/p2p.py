@@ -2,6 +2,13 @@
 
 Waiting makes the current stream wait under NCCL and the calling thread under gloo; nothing synchronises a device.
 gloo does not take CUDA tensors point to point, so there messages go through host memory.
+
+Under NCCL the messages of a group run on a stream of that group, one after the other (communicators are made when the
+run begins, and torch then has no others for pairs of ranks). A message begins when what is computed before it is done
+and holds up nothing that is computed after it; but a send would wait behind a receive posted earlier, which waits for
+its peer to compute. So there are four lanes, groups of the same ranks: forward and backward messages, from even and
+from odd ranks. On each a rank only sends or only receives (at the seam of an interleaved schedule over an odd number
+of ranks it does both, in the one order that all ranks keep).
 """
 
 from __future__ import annotations
@@ -41,13 +48,24 @@ class PipelineP2P:
     """Sends and receives of one rank over the pipeline axis.
 
     Messages between two ranks must be posted in one order at both ends (NCCL ignores tags); gloo's tags also catch
-    lists that disagree. A message that is being sent keeps its memory until the send is done: finished ones are
-    let go at every later send, and no more than `max_in_flight` are kept.
+    lists that disagree. Even tags are of forward messages, odd ones of backward messages. `lanes` are the groups that
+    they take, of the same ranks as `pp`; without, all go over `pp`.
+
+    A message that is being sent keeps its memory until the send is done: finished ones are let go at every later send,
+    and no more than `max_in_flight` are kept.
     """
 
     def __init__(
-        self, pp: Axis, shape: Sequence[int], dtype: torch.dtype, device: torch.device, max_in_flight: int = 8
+        self,
+        pp: Axis,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_in_flight: int = 8,
+        lanes: Sequence[Axis] = (),
     ) -> None:
+        assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
+        self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
         self.pp, self.shape, self.dtype, self.device = pp, tuple(shape), dtype, device
         self.max_in_flight = max_in_flight
         self.timeout: timedelta | None = None
@@ -62,12 +80,13 @@ class PipelineP2P:
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
         message = message.to(self._wire_device).contiguous()
         self._let_go(self.max_in_flight - 1)
-        self._sends.append((dist.isend(message, self.pp.ranks[peer], group=self.pp.group, tag=tag), message))
+        work = dist.isend(message, self.pp.ranks[peer], group=self._lane(tag, self.pp.rank).group, tag=tag)
+        self._sends.append((work, message))
 
     def receive(self, peer: int, tag: int) -> Receive:
         """Starts receiving [s, b, h] from pipeline rank `peer`."""
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
-        work = dist.irecv(buffer, self.pp.ranks[peer], group=self.pp.group, tag=tag)
+        work = dist.irecv(buffer, self.pp.ranks[peer], group=self._lane(tag, peer).group, tag=tag)
         return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
 
     def sending(self) -> list[Tensor]:
@@ -78,6 +97,9 @@ class PipelineP2P:
         """Waits for all sends."""
         self._let_go(0)
 
+    def _lane(self, tag: int, sender: int) -> Axis:
+        return self.lanes[lane_of(backward=tag % 2 == 1, sender=sender)]
+
     def _let_go(self, keep: int) -> None:
         while self._sends:
             work, _ = self._sends[0]
@@ -86,6 +108,11 @@ class PipelineP2P:
                 self._sends.popleft()
             else:
                 break
+
+
+def lane_of(backward: bool, sender: int) -> int:
+    """Which of the four lanes a message of pipeline rank `sender` takes."""
+    return 2 * backward + sender % 2
 
 
 def _wait(work: dist.Work, timeout: timedelta | None) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
-from megatron.core.tensor_parallel.mappings import start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.passing import Passing
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, main_grad_of
 
