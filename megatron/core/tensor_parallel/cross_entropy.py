@@ -78,10 +78,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:
     """Logits z [n, columns] become exp(z - top) * factor, less `at_label` at the label, in the precision of `top`."""
-    label = label[:, None]
-    target = (z.gather(1, label).squeeze(1) - top).exp_().mul_(factor).sub_(at_label)
+    rows = torch.arange(z.shape[0], device=z.device)
+    target = (z[rows, label] - top).exp_().mul_(factor).sub_(at_label)
     region(_exponentials_, compiled)(z, top, factor)
-    z.scatter_(1, label, target[:, None].to(z.dtype))
+    z.index_put_((rows, label), target.to(z.dtype))  # scatter_ would copy all of z on CPU
 
 
 def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
