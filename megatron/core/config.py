@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.core.flag_spec import flag
 from megatron.core.moe_config import MoEConfig, moe_pattern
+from megatron.core.precision_config import PrecisionConfig
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -19,8 +20,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class ModelParallelConfig:
-    """How the model and the batch are cut over the ranks."""
+class ModelParallelConfig(PrecisionConfig):
+    """How the model and the batch are cut over the ranks, and what they are computed on and in."""
 
     tensor_model_parallel_size: int = flag(1, "--tp")
     """Ranks that share each matrix multiplication (TP)."""
@@ -77,18 +78,6 @@ class ModelParallelConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the head and the loss as one layer when layers are split, in place of their FLOPs."""
 
-    fp16: bool = False
-    """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
-
-    bf16: bool = False
-    """Parameters and activations in bfloat16."""
-
-    fp32: bool = False
-    """Parameters and activations in single precision; the default."""
-
-    fp64: bool = False
-    """Parameters and activations in double precision, for tests."""
-
     cpu: bool = False
     """Train on the CPU even where a GPU is present."""
 
@@ -103,19 +92,6 @@ class ModelParallelConfig:
 
     startup_timeout_minutes: float = 30.0
     """The same for each phase of start-up, index building and loading among them, and for the first step."""
-
-    @property
-    def params_dtype(self) -> str:
-        """Name of the torch dtype of parameters and activations."""
-        for name, chosen in (("float16", self.fp16), ("bfloat16", self.bf16), ("float64", self.fp64)):
-            if chosen:
-                return name
-        return "float32"
-
-    @property
-    def main_dtype(self) -> str:
-        """Name of the torch dtype of gradients, main parameters and optimizer moments."""
-        return "float64" if self.fp64 else "float32"
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled on devices of this type ("cuda", "cpu")."""

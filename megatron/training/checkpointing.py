@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.storage import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.products import AMAX_HISTORY
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig
 from megatron.training.flags import field_table
@@ -170,6 +171,7 @@ def load_checkpoint(
     load_optimizer = options.load_optim and not options.finetune
     _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
     targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
+    targets = _without_new_histories(targets, checkpoint)
     checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
     if load_optimizer:
         _load_counters(checkpoint, optimizer)
@@ -312,12 +314,25 @@ def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str
     return changed
 
 
+def _without_new_histories(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
+    """The targets without histories of fp8 scaling that the checkpoint has not, or of another length: they begin anew,
+    as a run may take up fp8, or another recipe, at any time."""
+
+    def saved(key: str) -> bool:
+        return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
+
+    return {key: target for key, target in targets.items() if not key.endswith(AMAX_HISTORY) or saved(key)}
+
+
 def _unused(checkpoint: Checkpoint, load_optimizer: bool) -> Callable[[str], bool]:
-    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that."""
+    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, and a run
+    may have no use for histories of fp8 scaling."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
             return not load_optimizer
+        if key.endswith(AMAX_HISTORY):
+            return True
         name = key.removeprefix(MODEL)
         return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors
 

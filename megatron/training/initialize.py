@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.tensor_parallel.fp8 import FIRST_CAPABILITY
 from megatron.core.tensor_parallel.overlapped import has_symmetric_memory
 from megatron.training.board import Board, meet
 from megatron.training.collectives import groups_of, record_collectives
@@ -119,6 +120,19 @@ def check_overlap(config: ModelParallelConfig, state: ParallelState, device: tor
         )
 
 
+def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
+    """Raises ValueError if matrix products are to be in fp8 and the GPU has none."""
+    if config.fp8_format is None or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FIRST_CAPABILITY:
+        needed, has = ("{}.{}".format(*capability) for capability in (FIRST_CAPABILITY, found))
+        raise ValueError(
+            f"--fp8-format {config.fp8_format} needs a GPU of compute capability {needed} or above, as Ada and Hopper "
+            f"are, and {torch.cuda.get_device_name(device)} has {has}: leave it out, or use another GPU"
+        )
+
+
 def set_determinism(config: RunConfig) -> None:
     """Deterministic kernels only. Before anything is built, as kernels are chosen while building."""
     if not config.training.deterministic:
@@ -206,6 +220,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     set_determinism(config)
     device = choose_device(parallel, launch)
     check_compiler(parallel, device)
+    check_fp8(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.

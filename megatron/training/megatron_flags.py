@@ -220,7 +220,7 @@ NOT_BUILT: dict[str, str] = {
     **_refuse("making experts from a dense model", "--moe-use-upcycling"),
     **_refuse("this way of sending tokens to experts", "--moe-enable-deepep", "--moe-flex-dispatcher-backend"),
     **_refuse("context parallelism in two levels", "--hierarchical-context-parallel-sizes"),
-    **_refuse("8-bit floating point", "--first-last-layers-bf16", "--keep-fp8-transpose-cache"),
+    **_refuse("this way of 8-bit floating point", "--keep-fp8-transpose-cache", "--no-fp8-wgrad"),
     **_refuse("another grouping of interleaved micro-batches", "--microbatch-group-size-per-virtual-pipeline-stage"),
     **_refuse(
         "a pipeline layout by hand",
@@ -350,7 +350,7 @@ NOT_BUILT_FAMILIES: dict[str, str] = {
     "--moe-deepep-": "this way of sending tokens to experts",
     "--moe-hybridep-": "this way of sending tokens to experts",
     "--moe-upcycling-": "making experts from a dense model",
-    "--fp8-": "8-bit floating point",
+    "--fp8-": "this way of 8-bit floating point",
     "--fp4-": "4-bit floating point",
     "--tp-comm-": "overlap of tensor-parallel communication in user buffers",
     "--cuda-graph-": "CUDA graphs",

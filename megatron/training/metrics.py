@@ -20,20 +20,22 @@ import torch
 
 from megatron.training.config import LoggingConfig
 
-# Dense 16-bit tensor-core peaks in TFLOP/s, from the vendor's data sheets.
+# Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0}
+PEAK_TFLOPS_FP8 = {"H100": 1978.9, "H200": 1978.9, "H800": 1978.9}
 
 Record = dict[str, Any]
 
 
-def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak of one device in TFLOP/s: what the user says, else known from its name for 16-bit, else None."""
+def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float | None:
+    """Peak of one device in TFLOP/s: what the user says, else known from its name for 16-bit or fp8, else None."""
     if config.peak_tflops is not None:
         return config.peak_tflops
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_TFLOPS_16BIT.items() if key in name), None)
+    peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
+    return next((peak for key, peak in peaks.items() if key in name), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -122,6 +122,7 @@ def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
             break
     run.ddp.zero_grad_buffer()
     run.experts.forget_step()
+    run.scaling.forget_step()
     return None if first is None else replace(first, weights=weights)
 
 

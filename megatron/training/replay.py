@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +12,7 @@ from megatron.core.config import ModelParallelConfig
 from megatron.core.data_config import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.parallel_state import ParallelState
+from megatron.core.precision_config import PrecisionConfig
 from megatron.training.arguments import parse_args, save_config
 from megatron.training.config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
 from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
@@ -54,7 +55,8 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
     """The configuration that a step is replayed under, not resolved: that of its run with the layout left out, all but
     the precision, and `flags` added. Raises ValueError for what is wrong with them."""
     config = parse_args(["--config", str(folder / CONFIG)])
-    kept = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64", "cpu")}
+    precision = [each.name for each in fields(PrecisionConfig)]
+    kept = {name: getattr(config.parallel, name) for name in (*precision, "cpu")}
     config = replace(
         config,
         parallel=ModelParallelConfig(**kept),

@@ -15,6 +15,7 @@ from megatron.training.flags import Flag, all_flags
 from megatron.training.length_rules import batch, length, schedule
 from megatron.training.moe_rules import experts
 from megatron.training.pipeline_rules import overlap, pipeline, recomputation
+from megatron.training.precision_rules import fp8, fp8_scaling, fp8_shapes, precision
 from megatron.training.problem import Problem, divides, multiples
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -34,6 +35,8 @@ MAY_BE_ZERO = {
     "eval_iters",
     "exit_margin_in_mins",
     "init_method_std",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
     "num_workers",
     "start_weight_decay",
     "weight_decay",
@@ -193,21 +196,6 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--use-rope-scaling", None, "scales rotary embeddings, which this model has not", remedy)
 
 
-def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    p, o = c.parallel, c.optimizer
-    chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
-    if len(chosen) > 1:
-        yield Problem(chosen[0], None, f"and {', '.join(chosen[1:])} exclude each other", "keep one of them")
-    if o.loss_scale is not None and not p.fp16:
-        yield Problem("--loss-scale", o.loss_scale, "counts only with --fp16", "add --fp16, or leave it out")
-    if o.min_loss_scale > o.initial_loss_scale:
-        rule = f"must be at most --initial-loss-scale {o.initial_loss_scale:g}"
-        yield Problem("--min-loss-scale", o.min_loss_scale, rule, f"nearest: {o.initial_loss_scale:g}")
-    if p.cpu and p.distributed_backend == "nccl":
-        remedy = "use gloo, or leave out --cpu"
-        yield Problem("--distributed-backend", "nccl", "runs on GPUs only, and --cpu is given", remedy)
-
-
 def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     d = c.data
     names = ("--train-data-path", "--valid-data-path", "--test-data-path")
@@ -329,6 +317,9 @@ RULES: tuple[Rule, ...] = (
     recomputation,
     overlap,
     precision,
+    fp8,
+    fp8_scaling,
+    fp8_shapes,
     batch,
     length,
     schedule,

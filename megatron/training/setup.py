@@ -17,6 +17,8 @@ from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.tensor_parallel.products import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.context import Batch
 from megatron.core.transformer.sdpa import AttentionShape, choose_kernel
@@ -47,6 +49,7 @@ class TrainingRun:
     train_iters: int
     progress: Progress
     experts: ExpertLoad
+    scaling: DelayedScaling
     saver: CheckpointSaver | None
     """None where nothing is saved."""
 
@@ -68,7 +71,12 @@ class Pipeline:
     """Runs a step's micro-batches through the stages, in the order of the schedule for however many there are."""
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, stages: dict[int, GPTModel], queue: WeightGradQueue
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        stages: dict[int, GPTModel],
+        queue: WeightGradQueue,
+        casts: WeightCasts,
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
         self.layout = pipeline_layout(config.model, config.parallel)
@@ -80,6 +88,7 @@ class Pipeline:
             dtype=getattr(torch, config.parallel.params_dtype),
             device=runtime.device,
             queue=queue,
+            casts=casts,
             lanes=runtime.state.lanes,
         )
 
@@ -110,7 +119,11 @@ def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
 
 
 def build_stages(
-    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, initialize: bool = True
+    config: RunConfig,
+    runtime: Runtime,
+    queue: WeightGradQueue,
+    casts: WeightCasts | None = None,
+    initialize: bool = True,
 ) -> dict[int, GPTModel]:
     """This rank's pipeline stages, with initial weights that do not depend on the layout."""
     state, model = runtime.state, config.model
@@ -129,6 +142,7 @@ def build_stages(
             tied_stages=tied_stages(model, layout),
             tied_weight=embedding.word_embeddings.weight if embedding is not None else None,
             queue=queue,
+            casts=casts,
             device=runtime.device,
             seed=config.training.seed,
             initialize=initialize,
@@ -170,12 +184,13 @@ def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamSchedu
 def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
     """Model, gradient buffers, optimizer, data; then the checkpoint, where there is one to load."""
     phases, state = runtime.phases, runtime.state
-    queue = WeightGradQueue()
+    queue, casts = WeightGradQueue(), WeightCasts()
     with phases("data"):
         batch_sizes = BatchSizes.from_config(config.training)
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
-        stages = build_stages(config, runtime, queue)
+        stages = build_stages(config, runtime, queue, casts)
+        scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
         choose_attention(config, runtime)
     with phases("optimizer"):
         ddp = DistributedDataParallel(
@@ -185,10 +200,11 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         scheduler = build_scheduler(config, train_iters)
     with phases("checkpoint"):
         progress = load_checkpoint(config, state, stages, optimizer, runtime.say, data.fingerprint)
+        scaling.refresh()
         saver = build_saver(config, state.world, progress)
     path = config.logging.sample_log
     sample_log = SampleLog(Path(path), data.train.dataset, state, progress.iteration) if path else None
-    pipeline = Pipeline(config, runtime, stages, queue)
+    pipeline = Pipeline(config, runtime, stages, queue, casts)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
@@ -205,6 +221,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         train_iters,
         progress,
         experts,
+        scaling,
         saver,
         StepGuard(config.checks, runtime.device, progress.running_means),
         clock,

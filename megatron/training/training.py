@@ -199,6 +199,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
         result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge)
     run.guard.watch(step, result)
     run.experts.end_step(result.skip)
+    run.scaling.end_step(result.skip)
     interval.results.append(result)
     interval.losses.append(sums.loss_and_tokens)
     interval.learning_rate = lr
@@ -228,7 +229,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     seconds = interval.seconds()
     tokens_per_second = interval.samples * config.model.seq_length / seconds
     tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
-    peak = peak_tflops(config.logging, runtime.device, run.dtype)
+    peak = peak_tflops(config.logging, runtime.device, run.dtype, config.parallel.fp8_format is not None)
     return {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.pipeline_parallel.simulator import Timed
+from megatron.core.tensor_parallel.products import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 
@@ -38,7 +39,7 @@ class PipelineExecutor:
     `stages` maps the global number of each local stage to its module: `module(hidden | None, batch)` returns hidden
     [s(/tp), b, h], and on the last stage the loss sum of the microbatch, a scalar. The first stage is given None.
     `hidden_shape` and `dtype` are those of every message. Lists with I and W need the `queue` that the linear
-    layers of the stages leave their weight gradients in.
+    layers of the stages leave their weight gradients in. `casts` are the stages' copies of weights, kept for a run.
 
     An output is kept only until it is sent: the backward needs its place in the autograd graph, not its values.
     """
@@ -53,11 +54,13 @@ class PipelineExecutor:
         dtype: torch.dtype,
         device: torch.device,
         queue: WeightGradQueue | None = None,
+        casts: WeightCasts | None = None,
         lanes: Sequence[Axis] = (),
         trace: list[Timed] | None = None,
     ) -> None:
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
         self.stages, self.layout, self.pp, self.queue = stages, layout, pp, queue
+        self.casts = casts or WeightCasts()
         self.p2p = PipelineP2P(pp, hidden_shape, dtype, device, lanes=lanes)
         self.trace = trace
         """Where given, gets each action and the host times at which it began and ended."""
@@ -94,7 +97,7 @@ class PipelineExecutor:
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in (Kind.B, Kind.I) for action in actions)
         self._begin(batches, loss_scale_seed, training)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), self.casts.kept():
             for action in actions:
                 self._run_one(action)
         self.p2p.finish()

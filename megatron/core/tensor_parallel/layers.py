@@ -9,8 +9,7 @@ along the sequence: the all-reduce at the end becomes a reduce-scatter, and an a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -28,6 +27,7 @@ from megatron.core.tensor_parallel.collectives import (
     start_nothing,
     start_reduce_scatter,
 )
+from megatron.core.tensor_parallel.products import PLAIN, Cuts, Fp8Context, Products, build_products, matrix_of
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_rows_, main_grad_added, main_grad_of
 
@@ -67,6 +67,13 @@ class TPContext:
     comm_overlap: str | None = None
     """How transformer layers overlap their collectives with products: a key of `overlapped.OVERLAPS`."""
 
+    fp8: Fp8Context | None = None
+    """What linear layers multiply in, if not in `dtype`."""
+
+    def of_layer(self, number: int) -> TPContext:
+        """The context of one transformer layer, which may stay out of fp8."""
+        return self if self.fp8 is None or number in self.fp8.layers else replace(self, fp8=None)
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -80,12 +87,16 @@ class Boundary:
     leave: Start = start_nothing
     leave_adjoint: Start = start_nothing
 
+    cuts: Cuts = field(default_factory=Cuts)
+
 
 LOCAL = Boundary()
-COLUMN = Boundary(enter_adjoint=start_all_reduce_)
-COLUMN_SEQUENCE = Boundary(enter=start_all_gather, enter_adjoint=start_reduce_scatter)
-ROW = Boundary(leave=start_all_reduce_)
-ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gather)
+COLUMN = Boundary(enter_adjoint=start_all_reduce_, cuts=Cuts(outputs=True))
+COLUMN_SEQUENCE = Boundary(
+    enter=start_all_gather, enter_adjoint=start_reduce_scatter, cuts=Cuts(sequence=True, outputs=True)
+)
+ROW = Boundary(leave=start_all_reduce_, cuts=Cuts(inputs=True))
+ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gather, cuts=Cuts(inputs=True))
 
 
 def column_boundary(ctx: TPContext) -> Boundary:
@@ -112,7 +123,7 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = leave(enter(x) Wᵀ) + bias, with W [..., in] taken as a matrix [out, in].
+    """y = leave(enter(x) Wᵀ) + bias, with W [..., in] taken as a matrix [out, in] and `products` of matrices.
 
     Backward: the input, of which only the local part is saved, is gathered again while dX is computed; dX is reduced
     while dW is computed. dW goes to the queue, which adds it to `weight.main_grad` now or later; a weight without
@@ -128,42 +139,46 @@ class LinearFunction(torch.autograd.Function):
         boundary: Boundary,
         axis: Axis,
         queue: WeightGradQueue,
+        products: Products = PLAIN,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        local, *rest = products.cast_input(x)
+        ctx.save_for_backward(local, *rest)
         # The parameter itself, as activation checkpointing hands back saved tensors without their attributes.
-        ctx.weight, ctx.boundary, ctx.axis, ctx.queue = weight, boundary, axis, queue
+        ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.products = weight, boundary, axis, queue, products
         ctx.bias_shape = None if bias is None else bias.shape
-        full_x = boundary.enter(x, axis).wait()
+        full_x = (boundary.enter(local, axis).wait(), *rest)
         flat_bias = None if bias is None else bias.flatten()
-        matrix = weight.view(-1, weight.shape[-1])
         if boundary.leave is start_nothing:
-            return F.linear(full_x, matrix, flat_bias)
-        y = boundary.leave(F.linear(full_x, matrix), axis).wait()
+            return products.forward(full_x, weight, flat_bias)
+        y = boundary.leave(products.forward(full_x, weight, None), axis).wait()
         return y if flat_bias is None else y.add_(flat_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        weight, boundary, axis, queue = ctx.weight, ctx.boundary, ctx.axis, ctx.queue
+        local, *rest = ctx.saved_tensors
+        weight, boundary, axis, products = ctx.weight, ctx.boundary, ctx.axis, ctx.products
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        deferred = needs_dw and queue.deferring and main_grad_of(weight) is not None
+        deferred = needs_dw and ctx.queue.deferring and main_grad_of(weight) is not None
 
-        gather = partial(boundary.enter, x, axis)
-        full_x = gather() if needs_dw and not deferred else None
-        dy = boundary.leave_adjoint(grad_output, axis).wait() if needs_dx or needs_dw else grad_output
-        dx = None
+        gathering = boundary.enter(local, axis) if needs_dw and not deferred else None
+        dx = dw = None
+        if needs_dx or needs_dw:
+            dy = products.cast_grad(boundary.leave_adjoint(grad_output, axis).wait())
         if needs_dx:
-            dx = boundary.enter_adjoint(dy.matmul(weight.view(-1, weight.shape[-1])), axis)
-        dw = None
-        if deferred:
-            queue.accumulate(weight, dy, lambda: gather().wait())
-        elif full_x is not None and main_grad_of(weight) is not None:
-            queue.accumulate(weight, dy, full_x.wait)
-        elif full_x is not None:
-            dw = dy.flatten(0, -2).t().matmul(full_x.wait().flatten(0, -2)).view_as(weight)
+            dx = boundary.enter_adjoint(products.input_grad(dy, weight), axis)
+
+        def add_dw_(out: Tensor) -> None:
+            full_x = (boundary.enter(local, axis) if gathering is None else gathering).wait()
+            products.add_weight_grad_(out, dy, (full_x, *rest))
+
+        if needs_dw and main_grad_of(weight) is not None:
+            ctx.queue.accumulate(weight, add_dw_)
+        elif needs_dw:
+            dw = torch.zeros_like(weight)
+            add_dw_(matrix_of(dw))
         db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
-        return (None if dx is None else dx.wait()), dw, db, None, None, None
+        return (None if dx is None else dx.wait()), dw, db, None, None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -189,12 +204,13 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(ParamMeta(f"{name}.weight", (*out_dims, in_size), sharded, init), ctx)
         self.bias = make_parameter(ParamMeta(f"{name}.bias", out_dims, sharded, Init("zeros")), ctx) if bias else None
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
+        self.products = build_products(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
         self.local_out_dims = tuple(self.weight.shape[:-1])
         self.out_features = prod(self.local_out_dims)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in], or [s/tp, b, in] under sequence parallelism -> [s, b, out/tp]"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue)
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.products)
 
 
 class RowParallelLinear(nn.Module):
@@ -207,10 +223,11 @@ class RowParallelLinear(nn.Module):
         bias_meta = ParamMeta(f"{name}.bias", (out_size,), init=Init("zeros"), partial_over=partial_over)
         self.bias = make_parameter(bias_meta, ctx) if bias else None
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, row_boundary(ctx)
+        self.products = build_products(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in/tp] -> [s, b, out], or [s/tp, b, out] under sequence parallelism"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue)
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.products)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -302,4 +319,4 @@ class OutputLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]"""
-        return LinearFunction.apply(x, self.weight, None, self.boundary, self.axis, self.queue)
+        return LinearFunction.apply(x, self.weight, None, self.boundary, self.axis, self.queue, PLAIN)

@@ -24,7 +24,8 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.passing import Passing
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, main_grad_of
+from megatron.core.tensor_parallel.products import matrix_of, rows_of
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of
 
 
 class Overlap(Protocol):
@@ -128,7 +129,7 @@ class _ColumnFunction(torch.autograd.Function):
         ctx.weight, ctx.axis, ctx.queue, ctx.overlap = weight, axis, queue, overlap
         ctx.bias_shape = None if bias is None else bias.shape
         flat_bias = None if bias is None else bias.flatten()
-        return overlap.gather_matmul(x, _matrix(weight).t(), axis, flat_bias)[1]
+        return overlap.gather_matmul(x, matrix_of(weight).t(), axis, flat_bias)[1]
 
     @staticmethod
     @once_differentiable
@@ -140,9 +141,9 @@ class _ColumnFunction(torch.autograd.Function):
         dx = reducing = dw = None
         gathering = start_all_gather(x, axis) if at_once else None
         if needs_dx and at_once:
-            reducing = start_reduce_scatter(dy.matmul(_matrix(weight)), axis)
+            reducing = start_reduce_scatter(dy.matmul(matrix_of(weight)), axis)
         elif needs_dx:
-            dx = ctx.overlap.matmul_scatter(dy, _matrix(weight), axis)
+            dx = ctx.overlap.matmul_scatter(dy, matrix_of(weight), axis)
         if needs_dw:
             fetch = (lambda: start_all_gather(x, axis).wait()) if gathering is None else gathering.wait
             dw = _weight_grad(ctx.queue, weight, dy, fetch)
@@ -165,7 +166,7 @@ class _RowFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.axis, ctx.queue, ctx.overlap = weight, axis, queue, overlap
-        y = overlap.matmul_scatter(x, _matrix(weight).t(), axis)
+        y = overlap.matmul_scatter(x, matrix_of(weight).t(), axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -175,7 +176,7 @@ class _RowFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dx = dw = None
         if needs_dx:
-            dy, dx = ctx.overlap.gather_matmul(grad_output, _matrix(ctx.weight), ctx.axis)
+            dy, dx = ctx.overlap.gather_matmul(grad_output, matrix_of(ctx.weight), ctx.axis)
         if needs_dw:
             dy = start_all_gather(grad_output, ctx.axis).wait() if dy is None else dy
             dw = _weight_grad(ctx.queue, ctx.weight, dy, lambda: x)
@@ -183,23 +184,19 @@ class _RowFunction(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _matrix(weight: Tensor) -> Tensor:
-    """[..., in] -> [out, in]"""
-    return weight.view(-1, weight.shape[-1])
-
-
 def _weight_grad(queue: WeightGradQueue, weight: Tensor, dy: Tensor, fetch: Callable[[], Tensor]) -> Tensor | None:
     """Hands dW to the queue; the gradient itself where the weight has no `main_grad`."""
     if main_grad_of(weight) is not None:
-        queue.accumulate(weight, dy, fetch)
+        queue.accumulate(weight, lambda out: add_product_(out, rows_of(dy), rows_of(fetch())))
         return None
-    return dy.flatten(0, -2).t().matmul(fetch().flatten(0, -2)).view_as(weight)
+    return rows_of(dy).t().matmul(rows_of(fetch())).view_as(weight)
 
 
 class OverlappedColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` with its collectives behind its products."""
+    """`ColumnParallelLinear` with its collectives behind its products, which are in the numbers of the parameters."""
 
     def __init__(self, name: str, in_size: int, out_dims: tuple[int, ...], ctx: TPContext, **kwargs: Any) -> None:
+        assert ctx.fp8 is None, "products in parts are not in fp8"
         super().__init__(name, in_size, out_dims, ctx, **kwargs)
         self.overlap = build_overlap(ctx)
 
@@ -212,6 +209,7 @@ class OverlappedRowParallelLinear(RowParallelLinear):
     """`RowParallelLinear` with its collectives behind its products."""
 
     def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, **kwargs: Any) -> None:
+        assert ctx.fp8 is None, "products in parts are not in fp8"
         super().__init__(name, in_size, out_size, ctx, **kwargs)
         self.overlap = build_overlap(ctx)
 

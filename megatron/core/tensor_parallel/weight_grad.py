@@ -53,12 +53,10 @@ class WeightGradQueue:
         assert self._key is None, f"{self._key} has not ended"
         assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
 
-    def accumulate(self, weight: Tensor, grad_output: Tensor, fetch_input: Callable[[], Tensor]) -> None:
-        """weight [..., in] with a main_grad, grad_output [..., out], input [..., in].
-
-        The input comes from a function, as a sequence-parallel one has to be gathered first: only when it is needed.
-        """
-        self._do(lambda: add_weight_grad_(weight, grad_output, fetch_input()))
+    def accumulate(self, weight: Tensor, add_: Callable[[Tensor], None]) -> None:
+        """weight [..., in] with a main_grad, which `add_` is handed as a matrix [out, in] to add dW to. It is called
+        only then, so that it may fetch what it needs, as a sequence-parallel input has to be gathered first."""
+        self._do(lambda: add_weight_grad_(weight, add_))
 
     def accumulate_grouped(self, weight: Tensor, grad_output: Tensor, x: Tensor, splits: Sequence[int]) -> None:
         """weight [groups, ..., in] with a main_grad, grad_output [n, ...], input [n, in]: of the n rows each group has
@@ -84,11 +82,11 @@ def main_grad_added(weight: Tensor) -> None:
         notify()
 
 
-def add_weight_grad_(weight: Tensor, grad_output: Tensor, x: Tensor) -> None:
-    """weight.main_grad += grad_outputᵀ x"""
+def add_weight_grad_(weight: Tensor, add_: Callable[[Tensor], None]) -> None:
+    """Has `add_` add to weight.main_grad, as a matrix [out, in]."""
     main_grad = main_grad_of(weight)
     assert main_grad is not None
-    add_product_(main_grad.view(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1]), x.flatten(0, -2))
+    add_(main_grad.view(-1, main_grad.shape[-1]))
     main_grad_added(weight)
 
 

@@ -40,7 +40,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, number: int, config: TransformerConfig, ctx: TPContext, seed: int) -> None:
         super().__init__()
-        name = f"decoder.layers.{number}"
+        name, ctx = f"decoder.layers.{number}", ctx.of_layer(number)
         init = Init("normal", config.init_method_std)
         # What is added to the residual stream starts smaller, so that the stream's variance does not grow with depth.
         output_init = Init("normal", config.init_method_std / sqrt(2 * config.num_layers))

@@ -14,6 +14,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
 from megatron.core.tensor_parallel.mappings import all_gather
+from megatron.core.tensor_parallel.products import WeightCasts, build_fp8
 from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.block import TransformerBlock
@@ -44,6 +45,7 @@ class GPTModel(nn.Module):
         tied_stages: tuple[int, ...] = (),
         tied_weight: nn.Parameter | None = None,
         queue: WeightGradQueue | None = None,
+        casts: WeightCasts | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,
@@ -61,6 +63,7 @@ class GPTModel(nn.Module):
             cp_comm_type=parallel.cp_comm_type,
             compiled=parallel.compiles(torch.device(device).type),
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
+            fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),
             experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last

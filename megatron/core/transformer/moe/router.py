@@ -20,7 +20,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.mappings import all_gather
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, main_grad_of
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.moe.balance import Balance
 from megatron.core.transformer.norm import sequence_partial
@@ -43,7 +43,7 @@ class RouterFunction(torch.autograd.Function):
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1] and main_grad_of(weight) is not None:
-            ctx.queue.accumulate(weight, grad, lambda: x.to(dtype))
+            ctx.queue.accumulate(weight, lambda out: add_product_(out, grad.flatten(0, -2), x.flatten(0, -2).to(dtype)))
         elif ctx.needs_input_grad[1]:
             dw = grad.flatten(0, -2).t().matmul(x.flatten(0, -2).to(dtype)).to(weight.dtype)
         return dx, dw, None, None

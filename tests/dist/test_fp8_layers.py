@@ -1,0 +1,94 @@
+"""Linear layers in fp8 over tensor-parallel ranks against one process, with fp32 in place of bf16 around the casts.
+
+Every rank casts its part of a tensor as one process casts the whole, so that only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.param_meta import Init
+from megatron.core.precision_config import PrecisionConfig
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.products import WeightCasts, build_fp8
+from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from tests.harness import run_world
+
+S, B, H, F = 8, 2, 16, 32
+NORMAL = Init("normal", 0.3)
+
+
+class Pair(nn.Module):
+    """A gated column-parallel layer and the row-parallel one behind it."""
+
+    def __init__(self, ctx: TPContext) -> None:
+        super().__init__()
+        self.fc1 = ColumnParallelLinear("fc1", H, (2, F), ctx, shard_dim=1, bias=True, init=NORMAL)
+        self.fc2 = RowParallelLinear("fc2", F, H, ctx, bias=True, init=NORMAL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fc1(x).unflatten(-1, (2, -1)).unbind(-2)
+        return self.fc2(gate.tanh() * up)
+
+
+def whole(x: Tensor, sp: bool, state: ParallelState) -> Tensor:
+    return mappings.all_gather(x, state.tp) if sp else x
+
+
+def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
+    """Two steps of two micro-batches: output, gradients of input and weights, and histories, whole."""
+    state = initialize_model_parallel(size)
+    config = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
+    fp8 = build_fp8(config, 1, WeightCasts())
+    ctx = TPContext(state.tp, sp, torch.float32, torch.device("cpu"), WeightGradQueue(), fp8=fp8)
+    net, found = Pair(ctx), {}
+    weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    initialize_parameters_(weights, 7, state.coords)
+    scaling = DelayedScaling(config, [net], state.axis("stage"))
+    for step in range(2):
+        for param in weights:
+            param.main_grad, param.grad = torch.zeros_like(param), None
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            x, dy = (torch.randn(S, B, H, generator=generator) * (micro + 1) for _ in range(2))
+            x, dy = (mappings.local_slice(part, state.tp) if sp else part for part in (x, dy))
+            x = x.clone().requires_grad_()
+            assert fp8 is not None
+            with fp8.casts.kept():
+                y = net(x)
+                y.backward(dy)
+            key = f"step {step} {micro}"
+            found |= {f"{key} y": whole(y.detach(), sp, state), f"{key} dx": whole(x.grad, sp, state)}
+        for param in weights:
+            if param.meta.matrix:
+                dim = param.meta.sharded["tp"]
+                found[f"step {step} {param.meta.name}"] = mappings.all_gather(param.main_grad, state.tp, dim)
+        scaling.end_step(torch.tensor(0.0))
+    found |= {p.meta.name: p.detach().clone() for p in net.parameters() if not p.requires_grad}
+    return found
+
+
+@lru_cache
+def one_process(recipe: str) -> dict[str, Tensor]:
+    return run_world(1, steps, False, recipe)[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("sp", [False, True])
+def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
+    expected = one_process(recipe)
+    for found in run_world(2, steps, sp, recipe):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            error = (found[name] - value).norm() / value.norm()
+            assert error < 1e-5, f"{name}: {error}"
+            if recipe == "delayed" and "history" in name and "fc1" in name:
+                assert torch.equal(found[name][:2], value[:2]), "of inputs and weights"

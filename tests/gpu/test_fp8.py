@@ -1,0 +1,110 @@
+"""fp8 on GPUs: every product against that of the dequantised operands, and training against bf16 and the CPU.
+
+As in test_training, CUDA is touched in processes of their own only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_training import losses
+
+ROOT = Path(__file__).parents[2]
+
+
+def multiplies_in_fp8() -> bool:
+    if torch.cuda.device_count() == 0:
+        return False
+    ask = "import torch; print(torch.cuda.get_device_capability() >= (8, 9))"
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+pytestmark = pytest.mark.skipif(not multiplies_in_fp8(), reason="needs a GPU of compute capability 8.9 or above")
+
+RECIPES = ("tensorwise", "delayed", "rowwise")
+
+PRODUCTS = """
+import torch
+from torch import nn
+from megatron.core.parallel_state import Axis
+from megatron.core.precision_config import PrecisionConfig
+from megatron.core.tensor_parallel import fp8
+from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
+from megatron.core.tensor_parallel.products import Cuts, Fp8Context, WeightCasts, build_products
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+
+torch.manual_seed(1)
+
+
+def layer(recipe, name, device, compiled, x, w, b, dy):
+    context = Fp8Context(PrecisionConfig(fp8_format=name, fp8_recipe=recipe), range(1), WeightCasts())
+    products = build_products("linear", context, Axis(), Cuts(), torch.device(device), compiled)
+    x, w, b = (value.to(device).detach().requires_grad_() for value in (x, w, b))
+    w.main_grad = torch.zeros(w.shape, device=device)
+    queue = WeightGradQueue()
+    y = LinearFunction.apply(x, w, b, LOCAL, Axis(), queue, products)
+    y.backward(dy.to(device))
+    return {"y": y.detach(), "dx": x.grad, "dw": w.main_grad, "db": b.grad}
+
+
+x, w, b, dy = (torch.randn(shape).bfloat16() for shape in ((32, 2, 128), (4, 24, 128), (4, 24), (32, 2, 96)))
+for recipe in ("tensorwise", "delayed", "rowwise"):
+    for name in ("hybrid", "e4m3"):
+        plain = layer(recipe, name, "cpu", False, x, w, b, dy)
+        for compiled in (False, True):
+            for key, value in layer(recipe, name, "cuda", compiled, x, w, b, dy).items():
+                error = ((value.cpu().double() - plain[key].double()).norm() / plain[key].double().norm()).item()
+                # The same casts; sums in another order, in Hopper's forward to 14 bits or so, rounded to bf16.
+                assert error < 0.01, (recipe, name, compiled, key, error)
+
+bad = torch.randn(32, 64).bfloat16().cuda()
+bad[3, 5] = torch.inf
+good = torch.randn(32, 64).bfloat16().cuda()
+weight = fp8.cast_by_amax(good, fp8.amax_of(good), fp8.E4M3)
+for scaled in (
+    fp8.cast_by_amax(bad, fp8.amax_of(bad), fp8.E4M3),
+    fp8.cast_by_multiplier(bad, torch.ones((), device="cuda"), fp8.E5M2)[0],
+):
+    assert not fp8.product(scaled, weight, torch.bfloat16).isfinite().any()
+rows = fp8.product(
+    fp8.cast_by_amax(bad, fp8.amax_of_rows(bad), fp8.E4M3),
+    fp8.cast_by_amax(good, fp8.amax_of_rows(good), fp8.E4M3),
+    torch.bfloat16,
+)
+assert not rows[3].isfinite().any() and rows[4:].isfinite().all()
+print("agree")
+"""
+
+
+def test_products_are_those_of_the_cpu() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("agree\n")
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(tmp_path_factory.mktemp("bf16") / "metrics.jsonl", 1, "--bf16")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("how", ["", "--no-compile"])
+def test_losses_are_near_those_of_bf16(recipe: str, how: str, in_bf16: list[float], tmp_path: Path) -> None:
+    flags = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, *how.split()]
+    assert losses(tmp_path / "metrics.jsonl", 1, *flags) == pytest.approx(in_bf16, rel=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2 --pipeline-schedule zb-h1", "--dp 2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layouts_over_nccl(recipe: str, layout: str, in_bf16: list[float], tmp_path: Path) -> None:
+    flags = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, *layout.split()]
+    assert losses(tmp_path / "metrics.jsonl", 2, *flags) == pytest.approx(in_bf16, rel=2e-2)

@@ -1,0 +1,192 @@
+"""Training in fp8: layouts against one process, schedules against each other, and a run that was interrupted.
+
+Layers multiply what every layout casts alike (`tests/dist/test_fp8_layers.py`), but between them activations are bf16:
+where tensor parallelism adds up parts that were rounded, a value in a few hundred then falls to the other side of a
+place of fp8, which is 2^-4 of it. So bounds are those of rounding to fp8, and tight where no sum is cut.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.training.arguments import parse_args
+from megatron.training.initialize import local_runtime, set_determinism
+from megatron.training.local_world import run_world
+from megatron.training.saving import finish_saves, save
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.snapshot import first_difference
+from megatron.training.step_guard import BadStepError
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve
+from tests.harness import Snapshot, train_in_world
+
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --train-iters 4 --eval-iters 0 "
+    "--num-workers 0 --bf16 --cpu --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"
+)
+RECIPES = ("tensorwise", "delayed", "rowwise")
+
+
+def flags_of(recipe: str, more: str = "") -> list[str]:
+    delayed = "" if recipe == "delayed" else "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent"
+    return f"{BASE} --fp8-recipe {recipe} {delayed} {more}".split()
+
+
+@lru_cache
+def train(recipe: str, world_size: int = 1, layout: str = "") -> Snapshot:
+    return train_in_world(world_size, flags_of(recipe, layout), steps=2)
+
+
+def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
+    """Of all tensors of a kind in the first step, taken together, relative."""
+    keys = [key for key in a.tensors if key.startswith(f"step 1 {kind}")]
+    assert keys and a.tensors.keys() == b.tensors.keys()
+    pairs = [(a[key].double().flatten(), b[key].double().flatten()) for key in keys]
+    one, two = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return ((one - two).norm() / two.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [*((recipe, "--tp 2 --sequence-parallel") for recipe in RECIPES), ("delayed", "--tp 2")]
+)
+def test_tensor_parallel_ranks_agree_with_one_process(recipe: str, layout: str) -> None:
+    one, found = train(recipe), train(recipe, 2, layout)
+    assert not found.replica_errors
+    assert distance(found, one, "loss") < 1e-4
+    assert distance(found, one, "gradient") < 0.05
+    if recipe == "delayed":
+        assert distance(found, one, "state") < 0.05
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["--pp 2", "--dp 2"])
+def test_cut_layers_and_batches_change_nothing_but_sums(recipe: str, layout: str) -> None:
+    one, found = train(recipe), train(recipe, 2, layout)
+    assert not found.replica_errors
+    for kind in ("loss", "gradient", *(("state",) if recipe == "delayed" else ())):
+        assert distance(found, one, kind) < 1e-6, kind
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradients_computed_later_are_the_same(recipe: str) -> None:
+    found = train(recipe, 2, "--pp 2 --pipeline-schedule zb-h1")
+    assert first_difference(found, train(recipe, 2, "--pp 2"), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [
+        ("delayed", "full --recompute-method uniform"),
+        ("rowwise", "selective --recompute-modules core_attn layernorm mlp_act"),
+    ],
+)
+def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
+    assert first_difference(train(recipe, 1, f"--recompute-granularity {how}"), train(recipe), 0.0) is None
+
+
+def test_layers_kept_in_bf16_have_no_histories() -> None:
+    found = train("delayed", 1, "--first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    layers = {key.split("layers.")[1].split(".")[0] for key in found.tensors if key.endswith("amax_history")}
+    assert layers == {"1"}
+
+
+def build(rank: int, world_size: int, flags: list[str], resources: ExitStack) -> TrainingRun:
+    config = resolve(parse_args(flags), world_size)
+    set_determinism(config)
+    run = build_run(config, local_runtime(config, rank, world_size))
+    resources.callback(run.data.close)
+    return run
+
+
+def states(run: TrainingRun) -> dict[str, Tensor]:
+    """Weights and histories of this rank's stages."""
+    run.optimizer.finish_param_sync()
+    found = {}
+    for model in run.stages.values():
+        found |= {name: param.detach().clone() for name, (param, _) in model.named_metas().items()}
+    return found
+
+
+def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
+    """Four steps, with a checkpoint after two, and the last two again from there."""
+    flags = flags_of("delayed", f"{layout} --save {folder} --load {folder} --no-async-save")
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags, resources)
+        for step in range(4):
+            if step == 2:
+                save(run)
+                saved = states(run)
+            train_step(run, Interval())
+        finish_saves(run)
+        again = build(rank, world_size, flags, resources)
+        assert again.progress.iteration == 2
+        loaded = states(again)
+        for _ in range(2):
+            train_step(again, Interval())
+        for one, two in ((saved, loaded), (states(run), states(again))):
+            assert one.keys() == two.keys()
+            assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []
+        histories = [name for name in saved if name.endswith("amax_history")]
+        assert histories and all((saved[name] > 0).all() for name in histories)
+
+
+def loaded_histories(rank: int, world_size: int, flags: list[str]) -> dict[str, Tensor]:
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags, resources)
+        assert run.progress.iteration == 2
+        train_step(run, Interval())
+        return {name: value for name, value in states(run).items() if name.endswith("amax_history")}
+
+
+def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> None:
+    run_world(2, interrupted, tmp_path, "--tp 2")
+    load = f"--load {tmp_path}"
+    whole = run_world(1, loaded_histories, flags_of("delayed", load))[0]
+    stages = run_world(2, loaded_histories, flags_of("delayed", f"{load} --pp 2"))
+    assert {name for found in stages for name in found} == whole.keys() and len(whole) == 16
+    for found in stages:
+        for name, history in found.items():
+            assert torch.equal(history, whole[name]) and (history > 0).all()
+    # What the checkpoint has no use for, or the run, is left; another length begins anew.
+    longer = run_world(1, loaded_histories, flags_of("delayed", f"{load} --fp8-amax-history-len 3"))[0]
+    assert all((history[:, 0] > 0).all() and not history[:, 1:].any() for history in longer.values())
+    assert run_world(1, loaded_histories, flags_of("rowwise", load)) == [{}]
+
+
+def broken(rank: int, world_size: int, recipe: str) -> bool:
+    """Whether a weight that is not finite was seen, and what was noted of that step forgotten."""
+    with ExitStack() as resources:
+        run = build(rank, world_size, flags_of(recipe), resources)
+        train_step(run, Interval())
+        before = states(run)
+        with torch.no_grad():
+            run.stages[0].decoder.layers[1].mlp.linear_fc1.weight[0, 0] = torch.inf  # type: ignore[union-attr, index]
+        train_step(run, Interval())
+        with pytest.raises(BadStepError, match="iteration 2 is not finite"):
+            train_step(run, Interval())
+        after = states(run)
+        return all(torch.equal(value, after[name]) for name, value in before.items() if name.endswith("history"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_casts_hide_nothing_that_is_not_finite(recipe: str) -> None:
+    assert run_world(1, broken, recipe) == [True]
+
+
+EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 32"
+
+
+def test_beside_experts() -> None:
+    found = train("delayed", 1, EXPERTS)
+    histories = {key.split("layers.1.")[1] for key in found.tensors if "layers.1." in key and "history" in key}
+    linears = ("self_attention.linear_qkv", "self_attention.linear_proj")
+    shared = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+    assert histories == {f"{name}.amax_history" for name in (*linears, *shared)}
+    assert distance(train("delayed", 2, f"{EXPERTS} --ep 2"), found, "gradient") < 1e-3, "experts' own rounding to bf16"

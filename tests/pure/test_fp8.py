@@ -1,0 +1,429 @@
+"""Casts to fp8 against the formats' exact error bounds, and every product against that of the dequantised operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parallel_state import Axis
+from megatron.core.precision_config import PrecisionConfig
+from megatron.core.regions import region
+from megatron.core.tensor_parallel import fp8
+from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.tensor_parallel.fp8 import E4M3, E5M2, LARGEST, Scaled
+from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
+from megatron.core.tensor_parallel.products import RECIPES, Cuts, Fp8Context, WeightCasts, build_fp8, build_products
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.training.arguments import parse_args
+from megatron.training.validation import resolve, validate
+
+CPU = torch.device("cpu")
+MANTISSA = {E4M3: 3, E5M2: 2}
+SPACING = {E4M3: 2.0**-9, E5M2: 2.0**-16}
+"""Between the smallest numbers of a format."""
+FORMATS = [E4M3, E5M2]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(5)
+
+
+def spread(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values of many magnitudes."""
+    return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
+
+
+def casts(x: Tensor, dtype: torch.dtype) -> Iterator[Scaled]:
+    amax = fp8.amax_of(x)
+    yield fp8.cast_by_amax(x, amax, dtype)
+    yield fp8.cast_by_multiplier(x, fp8.multiplier_of(amax, LARGEST[dtype], margin=2), dtype)[0]
+    yield by_rows(x, dtype)
+
+
+def by_rows(x: Tensor, dtype: torch.dtype) -> Scaled:
+    return fp8.cast_by_amax(x, fp8.amax_of_rows(x), dtype)
+
+
+def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
+    return by_rows(x.t().contiguous(), dtype)
+
+
+def fp64(scaled: Scaled) -> Tensor:
+    return scaled.dequantized(torch.float64)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_casts_round_to_half_a_place(dtype: torch.dtype) -> None:
+    x = spread(48, 64)
+    for scaled in casts(x, dtype):
+        error = (fp64(scaled) - x.double()).abs()
+        relative, absolute = 2.0 ** -(MANTISSA[dtype] + 1), SPACING[dtype] / 2 * scaled.scale.double()
+        assert (error <= torch.maximum(relative * x.double().abs(), absolute) * (1 + 2**-20)).all()
+        assert scaled.values.float().abs().max() <= LARGEST[dtype]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_largest_value_becomes_the_largest_number(dtype: torch.dtype) -> None:
+    x = spread(48, 64)
+    whole, with_margin, rows = casts(x, dtype)
+    assert whole.values.float().abs().max() == LARGEST[dtype]
+    assert with_margin.values.float().abs().max() == LARGEST[dtype] / 4
+    assert rows.values.float().abs().amax(1).eq(LARGEST[dtype]).all()
+    assert rows.scale.shape == (48, 1) and by_rows(x.t(), dtype).values.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_what_outgrows_its_history_saturates(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, -3.0, 1e30, -1e30]])
+    scaled, amax = fp8.cast_by_multiplier(x, fp8.multiplier_of(torch.tensor(2.0), LARGEST[dtype]), dtype)
+    assert amax == x.abs().max()
+    assert torch.allclose(fp64(scaled), torch.tensor([[1.0, -2.0, 2.0, -2.0]], dtype=torch.float64), rtol=1e-6)
+
+
+def test_multipliers_at_the_ends_of_the_range() -> None:
+    amax = torch.tensor([0.0, 1e-44, 2.0, 3e38, torch.inf, torch.nan])
+    found = fp8.multiplier_of(amax, 448.0)
+    assert found[:4].tolist() == [1.0, 448.0 * 2.0**100, 224.0, pytest.approx(448 / 3e38)]
+    assert found[4] == 0 and found[5].isnan()
+    zeros = fp8.cast_by_amax(torch.zeros(16, 16), torch.tensor(0.0), E4M3)
+    assert zeros.scale == 1 and not zeros.values.float().any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_the_product(bad: float, dtype: torch.dtype) -> None:
+    x, w = spread(16, 32), spread(16, 32)
+    x[3, 4] = bad
+    for scaled, weight in zip(casts(x, dtype), casts(w, E4M3), strict=True):
+        y = fp8.product(scaled, weight, torch.bfloat16)
+        assert y[3].isnan().all()
+        assert not y.isfinite().any() if scaled.scale.ndim == 0 else y[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype) -> None:
+    x, w, bias = spread(48, 64), spread(32, 64), spread(32)
+    for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
+        added = bias if out == torch.bfloat16 else None  # CUDA's kernel adds it to 16-bit results only
+        exact = fp64(a) @ fp64(b).t() + (0 if added is None else added.double())
+        size = fp64(a).abs() @ fp64(b).abs().t() + bias.double().abs()  # of the sums that were rounded
+        places = 2.0**-8 * exact.abs() if out == torch.bfloat16 else 0.0
+        for y in (fp8.product(a, b, out, added), fp8.product_of_dequantized(a, b, out, added)):
+            assert y.dtype == out
+            assert ((y.double() - exact).abs() <= places + 2.0**-20 * size).all()
+
+
+def test_a_missing_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = spread(48, 64), spread(32, 64)
+    operands = list(zip(casts(x, E4M3), casts(w, E4M3), strict=True))
+    with_kernels = [fp8.product(a, b, torch.float32) for a, b in operands]
+
+    def missing(*args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(torch, "_scaled_mm", missing)
+    fp8.has_kernel.cache_clear()
+    try:
+        without = [fp8.product(a, b, torch.float32) for a, b in operands]
+    finally:
+        fp8.has_kernel.cache_clear()
+    for found, expected in zip(without, with_kernels, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@dataclass
+class Layer:
+    """A linear layer with a gradient buffer, and its operands."""
+
+    recipe: str
+    hybrid: bool = True
+
+    def __post_init__(self) -> None:
+        self.context = Fp8Context(
+            PrecisionConfig(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe),
+            range(1),
+            WeightCasts(),
+        )
+        self.products = build_products("linear", self.context, Axis(), Cuts(), CPU, False)
+        self.queue = WeightGradQueue()
+        self.weight = nn.Parameter(spread(4, 8, 64))  # two output dims, as query-key-value has more
+        self.weight.main_grad = torch.zeros(4, 8, 64)  # type: ignore[attr-defined]
+        self.x, self.dy = spread(24, 2, 64).requires_grad_(), spread(24, 2, 32)
+
+    def backward(self) -> tuple[Tensor, Tensor]:
+        """(y, dX); dW goes to main_grad."""
+        self.x.grad = None
+        y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), self.queue, self.products)
+        y.backward(self.dy)
+        assert self.x.grad is not None
+        return y.detach(), self.x.grad
+
+    def exact(self) -> dict[str, Tensor]:
+        """The products of what the operands are cast to, in fp64."""
+        x, w, dy = self.x.detach().flatten(0, 1), self.weight.detach().flatten(0, 1), self.dy.flatten(0, 1)
+        grad = E5M2 if self.hybrid else E4M3
+        if self.recipe == "rowwise":
+            y = fp64(by_rows(x, E4M3)) @ fp64(by_rows(w, E4M3)).t()
+            dx = fp64(by_rows(dy, grad)) @ fp64(by_columns(w, E4M3)).t()
+            dw = fp64(by_columns(dy, grad)) @ fp64(by_columns(x, E4M3)).t()
+            return {"y": y, "dx": dx, "dw": dw}
+        cast = {"tensorwise": lambda x, dtype: fp8.cast_by_amax(x, fp8.amax_of(x), dtype)}.get(
+            self.recipe, lambda x, dtype: fp8.cast_by_multiplier(x, torch.tensor(1.0), dtype)[0]
+        )
+        x, w, dy = fp64(cast(x, E4M3)), fp64(cast(w, E4M3)), fp64(cast(dy, grad))
+        return {"y": x @ w.t(), "dx": dy @ w, "dw": dy.t() @ x}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_the_three_products_of_a_layer(recipe: str, hybrid: bool) -> None:
+    layer = Layer(recipe, hybrid)
+    y, dx = layer.backward()
+    found = {"y": y.flatten(0, 1), "dx": dx.flatten(0, 1), "dw": layer.weight.main_grad.flatten(0, 1)}
+    for name, exact in layer.exact().items():
+        error = (found[name].double() - exact).norm() / exact.norm()
+        assert error < (1e-6 if name == "dw" else 2.0**-8), name  # dW in fp32, the others rounded to bf16
+        assert (found[name].double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradients_add_up_and_wait_in_the_queue(recipe: str) -> None:
+    layer = Layer(recipe)
+    layer.backward()
+    once = layer.weight.main_grad.clone()
+    layer.queue.begin("later")
+    layer.backward()
+    layer.queue.end()
+    assert torch.equal(layer.weight.main_grad, once)
+    layer.queue.run("later")
+    assert torch.equal(layer.weight.main_grad, 2 * once)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = Layer(recipe), []
+    for name in ("cast_by_amax", "cast_by_multiplier"):
+        cast = getattr(fp8, name)
+
+        def counted(x: Tensor, *args: Any, cast: Any = cast) -> Any:
+            seen.append(tuple(x.shape) == (32, 64))
+            return cast(x, *args)
+
+        monkeypatch.setattr(f"megatron.core.tensor_parallel.products.{name}", counted)
+    with layer.context.casts.kept():
+        first = layer.backward()
+        second = layer.backward()
+    assert sum(seen) == 1, "by rows; columns follow from them, or are another cast"
+    assert all(map(torch.equal, first, second))
+    layer.weight.data.mul_(2)
+    with layer.context.casts.kept():
+        assert not torch.equal(layer.backward()[0], first[0]), "the next step has other weights"
+    assert sum(seen) == 2
+
+
+def test_inputs_are_kept_in_one_byte() -> None:
+    for recipe, size in (("tensorwise", 1), ("delayed", 1), ("rowwise", 2)):
+        parts = Layer(recipe).products.cast_input(spread(24, 2, 64))
+        assert parts[0].element_size() == size and parts[0].shape == (24, 2, 64)
+
+
+def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
+    layer = Layer("delayed")
+    config = PrecisionConfig(fp8_format="hybrid", **options)
+    layer.products = build_products("linear", Fp8Context(config, range(1), WeightCasts()), Axis(), Cuts(), CPU, False)
+    return layer, DelayedScaling(config, [layer.products], Axis())
+
+
+GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def test_delayed_scaling_follows_the_steps_before() -> None:
+    layer, scaling = delayed(fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1)
+    expected = torch.zeros(3, 3)
+    largest = torch.tensor([448.0, 448.0, 57344.0])
+    for factor in (8.0, 1.0, 2.0, 0.5, 0.25):
+        values = [layer.x.detach() * factor, layer.weight.detach(), layer.dy * factor]
+        used = torch.where(expected.amax(1) > 0, largest / 2 / expected.amax(1), 1.0)
+        assert torch.equal(layer.products.multiplier, used)
+        for which, value in enumerate(values):
+            for part in value.flatten(0, -2).split(12):  # micro-batches
+                layer.products.cast(part, which)
+        scaling.end_step(GO)
+        amax = torch.stack([value.abs().max().float() for value in values])
+        expected = torch.cat((amax[:, None], expected[:, :-1]), dim=1)
+        assert torch.equal(layer.products.amax_history, expected)
+    recent, scaling = delayed(fp8_amax_history_len=3)
+    recent.products.amax_history.copy_(expected)
+    scaling.refresh()
+    assert torch.equal(recent.products.multiplier, largest / expected[:, 0])
+
+
+def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
+    layer, scaling = delayed()
+    layer.backward()
+    scaling.end_step(GO)
+    before = layer.products.amax_history.clone()
+    assert (before > 0).all()
+    layer.x.data.mul_(2)
+    layer.backward()
+    scaling.end_step(SKIP)
+    layer.backward()
+    scaling.forget_step()
+    layer.products.eval()
+    layer.backward()
+    assert torch.equal(layer.products.amax_history, before) and not scaling.amax.any()
+    layer.products.train()
+    layer.x.data[0, 0, 0] = torch.nan
+    layer.backward()
+    scaling.end_step(GO)
+    assert torch.equal(layer.products.amax_history[0], before[0]), "of the inputs; the weight's has moved on"
+    assert layer.products.multiplier.isfinite().all()
+
+
+def test_a_compiled_cast_is_the_same() -> None:
+    x = spread(48, 64)
+    amax = fp8.amax_of_rows(x)
+    compiled, plain = region(fp8.cast_by_amax, True)(x, amax, E4M3), fp8.cast_by_amax(x, amax, E4M3)
+    for found, expected in zip(compiled, plain, strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
+def test_layers_that_stay_in_bf16() -> None:
+    def layers(**options: Any) -> list[int]:
+        return list(PrecisionConfig(**options).fp8_layers(6))
+
+    assert layers() == []
+    assert layers(fp8_format="hybrid") == [0, 1, 2, 3, 4, 5]
+    assert layers(fp8_format="hybrid", first_last_layers_bf16=True) == [1, 2, 3, 4]
+    ends = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 3}
+    assert layers(fp8_format="hybrid", first_last_layers_bf16=True, **ends) == [0, 1, 2]
+    assert build_fp8(PrecisionConfig(), 6, WeightCasts()) is None
+
+
+BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
+
+
+def problems(flags: str, world_size: int = 1) -> list[str]:
+    config = resolve(parse_args([*BASE.split(), *flags.split()]), world_size)
+    return [str(problem) for problem in validate(config, world_size)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--fp8-format hybrid --bf16", 1),
+        ("--fp8-format e4m3 --bf16 --fp8-recipe rowwise --tp 4", 4),
+        ("--fp8-format hybrid --bf16 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", 1),
+        ("--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
+        ("--fp8-format hybrid --bf16 --seq-length 16 --cp 2 --micro-batch-size 2", 2),
+        # Experts stay in bf16, whatever their width.
+        ("--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24", 1),
+    ],
+)
+def test_legal(flags: str, world_size: int) -> None:
+    assert problems(flags, world_size) == []
+
+
+NEEDS_BF16 = "--fp8-format hybrid: needs bf16 parameters and activations, which products in fp8 take and return; "
+DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or leave it out"]),
+        ("--fp8-format hybrid --fp16", 1, [NEEDS_BF16 + "put --bf16 in place of --fp16, or leave it out"]),
+        (
+            "--fp8-recipe rowwise --bf16",
+            1,
+            ["--fp8-recipe rowwise: counts only with --fp8-format; add that, or leave it out"],
+        ),
+        ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED}"]),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",
+            1,
+            [f"--fp8-amax-history-len 4: {DELAYED}", f"--fp8-amax-compute-algo max: {DELAYED}"],
+        ),
+        (
+            "--first-last-layers-bf16 --bf16",
+            1,
+            [
+                "--first-last-layers-bf16: keeps layers out of fp8, and --fp8-format is not given; add --fp8-format, "
+                "or leave it out"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --num-layers-at-end-in-bf16 2",
+            1,
+            ["--num-layers-at-end-in-bf16 2: counts only with --first-last-layers-bf16; add that, or leave it out"],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+            1,
+            [
+                "--first-last-layers-bf16: 3 first and 1 last of 4 layers leave none in fp8; lower "
+                "--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave out --fp8-format"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --hidden-size 72 --kv-channels 16 --ffn-hidden-size 256",
+            1,
+            ["--hidden-size 72: must be a multiple of 16 under --fp8-format; nearest: 64 or 80"],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 4 --kv-channels 12",
+            4,
+            [
+                "--num-attention-heads 4: queries of 48 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --kv-channels 8 --group-query-attention --num-query-groups 2 "
+            "--num-attention-heads 4 --tp 4 --ffn-hidden-size 200",
+            4,
+            [
+                "--num-query-groups 2: must be a multiple of --tensor-model-parallel-size 4; nearest: 4, or a TP size "
+                "that divides it",
+                "--num-attention-heads 4: queries of 32 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16",
+                "--ffn-hidden-size 200: must be a multiple of 16 * --tensor-model-parallel-size 4 under --fp8-format; "
+                "nearest: 192 or 256",
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --kv-channels 8 --group-query-attention --num-query-groups 1 --tp 1 "
+            "--num-attention-heads 2 --kv-channels 24 --num-attention-heads 4 --kv-channels 4",
+            1,
+            [
+                "--num-query-groups 1: keys and values of 8 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 1 under --fp8-format; give --kv-channels, nearest: 8"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --seq-length 24",
+            1,
+            [
+                "--seq-length 24: a micro-batch has 24 tokens on a rank, which under --fp8-format must be a multiple "
+                "of 16; nearest: 16 or 32, or another --micro-batch-size"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-shared-expert-intermediate-size 40",
+            1,
+            [
+                "--moe-shared-expert-intermediate-size 40: must be a multiple of 16 * --tensor-model-parallel-size 1 "
+                "under --fp8-format; nearest: 32 or 48"
+            ],
+        ),
+    ],
+)
+def test_illegal(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
