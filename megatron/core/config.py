@@ -84,6 +84,12 @@ class ModelParallelConfig(PrecisionConfig):
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
+    cuda_graph_impl: str = flag("none", choices=("none", "local"))
+    """GPUs: record the forward and backward of a micro-batch as a CUDA graph, and replay it for the others (local)."""
+
+    cuda_graph_warmup_steps: int = 3
+    """--cuda-graph-impl: steps before the recording, so that kernels are compiled and chosen."""
+
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 

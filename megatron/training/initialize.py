@@ -111,6 +111,18 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
         )
 
 
+def prepare_graphs(config: ModelParallelConfig, device: torch.device) -> None:
+    """Leaves the default stream if graphs are to be recorded: it cannot be, and autograd gives each parameter's
+    gradient to the stream that the parameter was first used on. Raises ValueError where there are no graphs."""
+    if config.cuda_graph_impl == "none":
+        return
+    if device.type != "cuda":
+        raise ValueError(
+            f"--cuda-graph-impl {config.cuda_graph_impl} records the work of a GPU, and this is a CPU; leave it out"
+        )
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def check_overlap(config: ModelParallelConfig, state: ParallelState, device: torch.device) -> None:
     """Raises ValueError if tensor-parallel ranks are to share memory that they have not."""
     if config.tp_comm_overlap_method == "symmetric" and not has_symmetric_memory(state.tp, device):
@@ -223,6 +235,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     check_fp8(parallel, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    prepare_graphs(parallel, device)
     # No part of the model draws from these: values follow from the seed and a position. Users' hooks may.
     random.seed(config.training.seed)
     np.random.seed(config.training.seed % 2**32)

@@ -171,6 +171,7 @@ CONSTANTS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
     "--no-position-embedding": ("position_embedding_type", "none"),
     "--recompute-activations": ("recompute_granularity", "selective"),
+    "--enable-cuda-graph": ("cuda_graph_impl", "local"),
 }
 """Older switches that set one field to one value."""
 
@@ -338,7 +339,7 @@ NOT_BUILT: dict[str, str] = {
         "--wandb-save-dir",
     ),
     **_refuse("profiling", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--memory-snapshot-path"),
-    **_refuse("CUDA graphs", "--enable-cuda-graph", "--external-cuda-graph"),
+    **_refuse("CUDA graphs of Transformer Engine", "--external-cuda-graph"),
     **_refuse("a choice of when ranks wait for each other", "--train-sync-interval"),
     **_refuse("this data format", "--fim-data", "--sft", "--object-storage-cache-path", "--tokenizer-metadata"),
     **_refuse("models other than GPT", "--bert-no-binary-head", "--mask-prob", "--short-seq-prob", "--is-hybrid-model"),
@@ -353,7 +354,7 @@ NOT_BUILT_FAMILIES: dict[str, str] = {
     "--fp8-": "this way of 8-bit floating point",
     "--fp4-": "4-bit floating point",
     "--tp-comm-": "overlap of tensor-parallel communication in user buffers",
-    "--cuda-graph-": "CUDA graphs",
+    "--cuda-graph-": "CUDA graphs of some modules only",
     "--profile-": "profiling",
     "--mtp-": "multi-token prediction",
     "--muon-": "the Muon optimizer",

@@ -115,7 +115,7 @@ def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
             if look is _look_forward:
                 run.pipeline.evaluate(scaled)
             else:
-                run.pipeline.train(scaled, seed)
+                run.pipeline.train(scaled, seed, replay=False)
         found = [note for notes_of_rank in gather(notes.found, run.runtime.state.world) for note in notes_of_rank]
         first = min(found, key=lambda note: note.order, default=None)
         if first is not None:

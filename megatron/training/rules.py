@@ -12,6 +12,7 @@ from megatron.core.config import ModelParallelConfig
 from megatron.training.config import RunConfig
 from megatron.training.context_rules import heads_over_context, sequence
 from megatron.training.flags import Flag, all_flags
+from megatron.training.graph_rules import graphs
 from megatron.training.length_rules import batch, length, schedule
 from megatron.training.moe_rules import experts
 from megatron.training.pipeline_rules import overlap, pipeline, recomputation
@@ -328,4 +329,5 @@ RULES: tuple[Rule, ...] = (
     checkpoints,
     skipping,
     garbage,
+    graphs,
 )

@@ -27,6 +27,7 @@ from megatron.training.checkpointing import Progress, build_saver, load_checkpoi
 from megatron.training.config import RunConfig
 from megatron.training.data import TrainingData, build_data
 from megatron.training.expert_load import ExpertLoad
+from megatron.training.graphs import CudaRecorder, GraphedMicrobatches
 from megatron.training.initialize import Runtime
 from megatron.training.sample_log import SampleLog
 from megatron.training.step_guard import StepGuard
@@ -91,15 +92,27 @@ class Pipeline:
             casts=casts,
             lanes=runtime.state.lanes,
         )
+        self.graph: GraphedMicrobatches | None = None
+        if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
+            warm_up, dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
+            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, dtype)
 
     @property
     def loss_rank(self) -> int:
         """The pipeline rank that has the last stage."""
         return self.layout.rank_of(self.layout.num_stages - 1)
 
-    def train(self, batches: list[Batch], seed: float) -> list[torch.Tensor]:
-        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else []."""
+    def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
+        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
+
+        Without `replay` no graph takes the place of modules and their hooks."""
+        if self.graph is not None and replay:
+            return self.graph.train(batches, seed)
         return self.executor.run(self._actions(len(batches), False), batches, loss_scale_seed=seed)
+
+    def _one(self, batch: Batch, seed: torch.Tensor) -> torch.Tensor:
+        (loss,) = self.executor.run(self._actions(1, False), [batch], loss_scale_seed=seed)
+        return loss
 
     def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Forward only."""

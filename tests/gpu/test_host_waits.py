@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
         "--bf16 --window-size 40 --recompute-granularity full --check-for-spiky-loss --log-straggler",
         "--fp16 --initial-loss-scale 4096",
         "--fp32",
+        "--bf16 --cuda-graph-impl local --cuda-graph-warmup-steps 1",
     ],
 )
 def test_a_step_waits_for_nothing(flags: str) -> None:

@@ -44,6 +44,21 @@ def test_losses_are_those_of_the_cpu(precision: str, tolerance: float, on_cpu: l
     assert losses(tmp_path / "metrics.jsonl", 1, precision, *scale) == pytest.approx(on_cpu, rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    "flags", ["--fp32", "--bf16", "--fp16 --initial-loss-scale 4096", "--bf16 --hidden-dropout 0.1"]
+)
+def test_graphs_change_no_bit(flags: str, tmp_path: Path) -> None:
+    shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
+    plain = losses(tmp_path / "plain.jsonl", 1, *shared)
+    assert losses(tmp_path / "graphs.jsonl", 1, *shared, "--cuda-graph-impl", "local") == plain
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_over_data_parallelism(on_cpu: list[float], tmp_path: Path) -> None:
+    found = losses(tmp_path / "metrics.jsonl", 2, "--dp", "2", "--cuda-graph-impl", "local")
+    assert found == pytest.approx(on_cpu, rel=1e-3)
+
+
 def test_attention_kernels_are_compared() -> None:
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=280

@@ -125,8 +125,12 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
-    """out[index[i]] += rows[i], in the precision of `out` and in an order that is the same each time."""
-    if out.is_cuda:
-        out.index_put_((index,), rows.to(out.dtype), accumulate=True)  # sorts; index_add_ would race
+    """out[index[i]] += rows[i], in the precision of `out` and in an order that is the same each time.
+
+    Indices must lie in [0, len(out)): on GPUs nobody looks, as `index_put_` would read the largest and the smallest
+    on the host in some versions of torch.
+    """
+    if out.is_cuda:  # sorts; index_add_ would race
+        torch.ops.aten._index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
         out.index_add_(0, index, rows.to(out.dtype))

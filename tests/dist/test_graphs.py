@@ -1,0 +1,138 @@
+"""Recorded micro-batches, with a recorder that plays CUDA's part on CPU: what a recording was made of runs again at each
+replay, on the memory that it was made on. `tests/gpu/test_training.py` records on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.context import Batch
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.graphs import GraphedMicrobatches
+from megatron.training.initialize import local_runtime, prepare_graphs
+from megatron.training.nan_search import search
+from megatron.training.setup import build_run
+from megatron.training.step import Step
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve, validate
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --eval-iters 0 "
+    "--num-workers 0"
+)
+CPU = torch.device("cpu")
+
+
+class FakeRecorder:
+    """Recording computes nothing; what it returned is written by each replay."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        self.recorded += 1
+        result = torch.full((), torch.nan, dtype=torch.get_default_dtype())
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(run())
+
+        return result, replay
+
+
+def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
+    """Loss sums of five steps and the weights after them, and how often was recorded and replayed."""
+    config = resolve(parse_args([*MODEL.split(), "--cpu", *flags.split()]), world_size)
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        recorder = FakeRecorder()
+        assert run.pipeline.graph is None, "nothing is recorded on CPU"
+        if graphs:
+            run.pipeline.graph = GraphedMicrobatches(run.pipeline._one, recorder, 3, CPU, run.ddp.main_dtype)
+        interval = Interval()
+        for _ in range(5):
+            train_step(run, interval)
+        seen = recorder.recorded, recorder.replayed
+        run.guard.settle(run)
+        step = Step.next_of(run)
+        assert search(run, step, run.optimizer.loss_scale) is None
+        assert (recorder.recorded, recorder.replayed) == seen, "a search looks at modules, and these are not replayed"
+        return interval.losses, [param.detach().clone() for param in run.ddp.params], seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (1, "--fp32"),
+        (1, "--bf16 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
+        (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"),
+        (2, "--fp32 --dp 2 --window-size 6"),
+    ],
+)
+def test_a_replayed_run_is_the_same_bit_for_bit(world_size: int, flags: str) -> None:
+    microbatches = 4 // world_size
+    for plain, graphed in zip(
+        run_world(world_size, train, flags, False), run_world(world_size, train, flags, True), strict=True
+    ):
+        torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
+        assert graphed[2] == (1, 2 * microbatches), "two of five steps are behind the warm-up"
+
+
+def test_what_is_recorded_is_not_another_shape() -> None:
+    graphed = GraphedMicrobatches(lambda batch, seed: seed * batch.tokens.sum(), FakeRecorder(), 1, CPU, torch.float32)
+    batch = Batch.of_tokens(torch.arange(8).view(2, 4))
+    assert [graphed.train([batch], 2.0), graphed.train([batch], 3.0)] == [[56.0], [84.0]]
+    other = Batch.of_tokens(torch.arange(4).view(1, 4))
+    with pytest.raises(AssertionError, match=r"tokens is \(1, 4\), recorded \(2, 4\)"):
+        graphed.train([other], 1.0)
+    with pytest.raises(AssertionError, match="recorded with"):
+        graphed.train([replace(batch, position_ids=batch.tokens)], 1.0)
+    with pytest.raises(AssertionError, match="documents"):
+        graphed.train([replace(batch, documents=((0,), (0, 2)))], 1.0)
+    first, second = graphed.train([batch, replace(batch, tokens=batch.tokens + 1)], 1.0)
+    assert (first, second) == (28.0, 36.0), "a loss is copied before the next replay"
+
+
+def config_of(flags: str, world_size: int = 1) -> RunConfig:
+    return resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
+
+
+def test_what_can_be_recorded() -> None:
+    graphs = "--enable-cuda-graph"
+    assert config_of(graphs).parallel.cuda_graph_impl == "local"
+    assert not validate(config_of(graphs), 1)
+    assert not validate(config_of(f"{graphs} --dp 2 --bf16 --recompute-activations", 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ("--cpu", "--cuda-graph-impl local"),
+        ("--tp 2", "--tensor-model-parallel-size 2"),
+        ("--pp 2", "--pipeline-model-parallel-size 2"),
+        ("--cp 2", "--context-parallel-size 2"),
+        ("--num-experts 4 --disable-bias-linear", "--num-experts 4"),
+        ("--reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce"),
+        ("--overlap-param-gather", "--overlap-param-gather"),
+        ("--log-straggler", "--log-straggler"),
+    ],
+)
+def test_what_cannot(flags: str, flag: str) -> None:
+    (problem,) = validate(config_of(f"--cuda-graph-impl local {flags}", 2), 2)
+    assert str(problem).startswith(f"{flag}: ") and "leave" in problem.remedy
+
+
+def test_without_a_gpu_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph-impl local records the work of a GPU, and this is a CPU"):
+        prepare_graphs(config_of("--cuda-graph-impl local").parallel, CPU)
+    prepare_graphs(config_of("").parallel, CPU)
