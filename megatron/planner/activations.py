@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config import ModelParallelConfig, TransformerConfig
 from megatron.core.model_math import DTYPE_BYTES, Stage
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
 from megatron.core.transformer.segments import recompute_segments
@@ -290,28 +290,37 @@ def kept_for_weights(batch: MicroBatch, stage: Stage) -> int:
 
 
 def working_bytes(batch: MicroBatch, stage: Stage) -> int:
-    """An estimate of what a stage needs beside what is kept, at its largest: layers that are recomputed together, and
-    the gradients of the widest part of a layer, or of the head."""
-    model = batch.model
+    """An estimate of what a stage needs beside what is kept, at its largest: in the loss and the head, or in a layer,
+    by which time what the last stage's end kept has gone."""
+    model, split = batch.model, splits_backward(batch.parallel.schedule)
     whole = batch.width * batch.tokens * model.hidden_size
-    needs = [0]
-    if stage.layers:
-        ffn = batch.width * batch.tokens * max(model.ffn_size, model.moe_ffn_size * model.moe_router_topk) // batch.tp
-        mlp = 2 * whole + ffn * (6 if model.swiglu else 3)
-        needs += [mlp, 2 * whole + attention_working(batch)]
-        plain = replace(batch, model=replace(model, recompute_granularity=None, recompute_modules=None))
-        if model.recompute_granularity == "full":
-            again = [s for s in recompute_segments(model, len(stage.layers)) if s.recompute]
-            most = max(sum(layer_kept(plain, stage.layers[i]).total for i in s.layers) for s in again)
-        else:
-            most = max(layer_kept(plain, n).total - layer_kept(batch, n).total for n in stage.layers)
-        needs = [need + most for need in needs]
+    head = of_layers = 0
     if stage.last:
         columns = model.padded_vocab_size // batch.tp
         chunk = min(LOSS_CHUNK[batch.device], batch.tokens * columns)
-        product = batch.width * columns * model.hidden_size if batch.device == "cpu" else 0
-        needs.append(max(3 * batch.wide * chunk, 2 * whole + product))
-    return max(needs)
+        # On CPU a weight gradient is made in 16 bits before it is added up.
+        product = batch.width * columns * model.hidden_size if batch.device == "cpu" and batch.width == 2 else 0
+        head = max(batch.wide * chunk, 2 * whole + product)
+    if stage.layers:
+        of_layers = layer_working(batch, stage)
+        if split:
+            of_layers += kept_for_weights(batch, replace(stage, layers=stage.layers[:1], last=False))
+        elif stage.last:
+            of_layers -= ends_kept(batch, replace(stage, first=False)).total
+    return max(head, of_layers)
+
+
+def layer_working(batch: MicroBatch, stage: Stage) -> int:
+    """The gradients of the widest part of a layer, and what is recomputed for it."""
+    model = batch.model
+    whole = batch.width * batch.tokens * model.hidden_size
+    ffn = batch.width * batch.tokens * max(model.ffn_size, model.moe_ffn_size * model.moe_router_topk) // batch.tp
+    widest = 2 * whole + max(ffn * (6 if model.swiglu else 3), attention_working(batch))
+    plain = replace(batch, model=replace(model, recompute_granularity=None, recompute_modules=None))
+    if model.recompute_granularity == "full":
+        again = [s for s in recompute_segments(model, len(stage.layers)) if s.recompute]
+        return widest + max(sum(layer_kept(plain, stage.layers[i]).total for i in s.layers) for s in again)
+    return widest + max(layer_kept(plain, n).total - layer_kept(batch, n).total for n in stage.layers)
 
 
 def attention_working(batch: MicroBatch) -> int:
@@ -324,7 +333,7 @@ def attention_working(batch: MicroBatch) -> int:
         return gradients
     side = model.seq_length // (2 * batch.cp if batch.cp > 1 else 1)
     scores = batch.samples * model.num_attention_heads // batch.tp * side * side
-    return gradients + 4 * scores * batch.wide
+    return gradients + 5 * scores * batch.wide
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,12 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 key = storage._cdata
-                if key not in self.sizes:
+                if key not in self.sizes and key not in given:  # views of what was there before are not made
                     self.sizes[key] = storage.nbytes()
                     self.now += self.sizes[key]
                     self.peak = max(self.peak, self.now)

@@ -29,7 +29,13 @@ from megatron.core.tensor_parallel.collectives import (
 )
 from megatron.core.tensor_parallel.products import PLAIN, Cuts, Fp8Context, Products, build_products, matrix_of
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_rows_, main_grad_added, main_grad_of
+from megatron.core.tensor_parallel.weight_grad import (
+    WeightGradQueue,
+    add_rows_,
+    main_grad_added,
+    main_grad_of,
+    saved_without_graph,
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        local, *rest = ctx.saved_tensors
+        local, *rest = saved_without_graph(ctx)
         weight, boundary, axis, products = ctx.weight, ctx.boundary, ctx.axis, ctx.products
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         deferred = needs_dw and ctx.queue.deferring and main_grad_of(weight) is not None

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.collectives import start_all_gather, start_re
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.passing import Passing
 from megatron.core.tensor_parallel.products import matrix_of, rows_of
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of, saved_without_graph
 
 
 class Overlap(Protocol):
@@ -134,7 +134,7 @@ class _ColumnFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,) = saved_without_graph(ctx)
         weight, axis = ctx.weight, ctx.axis
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         at_once = needs_dw and not (ctx.queue.deferring and main_grad_of(weight) is not None)
@@ -172,7 +172,7 @@ class _RowFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,) = saved_without_graph(ctx)
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dy = dx = dw = None
         if needs_dx:

@@ -8,6 +8,7 @@ time. `WeightGradQueue` is where the halves part; the pipeline executor owns it 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ class WeightGradQueue:
             job()
         else:
             self._jobs[self._key].append(job)
+
+
+def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
+    """What a Function saved, without the graph that made it: in a queue it would hold on to that graph's inputs, which
+    the backward is done with."""
+    return tuple(x.detach() for x in ctx.saved_tensors)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:

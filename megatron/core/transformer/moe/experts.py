@@ -21,7 +21,12 @@ from megatron.core.config import TransformerConfig
 from megatron.core.host_copies import integers_on
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_grouped_product_, main_grad_of
+from megatron.core.tensor_parallel.weight_grad import (
+    WeightGradQueue,
+    add_grouped_product_,
+    main_grad_of,
+    saved_without_graph,
+)
 from megatron.core.transformer.mlp import build_activation, recomputes_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
@@ -78,7 +83,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,) = saved_without_graph(ctx)
         weight, segments = ctx.weight, ctx.segments
         dy = dy.contiguous()
         dx = ctx.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None

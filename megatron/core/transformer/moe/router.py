@@ -20,7 +20,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.mappings import all_gather
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of, saved_without_graph
 from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.moe.balance import Balance
 from megatron.core.transformer.norm import sequence_partial
@@ -38,7 +38,7 @@ class RouterFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,) = saved_without_graph(ctx)
         weight, dtype = ctx.weight, ctx.dtype
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         dw = None

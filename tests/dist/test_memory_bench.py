@@ -1,0 +1,49 @@
+"""What training takes on each rank is what the dry run plans: a small piece of tools/bench/memory.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_world
+from tools.bench.memory import Row, main, measure_loss, rows_of
+
+SIZES = {"layers": 4, "hidden": 64, "seq": 64, "vocab": 512}
+
+
+def rows(layout: str) -> list[Row]:
+    return rows_of(layout, SIZES)
+
+
+@pytest.mark.parametrize(
+    "layout", ["1 process", "full", "TP 2 SP selective", "PP 2 interleaved", "PP 2 zb-h1", "llama PP 2 zb-v", "DP 2 ZeRO-1"]
+)
+def test_states_and_activations_are_the_plans(layout: str) -> None:
+    for row in rows(layout):
+        assert row.equal, row
+        assert 0.5 * row.planned.peak < row.measured.peak < 1.3 * row.planned.peak, row
+
+
+def test_layers_are_below_the_published_formula() -> None:
+    """34sbh and what is kept beside it, where the formula has 34sbh + 5as²b."""
+    (plain,), (full,) = rows("1 process"), rows("full")
+    assert plain.formula is not None and full.formula is not None
+    assert plain.layers / plain.formula == pytest.approx((34 + 4 * 8 / 64 + 8 / 64) / (34 + 5 * 8 * 64 / 64))
+    assert full.layers == full.formula
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_are_never_whole_in_fp32(tp: int) -> None:
+    for loss in run_world(tp, measure_loss, 512, 50304):
+        assert loss.largest_fp32 <= loss.extra < loss.whole_fp32 / 10
+
+
+def test_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = "--hidden 64 --seq 64 --vocab 512 --loss-tokens 64 --only".split()
+    assert main([*flags, "TP 2", "--json", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("TP 2 ") and " equal " in line]) == 2
+    assert len([line for line in out.splitlines() if line.startswith("loss, TP ")]) == 2
+    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 4

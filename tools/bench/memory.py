@@ -1,0 +1,314 @@
+"""Bytes that training takes on each rank, measured in gloo worlds of 1 to 4 processes, beside the dry run's plan.
+
+    python tools/bench/memory.py
+    python tools/bench/memory.py --only "TP 2" "PP 2 zb-v" --json memory.json
+
+Parameters, gradients and optimizer state are the tensors that a run has allocated. Activations are the tensors that
+the operations of a step's forward and backward passes make, counted while they live: `kept` is the most that is there
+between two actions of the pipeline, without messages on their way; `peak` the most at any time, for which the plan adds
+an estimate of what is not kept. `update` is what reduction, clipping and the optimizer make at most.
+
+The formulas are those of arXiv 2205.05198, table 2 and section 4.2.3: bytes that a layer keeps of a micro-batch, times
+layers and micro-batches in flight; beside them stand the bytes of the same layers in the plan that the measured ones
+equal. They hold for 16-bit activations with dropout, an MLP of width 4h with GeLU and attention that keeps its
+scores, and know neither context parallelism nor recomputed modules other than attention's core.
+
+The loss is measured by itself: what it takes beside the logits, which are there in 16 bits, against a tenth of the
+s b V 4 bytes that logits in fp32 would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.model_math import activation_bytes_per_layer
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.planner.activations import RankActivations, activations_of_ranks, layer_kept
+from megatron.planner.memory import states_of_rank
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.dry_run import micro_batch_of
+from megatron.training.initialize import local_runtime
+from megatron.training.local_world import run_world
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.step import Step, forward_backward, read_batches
+from megatron.training.training import Interval, train_step
+from megatron.training.validation import resolve, validate
+from tools.bench.live_memory import LiveMemory
+from tools.bench.side_by_side import machine, say_machine, write_json
+
+COMMON = (
+    "--num-layers {layers} --hidden-size {hidden} --num-attention-heads 8 --seq-length {seq} --vocab-size {vocab} "
+    "--micro-batch-size 1 --global-batch-size 8 --mock-data --train-iters 100 --eval-iters 0 --lr 1e-4 --num-workers 0 "
+    "--bf16 --cpu"
+)
+LLAMA = (
+    "--group-query-attention --num-query-groups 4 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+SELECTIVE = "--recompute-granularity selective"
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "1 process": (1, ""),
+    "selective": (1, SELECTIVE),
+    "all modules": (1, f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"),
+    "full": (1, "--recompute-granularity full"),
+    "TP 2": (2, "--tp 2"),
+    "TP 2 SP": (2, "--tp 2 --sequence-parallel"),
+    "TP 2 SP selective": (2, f"--tp 2 --sequence-parallel {SELECTIVE}"),
+    "TP 4 SP": (4, "--tp 4 --sequence-parallel"),
+    "PP 2 1f1b": (2, "--pp 2"),
+    "PP 2 interleaved": (2, "--pp 2 --pipeline-schedule interleaved"),
+    "PP 2 zb-h1": (2, "--pp 2 --pipeline-schedule zb-h1"),
+    "PP 2 zb-v": (2, "--pp 2 --pipeline-schedule zb-v"),
+    "PP 4 1f1b": (4, "--pp 4"),
+    "TP 2 SP PP 2": (4, "--tp 2 --sequence-parallel --pp 2"),
+    "DP 2": (2, "--no-use-distributed-optimizer"),
+    "DP 2 ZeRO-1": (2, ""),
+    "DP 4 ZeRO-1": (4, ""),
+    "CP 2": (2, "--cp 2"),
+    "CP 2 all_gather": (2, "--cp 2 --cp-comm-type all_gather"),
+    "CP 2 a2a": (2, "--cp 2 --cp-comm-type a2a"),
+    "llama": (1, LLAMA),
+    "llama full": (1, f"{LLAMA} --recompute-granularity full"),
+    "llama TP 2 SP": (2, f"{LLAMA} --tp 2 --sequence-parallel"),
+    "llama PP 2 zb-v": (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-v"),
+    "llama CP 2": (2, f"{LLAMA} --cp 2"),
+}
+"""Name -> world size, flags."""
+
+SMALL = {"layers": 4, "hidden": 256, "seq": 256, "vocab": 8192}
+SCALARS = 8
+"""Storages up to so many bytes are losses and counts, not activations."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    peak: int
+    update: int
+
+
+@dataclass(frozen=True)
+class Row:
+    layout: str
+    rank: int
+    measured: Measured
+    planned: Measured
+    """`peak` is the estimate; nothing is planned for `update`."""
+
+    layers: int
+    """Bytes of the layers in `planned.kept`."""
+
+    formula: float | None
+    """What the published formula gives for these layers."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether states and kept activations are the plan's to the byte."""
+        names = ("parameters", "gradients", "optimizer", "kept")
+        return all(getattr(self.measured, name) == getattr(self.planned, name) for name in names)
+
+
+def config_of(flags: str, world_size: int, sizes: dict[str, int]) -> RunConfig:
+    """Raises ValueError if the flags are not legal."""
+    config = resolve(parse_args(f"{COMMON.format(**sizes)} {flags}".split()), world_size)
+    if problems := validate(config, world_size):
+        raise ValueError("; ".join(map(str, problems)))
+    return config
+
+
+def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
+    """Of the second step of a run: the first one makes what stays."""
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        train_step(run, Interval())
+        parameters, gradients, optimizer = states_of(run)
+        kept, peak, update = activations_of(run)
+    return Measured(parameters, gradients, optimizer, kept, peak, update)
+
+
+def states_of(run: TrainingRun) -> tuple[int, int, int]:
+    """Bytes of the tensors that hold parameters, gradients and the optimizer's state."""
+    buffers = run.ddp.buffers
+    own = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+    shards = run.optimizer.shards
+    return (
+        sum(buffer.param_data.nbytes for buffer in buffers),
+        sum(buffer.grad_data.nbytes for buffer in buffers),
+        sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own)
+        + sum(moment.nbytes for shard in shards for moment in shard.moments.values()),
+    )
+
+
+def activations_of(run: TrainingRun) -> tuple[int, int, int]:
+    """(most kept between two actions, peak of forward and backward, peak of the update) of a step."""
+    step, executor, kept = Step.next_of(run), run.pipeline.executor, 0
+    batches = read_batches(run, step)
+    with LiveMemory() as live:
+
+        def after(action: Action) -> None:
+            nonlocal kept
+            if action.kind not in COMPUTE:
+                return
+            live.settle()
+            travelling = {message.untyped_storage()._cdata for message in executor.messages()}
+            held = (size for key, size in live.sizes.items() if size > SCALARS and key not in travelling)
+            kept = max(kept, sum(held))
+
+        executor.after = after
+        sums = forward_backward(run, step, batches)
+        peak, before = live.peak, live.now
+        live.restart_peak()
+        finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+        run.optimizer.step(1e-4, 0.0, sums.loss_and_tokens, run.guard.judge)
+        return kept, peak, live.peak - before
+
+
+def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankActivations]]:
+    """The dry run's, by pipeline rank."""
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    micro = config.training.num_microbatches
+    assert micro is not None
+    activations = activations_of_ranks(micro_batch_of(config), micro)
+    found = []
+    for rank, held in enumerate(activations):
+        states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank).memory
+        optimizer = states.main_parameters + states.moments
+        found.append(Measured(states.parameters, states.gradients, optimizer, held.peak, held.total, 0))
+    return found, activations
+
+
+def formula_of(config: RunConfig) -> float | None:
+    """Bytes of one layer and micro-batch by the published formula, where it speaks of such a layer."""
+    model, parallel = config.model, config.parallel
+    if parallel.context_parallel_size > 1 or model.swiglu or model.recomputed_modules not in ((), ("core_attn",)):
+        return None
+    sizes = config.training.micro_batch_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    return activation_bytes_per_layer(model, *sizes, model.recompute_granularity)
+
+
+def layers_in_flight(config: RunConfig, held: RankActivations, pp_rank: int) -> int:
+    """Layers whose activations a rank holds at its peak, once for each micro-batch."""
+    stages = pipeline_stages(config.model, config.parallel)
+    own = pipeline_layout(config.model, config.parallel).stages_of(pp_rank)
+    return sum(count * len(stages[stage].layers) for count, stage in zip(held.in_flight, own, strict=True))
+
+
+def rows_of(name: str, sizes: dict[str, int]) -> list[Row]:
+    """One row for each rank of a layout."""
+    world_size, flags = LAYOUTS[name]
+    config = config_of(flags, world_size, sizes)
+    planned, activations = plan(config, world_size)
+    dims, batch = ParallelDims.from_config(config.parallel, world_size), micro_batch_of(config)
+    full, of_layer = config.model.recompute_granularity == "full", formula_of(config)
+    layer = batch.hidden if full else layer_kept(batch, 0).total
+    rows = []
+    for rank, measured in enumerate(run_world(world_size, measure, config)):
+        pp_rank = dims.coords(rank)["pp"]
+        layers = layers_in_flight(config, activations[pp_rank], pp_rank)
+        formula = None if of_layer is None else of_layer * layers
+        rows.append(Row(name, rank, measured, planned[pp_rank], layer * layers, formula))
+    return rows
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """The loss of one rank: bytes beside its logits at most, and of its largest fp32 tensor."""
+
+    tp: int
+    extra: int
+    largest_fp32: int
+    whole_fp32: int
+    """s b V/tp 4: what logits in fp32 would take."""
+
+
+def measure_loss(rank: int, world_size: int, tokens: int, vocab: int) -> LossRow:
+    """Forward and backward of the loss over bf16 logits [tokens, 1, vocab / tp] that an operation has made."""
+    state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
+    columns = vocab // world_size
+    made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocab, (tokens, 1))
+    with LiveMemory() as live:
+        logits = made_from * 1.0
+        live.restart_peak()
+        before = live.now
+        loss = vocab_parallel_cross_entropy(logits, labels, state.tp, vocab)
+        torch.autograd.grad(loss.sum(), logits)
+        return LossRow(world_size, live.peak - before, live.largest_fp32, 4 * tokens * columns)
+
+
+def kib(size: int) -> str:
+    return f"{size / 2**10:,.0f}"
+
+
+def say(row: Row) -> None:
+    """A line of the table."""
+    found, plan = row.measured, row.planned
+    states = found.parameters + found.gradients + found.optimizer
+    ratio = "" if not row.formula else f"{row.layers / row.formula:.3f}"
+    print(
+        f"{row.layout:<20}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
+        f"{kib(found.peak):>10}{kib(plan.peak):>10}{found.peak / plan.peak:>7.2f}{kib(found.update):>9}{ratio:>9}"
+    )
+    if not row.equal:
+        print(f"    measured {found}\n    planned  {plan}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME")
+    for name, value in SMALL.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--loss-tokens", type=int, default=1024, help="s b of the loss that is measured")
+    parser.add_argument("--loss-vocab", type=int, default=50304, help="its V")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(argv)
+    sizes = {name: getattr(args, name) for name in SMALL}
+    facts = machine() | sizes
+    say_machine(facts)
+    shape = f"L {args.layers}, h {args.hidden}, a 8, s {args.seq}, V {args.vocab}"
+    print(f"{shape}, micro-batches of 1, 8 samples a step, bf16, Adam; KiB of each rank")
+    titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "update", "formula")
+    widths = (10, 10, 8, 10, 10, 7, 9, 9)
+    print(f"{'layout':<23}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
+    rows: list[Any] = []
+    for name in args.only:
+        for row in rows_of(name, sizes):
+            say(row)
+            rows.append(row)
+    for tp in (1, 2):
+        loss = run_world(tp, measure_loss, args.loss_tokens, args.loss_vocab)[0]
+        rows.append(loss)
+        share, largest = loss.extra / loss.whole_fp32, loss.largest_fp32 / loss.whole_fp32
+        print(
+            f"loss, TP {tp}, s b {args.loss_tokens}, V {args.loss_vocab}: {kib(loss.extra)} KiB beside the logits, "
+            f"{share:.3f} of logits in fp32; its largest fp32 tensor {largest:.3f}"
+        )
+    write_json(args.json, facts, rows)
+    return 0 if all(row.equal for row in rows if isinstance(row, Row)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
