@@ -7,6 +7,7 @@ device for it), and what makes a tensor of Python numbers (its copy to a device 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,13 +46,14 @@ METHODS = ("tolist", "numpy", "cpu")
 
 
 class HostWaits(TorchDispatchMode):
-    """While entered, `found` gets `file:function what` of every such call, innermost function of the product first
-    named. Calls below one of the functions `ignored` do not count."""
+    """While entered, `found` gets `file:function what` of every such call, by the innermost function of the product.
+    Calls below one of the functions `ignored` do not count. `calls` counts all operations by name."""
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
         super().__init__()
         self.ignored = frozenset(ignored)
         self.found: list[str] = []
+        self.calls: Counter[str] = Counter()
         self._patches = ExitStack()
 
     def __enter__(self) -> HostWaits:
@@ -67,6 +69,7 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "aten":
             name = func.overloadpacket.__name__
+            self.calls[name] += 1
             if name in OPERATIONS or (name.startswith("index") and _indexed_by_mask(args)):
                 self._note(name)
         return func(*args, **(kwargs or {}))

@@ -44,6 +44,11 @@ of this one are under way. An event of that copy is waited for, and nothing late
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
     """Of the third step."""
+    return Counter(watched_step(rank, world_size, flags)[0])
+
+
+def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
+    """What the third step waits for, and how often it calls each operation of torch."""
     config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
     assert not validate(config, world_size)
     with ExitStack() as resources:
@@ -55,7 +60,7 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
         with HostWaits(HOST_ONLY) as seen:
             train_step(run, interval)
         run.optimizer.finish_param_sync()
-        return Counter(seen.found)
+        return seen.found, seen.calls
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,9 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
         (1, f"{LLAMA} --bf16 --window-size 6 --recompute-granularity full"),
         (1, "--check-for-spiky-loss --check-for-large-grads --max-skipped-iterations 1 --log-straggler"),
         (2, f"--tp 2 --sequence-parallel --bf16 {LLAMA}"),
+        (2, f"--tp 2 --sequence-parallel --tp-comm-overlap {LLAMA}"),
+        (1, "--bf16 --fp8-format hybrid --fp8-recipe delayed --ffn-hidden-size 64"),
+        (1, "--bf16 --fp8-format e4m3 --fp8-recipe rowwise"),
         (2, f"--pp 2 --pipeline-schedule zb-h1 --micro-batch-size 1 {OVERLAP}"),
         (2, f"--dp 2 {OVERLAP} --grad-reduce-in-bf16"),
         (2, f"--cp 2 {LLAMA}"),
@@ -79,6 +87,15 @@ def test_a_step_waits_for_nothing(world_size: int, flags: str) -> None:
 def test_a_dynamic_loss_scale_reads_once() -> None:
     (found,) = run_world(1, waits, "--fp16 --initial-loss-scale 1024")
     assert found == VERDICT, "the same four numbers, but of this step, as the next one is scaled by what they say"
+
+
+@pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
+def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
+    """However many buckets there are: on a GPU each of these is one kernel over all that it is given."""
+    world_size = 2 if "--dp 2" in flags else 1
+    for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
+        assert calls["_fused_adamw_"] == 2, "matrices, and biases and norms, which do not decay"
+        assert calls["_foreach_mul_"] == 2, "the division by the tokens, and clipping"
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

@@ -73,5 +73,5 @@ def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
 
 
 def _scale_grads(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    for bucket in ddp.buckets:
-        bucket.owned_grads.mul_(factor.to(bucket.owned_grads.dtype))
+    if ddp.buckets:
+        torch._foreach_mul_([bucket.owned_grads for bucket in ddp.buckets], factor.to(ddp.main_dtype))
