@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
 from megatron.core.transformer.segments import recompute_segments
 
-INT64, INT32, BOOL, FP32 = 8, 4, 1, 4
+INT64, INT32, BOOL, FP32, FP8 = 8, 4, 1, 4, 1
 LOSS_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 """Logits that the loss has in fp32 at a time, as `tensor_parallel.cross_entropy` has it."""
 
@@ -81,6 +81,15 @@ class MicroBatch:
         """Bytes of the keys, and of the values."""
         return self.width * self.tokens * self.model.kv_projection_size // self.tp
 
+    def keeps_fp8(self, number: int) -> bool:
+        """Whether the linear layers of the layer `number` keep their inputs in fp8; with a scale for each row of what
+        is multiplied they keep them as they come."""
+        return self.parallel.fp8_recipe != "rowwise" and number in self.parallel.fp8_layers(self.model.num_layers)
+
+    def input_kept(self, number: int, size: int) -> int:
+        """Bytes that a linear layer of the layer `number` keeps of an input of `size` bytes."""
+        return size // self.width * FP8 + FP32 if self.keeps_fp8(number) else size
+
     @property
     def dropout_mask(self) -> int:
         """Bytes that dropout of hidden states keeps; compiled, it makes the mask again from a number for each row and
@@ -132,14 +141,30 @@ def layer_kept(batch: MicroBatch, number: int) -> Kept:
     """What the layer `number` keeps, its input included and its output not, without full recomputation."""
     modules = batch.model.recomputed_modules
     beside, keeps_input = norm_bytes(batch, batch.rows, batch.model.hidden_size)
-    outputs = 0 if "layernorm" in modules else batch.hidden
     # A norm that runs again needs its input, whatever else it keeps.
     inputs = batch.hidden if keeps_input or "layernorm" in modules else 0
-    mlp = experts_kept(batch) if number in batch.model.moe_layers else mlp_kept(batch, batch.model.ffn_size)
-    return Kept(2 * (inputs + beside + outputs), attention_kept(batch), mlp, 2 * batch.dropout_mask)
+    dense = number not in batch.model.moe_layers
+    mlp = mlp_kept(batch, number, batch.model.ffn_size) if dense else experts_kept(batch, number)
+    norms = 2 * (inputs + beside) + norm_outputs_kept(batch, number)
+    return Kept(norms, attention_kept(batch, number), mlp, 2 * batch.dropout_mask)
 
 
-def attention_kept(batch: MicroBatch) -> int:
+def norm_outputs_kept(batch: MicroBatch, number: int) -> int:
+    """Bytes of the outputs of both norms: a copy in fp8 stays where the norm runs again, and what experts get stays
+    beside the copy that is made for a shared one."""
+    model, modules = batch.model, batch.model.recomputed_modules
+    plain = 0 if "layernorm" in modules else batch.hidden
+    if not batch.keeps_fp8(number):
+        return 2 * plain
+    copy = batch.input_kept(number, batch.hidden)
+    if "mlp" in modules:
+        return copy + plain
+    if number in model.moe_layers:
+        return copy + plain + (copy if model.moe_shared_expert_intermediate_size else 0)
+    return copy + copy
+
+
+def attention_kept(batch: MicroBatch, number: int) -> int:
     """Bytes from the output of the query-key-value projection to the input of the one back."""
     model = batch.model
     qkv = batch.queries + 2 * batch.keys
@@ -160,20 +185,25 @@ def attention_kept(batch: MicroBatch) -> int:
     if model.position_embedding_type == "rope":
         q, k, v = "q rotated", "k rotated", v if model.qk_layernorm else "v"
     heads = model.num_attention_heads // batch.tp
-    beside += batch.queries  # the output
+    beside += batch.input_kept(number, batch.queries)  # the output
     way = batch.parallel.cp_comm_type if batch.cp > 1 else "p2p"
     if "core_attn" in model.recomputed_modules:
         return beside + sum(sizes[name] for name in kept | {q, k, v})
     beside += batch.wide * batch.tokens * heads  # log-sum-exps
+    beside += batch.queries if batch.keeps_fp8(number) else 0  # the output, beside its copy
     operands = {"p2p": {q, k, v}, "all_gather": {q, "gathered"}, "a2a": {"swapped", "swapped out"}}[way]
     return beside + sum(sizes[name] for name in kept | operands)
 
 
-def mlp_kept(batch: MicroBatch, ffn: int) -> int:
-    """Bytes behind the first linear layer of an MLP."""
+def mlp_kept(batch: MicroBatch, number: int, ffn: int) -> int:
+    """Bytes behind the first linear layer of an MLP of the layer `number`."""
     if "mlp" in batch.model.recomputed_modules:
         return 0
-    return activation_kept(batch, batch.width * batch.tokens * ffn // batch.tp)
+    width = batch.width * batch.tokens * ffn // batch.tp
+    if not batch.keeps_fp8(number):
+        return activation_kept(batch, width)
+    again = "mlp_act" in batch.model.recomputed_modules
+    return activation_kept(batch, width) - (0 if again else width) + batch.input_kept(number, width)
 
 
 def activation_kept(batch: MicroBatch, width: int, only_input: bool = False) -> int:
@@ -214,7 +244,7 @@ def router_kept(batch: MicroBatch) -> int:
     return batch.rows * (experts * (INT64 + of_experts * batch.wide) + of_token * batch.wide)
 
 
-def experts_kept(batch: MicroBatch) -> int:
+def experts_kept(batch: MicroBatch, number: int) -> int:
     """Bytes of a mixture of experts, the norm's output before it excluded, if all experts get equally many tokens."""
     model, rows = batch.model, routed_rows(batch)
     if "mlp" in model.recomputed_modules:
@@ -222,7 +252,7 @@ def experts_kept(batch: MicroBatch) -> int:
     width = batch.width * rows * model.moe_ffn_size // batch.parallel.expert_tp
     experts = batch.width * rows * model.hidden_size + activation_kept(batch, width, True) + rows * batch.wide
     shared = model.moe_shared_expert_intermediate_size
-    return experts + router_kept(batch) + route_bytes(batch) + (mlp_kept(batch, shared) if shared else 0)
+    return experts + router_kept(batch) + route_bytes(batch) + (mlp_kept(batch, number, shared) if shared else 0)
 
 
 def rotary_tables(batch: MicroBatch) -> int:
@@ -275,18 +305,33 @@ def kept_for_weights(batch: MicroBatch, stage: Stage) -> int:
     whole = batch.width * batch.tokens * model.hidden_size
     total = 0
     for number in stage.layers:
-        total += 2 * batch.hidden + 2 * (batch.queries + batch.keys) + 2 * whole
+        # Of the linear layers, as far as they may be in fp8, and of the rest.
+        linear, rest = batch.hidden + 2 * (batch.queries + batch.keys) + whole, 0
         if number in model.moe_layers:
             rows = routed_rows(batch) * batch.width
-            total += 2 * rows * model.hidden_size - whole
-            total += rows * model.moe_ffn_size // batch.parallel.expert_tp * (3 if model.swiglu else 2)
+            rest = batch.hidden + 2 * rows * model.hidden_size
+            rest += rows * model.moe_ffn_size // batch.parallel.expert_tp * (3 if model.swiglu else 2)
             ffn = model.moe_shared_expert_intermediate_size or 0
         else:
+            linear += batch.hidden + whole
             ffn = model.ffn_size
-        total += batch.width * batch.tokens * ffn // batch.tp * (3 if model.swiglu else 2)
+        linear += batch.width * batch.tokens * ffn // batch.tp * (3 if model.swiglu else 2)
+        total += rest + (linear // batch.width * FP8 if batch.keeps_fp8(number) else linear)
     if stage.last:
         total += batch.hidden + batch.width * batch.tokens * model.padded_vocab_size // batch.tp
     return total
+
+
+def weight_copies(batch: MicroBatch, stage: Stage) -> int:
+    """Bytes of the copies in fp8, by rows and by columns, that a stage has of its weights while a step runs."""
+    model = batch.model
+    widths = model.query_projection_size * 2 + model.kv_projection_size * 2
+    numbers = [number for number in stage.layers if number in batch.parallel.fp8_layers(model.num_layers)]
+    total = 0
+    for number in numbers:
+        ffn = (model.moe_shared_expert_intermediate_size or 0) if number in model.moe_layers else model.ffn_size
+        total += model.hidden_size * (widths + ffn * (3 if model.swiglu else 2)) // batch.tp
+    return 2 * FP8 * total
 
 
 def working_bytes(batch: MicroBatch, stage: Stage) -> int:
@@ -353,7 +398,7 @@ class RankActivations:
     """Bytes kept at once."""
 
     working: int
-    """Estimate of what passes through memory beside."""
+    """Estimate of what passes through memory beside, copies of weights in fp8 included."""
 
     @property
     def total(self) -> int:
@@ -378,7 +423,8 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
                 tuple(weights[stage] for stage in own),
                 tuple(held.get(stage, 0) for stage in own),
                 round(peak),
-                max(working_bytes(batch, stages[stage]) for stage in own),
+                max(working_bytes(batch, stages[stage]) for stage in own)
+                + sum(weight_copies(batch, stages[stage]) for stage in own),
             )
         )
     return found

@@ -163,7 +163,18 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
     )
     yield f"of a micro-batch of {batch.samples} a layer keeps {layer}, recomputation {again}"
     yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
+    yield from _fp8_line(batch)
     yield "working: an estimate of the gradients and temporary tensors at the widest place; collectives' buffers not"
+
+
+def _fp8_line(batch: MicroBatch) -> Iterator[str]:
+    parallel, layers = batch.parallel, batch.parallel.fp8_layers(batch.model.num_layers)
+    if layers:
+        experts = "; experts are not" if batch.model.num_experts is not None else ""
+        yield (
+            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {parallel.fp8_format}, scaled "
+            f"{parallel.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+        )
 
 
 def _holdings(plan: RankStates) -> str:

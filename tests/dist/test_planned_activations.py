@@ -13,6 +13,7 @@ from megatron.core.config import ModelParallelConfig, TransformerConfig
 from megatron.core.model_math import Stage
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.tensor_parallel.products import DelayedProducts
 from megatron.core.transformer.context import Batch
 from megatron.planner.activations import MicroBatch, stage_kept
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
@@ -49,6 +50,8 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     local = whole.local_to(state.cp)
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
+    scaling = [part for part in built.modules() if isinstance(part, DelayedProducts)]
+    given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
         hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype)
         if hidden is not None:
@@ -133,7 +136,28 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
     return stage_kept(batch, MIDDLE).total, kept_by(batch, MIDDLE, state)
 
 
+def test_fp8() -> None:
+    """Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow."""
+    moe = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_layer_freq="2")
+    models = {**STYLES, "dropout": with_dropout(GPT), "relu2": replace(GPT, squared_relu=True), "experts": moe}
+    models["shared"] = replace(moe, moe_shared_expert_intermediate_size=64)
+    cases = [
+        (
+            f"{name} {kind} {recipe}",
+            replace(model, **more),
+            ModelParallelConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe),
+            WHOLE,
+        )
+        for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
+        for recipe in [("delayed", "tensorwise", "delayed", "rowwise")[number % 4]]
+    ]
+    assert compare(0, 1, cases) == []
+
+
 LAYOUTS = {
+    "fp8 sp": ModelParallelConfig(
+        tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, fp8_format="e4m3", fp8_recipe="tensorwise"
+    ),
     "tp": ModelParallelConfig(tensor_model_parallel_size=2, bf16=True),
     "sp": ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
     "cp": ModelParallelConfig(context_parallel_size=2, bf16=True),
