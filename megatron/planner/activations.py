@@ -21,7 +21,9 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
 from megatron.core.transformer.segments import recompute_segments
 
-INT64, INT32, BOOL, FP32, FP8 = 8, 4, 1, 4, 1
+INT64, INT32, BOOL, FP32 = 8, 4, 1, 4
+SCALE = FP32
+"""Of an fp8 tensor."""
 LOSS_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 """Logits that the loss has in fp32 at a time, as `tensor_parallel.cross_entropy` has it."""
 
@@ -81,14 +83,13 @@ class MicroBatch:
         """Bytes of the keys, and of the values."""
         return self.width * self.tokens * self.model.kv_projection_size // self.tp
 
-    def keeps_fp8(self, number: int) -> bool:
-        """Whether the linear layers of the layer `number` keep their inputs in fp8; with a scale for each row of what
-        is multiplied they keep them as they come."""
-        return self.parallel.fp8_recipe != "rowwise" and number in self.parallel.fp8_layers(self.model.num_layers)
+    def fp8(self, number: int) -> bool:
+        """Whether the linear layers of layer `number` multiply in fp8."""
+        return number in self.parallel.fp8_layers(self.model.num_layers)
 
-    def input_kept(self, number: int, size: int) -> int:
-        """Bytes that a linear layer of the layer `number` keeps of an input of `size` bytes."""
-        return size // self.width * FP8 + FP32 if self.keeps_fp8(number) else size
+    def casts(self, number: int) -> bool:
+        """Whether those keep an fp8 copy of their input, one byte an element, in place of the input."""
+        return self.fp8(number) and self.parallel.fp8_recipe != "rowwise"
 
     @property
     def dropout_mask(self) -> int:
@@ -139,32 +140,19 @@ def norm_bytes(batch: MicroBatch, rows: int, size: int) -> tuple[int, bool]:
 
 def layer_kept(batch: MicroBatch, number: int) -> Kept:
     """What the layer `number` keeps, its input included and its output not, without full recomputation."""
-    modules = batch.model.recomputed_modules
+    modules, casts, moe = batch.model.recomputed_modules, batch.casts(number), number in batch.model.moe_layers
     beside, keeps_input = norm_bytes(batch, batch.rows, batch.model.hidden_size)
+    output = 0 if "layernorm" in modules else batch.hidden
     # A norm that runs again needs its input, whatever else it keeps.
     inputs = batch.hidden if keeps_input or "layernorm" in modules else 0
-    dense = number not in batch.model.moe_layers
-    mlp = mlp_kept(batch, number, batch.model.ffn_size) if dense else experts_kept(batch, number)
-    norms = 2 * (inputs + beside) + norm_outputs_kept(batch, number)
-    return Kept(norms, attention_kept(batch, number), mlp, 2 * batch.dropout_mask)
+    cast = batch.hidden // batch.width + SCALE
+    outputs = (cast if casts else output) + (cast if casts and not (moe or "mlp" in modules) else output)
+    attention = attention_kept(batch, casts)
+    mlp = experts_kept(batch, casts) if moe else mlp_kept(batch, batch.model.ffn_size, casts)
+    return Kept(2 * (inputs + beside) + outputs, attention, mlp, 2 * batch.dropout_mask)
 
 
-def norm_outputs_kept(batch: MicroBatch, number: int) -> int:
-    """Bytes of the outputs of both norms: a copy in fp8 stays where the norm runs again, and what experts get stays
-    beside the copy that is made for a shared one."""
-    model, modules = batch.model, batch.model.recomputed_modules
-    plain = 0 if "layernorm" in modules else batch.hidden
-    if not batch.keeps_fp8(number):
-        return 2 * plain
-    copy = batch.input_kept(number, batch.hidden)
-    if "mlp" in modules:
-        return copy + plain
-    if number in model.moe_layers:
-        return copy + plain + (copy if model.moe_shared_expert_intermediate_size else 0)
-    return copy + copy
-
-
-def attention_kept(batch: MicroBatch, number: int) -> int:
+def attention_kept(batch: MicroBatch, casts: bool = False) -> int:
     """Bytes from the output of the query-key-value projection to the input of the one back."""
     model = batch.model
     qkv = batch.queries + 2 * batch.keys
@@ -185,28 +173,26 @@ def attention_kept(batch: MicroBatch, number: int) -> int:
     if model.position_embedding_type == "rope":
         q, k, v = "q rotated", "k rotated", v if model.qk_layernorm else "v"
     heads = model.num_attention_heads // batch.tp
-    beside += batch.input_kept(number, batch.queries)  # the output
     way = batch.parallel.cp_comm_type if batch.cp > 1 else "p2p"
+    cast = batch.queries // batch.width + SCALE
     if "core_attn" in model.recomputed_modules:
-        return beside + sum(sizes[name] for name in kept | {q, k, v})
+        return beside + (cast if casts else batch.queries) + sum(sizes[name] for name in kept | {q, k, v})
+    beside += batch.queries + (cast if casts else 0)  # the output
+    if casts and way == "a2a":
+        beside -= batch.queries  # what was swapped back is cast, and kept by nothing else
     beside += batch.wide * batch.tokens * heads  # log-sum-exps
-    beside += batch.queries if batch.keeps_fp8(number) else 0  # the output, beside its copy
     operands = {"p2p": {q, k, v}, "all_gather": {q, "gathered"}, "a2a": {"swapped", "swapped out"}}[way]
     return beside + sum(sizes[name] for name in kept | operands)
 
 
-def mlp_kept(batch: MicroBatch, number: int, ffn: int) -> int:
-    """Bytes behind the first linear layer of an MLP of the layer `number`."""
+def mlp_kept(batch: MicroBatch, ffn: int, casts: bool) -> int:
+    """Bytes behind the first linear layer of an MLP."""
     if "mlp" in batch.model.recomputed_modules:
         return 0
-    width = batch.width * batch.tokens * ffn // batch.tp
-    if not batch.keeps_fp8(number):
-        return activation_kept(batch, width)
-    again = "mlp_act" in batch.model.recomputed_modules
-    return activation_kept(batch, width) - (0 if again else width) + batch.input_kept(number, width)
+    return activation_kept(batch, batch.width * batch.tokens * ffn // batch.tp, casts)
 
 
-def activation_kept(batch: MicroBatch, width: int, only_input: bool = False) -> int:
+def activation_kept(batch: MicroBatch, width: int, casts: bool = False, only_input: bool = False) -> int:
     """Bytes that an activation function keeps, `width` being those of its output, and the linear layer behind it.
 
     relu(x)^2 keeps relu(x) in place of x, but needs x to run again, unless it is made to keep `only_input`.
@@ -216,6 +202,8 @@ def activation_kept(batch: MicroBatch, width: int, only_input: bool = False) -> 
     kept = 2 * width if model.activation == "swiglu" else width
     if again and model.activation == "squared_relu" and not only_input:
         kept += width
+    if casts:
+        return kept + width // batch.width + SCALE
     return kept if again else kept + width
 
 
@@ -244,15 +232,20 @@ def router_kept(batch: MicroBatch) -> int:
     return batch.rows * (experts * (INT64 + of_experts * batch.wide) + of_token * batch.wide)
 
 
-def experts_kept(batch: MicroBatch, number: int) -> int:
+def experts_kept(batch: MicroBatch, casts: bool) -> int:
     """Bytes of a mixture of experts, the norm's output before it excluded, if all experts get equally many tokens."""
     model, rows = batch.model, routed_rows(batch)
     if "mlp" in model.recomputed_modules:
         return route_bytes(batch)
     width = batch.width * rows * model.moe_ffn_size // batch.parallel.expert_tp
-    experts = batch.width * rows * model.hidden_size + activation_kept(batch, width, True) + rows * batch.wide
+    experts = (
+        batch.width * rows * model.hidden_size + activation_kept(batch, width, only_input=True) + rows * batch.wide
+    )
+    total = experts + router_kept(batch) + route_bytes(batch)
     shared = model.moe_shared_expert_intermediate_size
-    return experts + router_kept(batch) + route_bytes(batch) + (mlp_kept(batch, number, shared) if shared else 0)
+    if shared:
+        total += mlp_kept(batch, shared, casts) + (batch.hidden // batch.width + SCALE if casts else 0)
+    return total
 
 
 def rotary_tables(batch: MicroBatch) -> int:
@@ -302,36 +295,42 @@ def stage_kept(batch: MicroBatch, stage: Stage) -> Kept:
 def kept_for_weights(batch: MicroBatch, stage: Stage) -> int:
     """Bytes that remain between I and W: inputs of the linear layers, and gradients of their outputs."""
     model = batch.model
-    whole = batch.width * batch.tokens * model.hidden_size
+    factor = 3 if model.swiglu else 2
     total = 0
     for number in stage.layers:
-        # Of the linear layers, as far as they may be in fp8, and of the rest.
-        linear, rest = batch.hidden + 2 * (batch.queries + batch.keys) + whole, 0
+        width, scales = (1, SCALE) if batch.casts(number) else (batch.width, 0)
+        hidden, whole = batch.rows * model.hidden_size, batch.tokens * model.hidden_size
+        attention = hidden + 2 * (batch.queries + batch.keys) // batch.width + whole
+        total += width * attention + 4 * scales
+        ffn = model.ffn_size
         if number in model.moe_layers:
-            rows = routed_rows(batch) * batch.width
-            rest = batch.hidden + 2 * rows * model.hidden_size
-            rest += rows * model.moe_ffn_size // batch.parallel.expert_tp * (3 if model.swiglu else 2)
+            rows = routed_rows(batch)
+            experts = 2 * rows * model.hidden_size + rows * model.moe_ffn_size // batch.parallel.expert_tp * factor
+            total += batch.width * (experts + hidden)
             ffn = model.moe_shared_expert_intermediate_size or 0
-        else:
-            linear += batch.hidden + whole
-            ffn = model.ffn_size
-        linear += batch.width * batch.tokens * ffn // batch.tp * (3 if model.swiglu else 2)
-        total += rest + (linear // batch.width * FP8 if batch.keeps_fp8(number) else linear)
+        if ffn:
+            total += width * (hidden + whole + batch.tokens * ffn // batch.tp * factor) + 4 * scales
+            total -= batch.hidden if number in model.moe_layers and not scales else 0  # the router's input is the same
     if stage.last:
         total += batch.hidden + batch.width * batch.tokens * model.padded_vocab_size // batch.tp
     return total
 
 
 def weight_copies(batch: MicroBatch, stage: Stage) -> int:
-    """Bytes of the copies in fp8, by rows and by columns, that a stage has of its weights while a step runs."""
-    model = batch.model
-    widths = model.query_projection_size * 2 + model.kv_projection_size * 2
-    numbers = [number for number in stage.layers if number in batch.parallel.fp8_layers(model.num_layers)]
+    """Bytes of the fp8 copies of weights that a step makes, once for all micro-batches: as they lie and transposed."""
+    model, tp = batch.model, batch.tp
+    h, projected = model.hidden_size, model.query_projection_size // tp
     total = 0
-    for number in numbers:
-        ffn = (model.moe_shared_expert_intermediate_size or 0) if number in model.moe_layers else model.ffn_size
-        total += model.hidden_size * (widths + ffn * (3 if model.swiglu else 2)) // batch.tp
-    return 2 * FP8 * total
+    for number in stage.layers:
+        if not batch.fp8(number):
+            continue
+        ffn = model.moe_shared_expert_intermediate_size if number in model.moe_layers else model.ffn_size
+        matrices = [(projected + 2 * model.kv_projection_size // tp, h), (h, projected)]
+        matrices += [(ffn // tp * (2 if model.swiglu else 1), h), (h, ffn // tp)] if ffn else []
+        for out, size_in in matrices:
+            scales = SCALE if batch.parallel.fp8_recipe != "rowwise" else SCALE * (out + size_in)
+            total += 2 * out * size_in + scales
+    return total
 
 
 def working_bytes(batch: MicroBatch, stage: Stage) -> int:
@@ -398,11 +397,14 @@ class RankActivations:
     """Bytes kept at once."""
 
     working: int
-    """Estimate of what passes through memory beside, copies of weights in fp8 included."""
+    """Estimate of what passes through memory beside."""
+
+    weight_copies: int = 0
+    """Bytes of weights in fp8."""
 
     @property
     def total(self) -> int:
-        return self.peak + self.working
+        return self.peak + self.weight_copies + self.working
 
 
 def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActivations]:
@@ -423,8 +425,8 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
                 tuple(weights[stage] for stage in own),
                 tuple(held.get(stage, 0) for stage in own),
                 round(peak),
-                max(working_bytes(batch, stages[stage]) for stage in own)
-                + sum(weight_copies(batch, stages[stage]) for stage in own),
+                max(working_bytes(batch, stages[stage]) for stage in own),
+                sum(weight_copies(batch, stages[stage]) for stage in own),
             )
         )
     return found

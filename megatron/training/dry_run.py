@@ -109,7 +109,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     )
     for plan, held in zip(plans, activations, strict=True):
         memory = plan.memory
-        sizes = (memory.parameters, memory.gradients, memory.main_parameters + memory.moments, held.peak, held.working)
+        optimizer, working = memory.main_parameters + memory.moments, held.working + held.weight_copies
+        sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
         stage = sum(meta.numel for meta in plan.metas)
         shown = "".join(f"{_bytes(size):>12}" for size in (*sizes, sum(sizes)))
         yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
@@ -126,7 +127,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     held, states = activations[most.pp_rank], most.memory.total
     yield (
         f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
-        f"about {held.working:,} of working memory"
+        f"about {held.total - held.peak:,} of working memory"
     )
 
 

@@ -47,7 +47,7 @@ from megatron.training.dry_run import micro_batch_of
 from megatron.training.initialize import local_runtime
 from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.step import Step, forward_backward, read_batches
+from megatron.training.step import Step, count_tokens, loss_and_tokens, loss_seed, read_batches, with_scale
 from megatron.training.training import Interval, train_step
 from megatron.training.validation import resolve, validate
 from tools.bench.live_memory import LiveMemory
@@ -85,6 +85,9 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "CP 2 all_gather": (2, "--cp 2 --cp-comm-type all_gather"),
     "CP 2 a2a": (2, "--cp 2 --cp-comm-type a2a"),
     "llama": (1, LLAMA),
+    "llama fp8": (1, f"{LLAMA} --fp8-format hybrid --fp8-recipe tensorwise"),
+    "llama fp8 row PP 2": (2, f"{LLAMA} --pp 2 --fp8-format hybrid --fp8-recipe rowwise"),
+    "llama fp8 PP 2 zb-h1": (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-h1 --fp8-format e4m3 --fp8-recipe delayed"),
     "llama full": (1, f"{LLAMA} --recompute-granularity full"),
     "llama TP 2 SP": (2, f"{LLAMA} --tp 2 --sequence-parallel"),
     "llama PP 2 zb-v": (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-v"),
@@ -93,8 +96,6 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 """Name -> world size, flags."""
 
 SMALL = {"layers": 4, "hidden": 256, "seq": 256, "vocab": 8192}
-SCALARS = 8
-"""Storages up to so many bytes are losses and counts, not activations."""
 
 
 @dataclass(frozen=True)
@@ -166,23 +167,25 @@ def activations_of(run: TrainingRun) -> tuple[int, int, int]:
     """(most kept between two actions, peak of forward and backward, peak of the update) of a step."""
     step, executor, kept = Step.next_of(run), run.pipeline.executor, 0
     batches = read_batches(run, step)
+    run.ddp.begin_step(len(batches))
+    seed = loss_seed(run, run.optimizer.loss_scale)
+    scaled, total_tokens = with_scale(run, step, batches, seed)
     with LiveMemory() as live:
 
         def after(action: Action) -> None:
             nonlocal kept
-            if action.kind not in COMPUTE:
-                return
-            live.settle()
-            travelling = {message.untyped_storage()._cdata for message in executor.messages()}
-            held = (size for key, size in live.sizes.items() if size > SCALARS and key not in travelling)
-            kept = max(kept, sum(held))
+            if action.kind in COMPUTE:
+                live.settle()
+                results = {result.untyped_storage()._cdata for result in executor.results()}
+                kept = max(kept, sum(size for key, size in live.sizes.items() if key not in results))
 
         executor.after = after
-        sums = forward_backward(run, step, batches)
+        losses = run.pipeline.train(scaled, seed)
         peak, before = live.peak, live.now
         live.restart_peak()
-        finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
-        run.optimizer.step(1e-4, 0.0, sums.loss_and_tokens, run.guard.judge)
+        finalize_model_grads(run.ddp, total_tokens, run.runtime.state, seed)
+        sums = loss_and_tokens(run, losses, count_tokens(batches))
+        run.optimizer.step(1e-4, 0.0, sums, run.guard.judge)
         return kept, peak, live.peak - before
 
 
@@ -196,7 +199,8 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
     for rank, held in enumerate(activations):
         states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank).memory
         optimizer = states.main_parameters + states.moments
-        found.append(Measured(states.parameters, states.gradients, optimizer, held.peak, held.total, 0))
+        kept = held.peak + held.weight_copies
+        found.append(Measured(states.parameters, states.gradients, optimizer, kept, held.total, 0))
     return found, activations
 
 
@@ -269,7 +273,7 @@ def say(row: Row) -> None:
     states = found.parameters + found.gradients + found.optimizer
     ratio = "" if not row.formula else f"{row.layers / row.formula:.3f}"
     print(
-        f"{row.layout:<20}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
+        f"{row.layout:<22}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
         f"{kib(found.peak):>10}{kib(plan.peak):>10}{found.peak / plan.peak:>7.2f}{kib(found.update):>9}{ratio:>9}"
     )
     if not row.equal:
@@ -292,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{shape}, micro-batches of 1, 8 samples a step, bf16, Adam; KiB of each rank")
     titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "update", "formula")
     widths = (10, 10, 8, 10, 10, 7, 9, 9)
-    print(f"{'layout':<23}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
+    print(f"{'layout':<25}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
     rows: list[Any] = []
     for name in args.only:
         for row in rows_of(name, sizes):

@@ -106,9 +106,10 @@ class PipelineExecutor:
             self.queue.assert_empty()
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
-    def messages(self) -> list[Tensor]:
-        """What is on its way between stages: computed, being sent, or arriving."""
-        return [*self._outbox.values(), *self.p2p.sending(), *(receive.buffer for receive in self._arriving.values())]
+    def results(self) -> list[Tensor]:
+        """Losses so far, and what is on its way between stages: computed, being sent, or arriving."""
+        arriving = (receive.buffer for receive in self._arriving.values())
+        return [*self._losses.values(), *self._outbox.values(), *self.p2p.sending(), *arriving]
 
     def _begin(self, batches: Sequence[Any], loss_scale_seed: float | Tensor, training: bool) -> None:
         self._batches, self._seed, self._training = batches, loss_scale_seed, training
