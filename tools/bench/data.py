@@ -190,7 +190,7 @@ def synthetic_lengths() -> np.ndarray:
 
 
 def write_dataset(prefix: Path) -> None:
-    """A data set of those lengths whose tokens are zeros, in a file with holes."""
+    """A data set of those lengths whose tokens are zeros."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     lengths = synthetic_lengths()

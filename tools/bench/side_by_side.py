@@ -10,6 +10,7 @@ import platform
 import socket
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +93,7 @@ def interleaved(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1
 
 
 class _Worker:
-    """The processes that build a contestant and then do a round whenever they are told to."""
+    """The processes that build a contestant and then do a round whenever they are told to, in a folder of their own."""
 
     def __init__(self, contestant: Contestant) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -103,12 +104,13 @@ class _Worker:
             "MASTER_PORT": str(_free_port()),
             **dict(contestant.environ),
         }
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(contestant.ranks):
             ours, theirs = spawn.Pipe()
             with _environ(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                process = spawn.Process(target=_serve, args=(contestant, theirs))
+                process = spawn.Process(target=_serve, args=(contestant, theirs, self._folder.name))
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -163,6 +165,7 @@ class _Worker:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._folder.cleanup()
 
 
 @contextmanager
@@ -186,8 +189,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(contestant: Contestant, pipe: Connection) -> None:
+def _serve(contestant: Contestant, pipe: Connection, folder: str) -> None:
     try:
+        os.chdir(folder)  # for what a run writes into its working folder
         work = contestant.build(*contestant.args)
         pipe.send(None)
         while True:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_cache import IndexCache, array_digest, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices import GPTIndex, build_gpt_index, plan_epochs
+from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epochs
 
 Sample = dict[str, NDArray | None]
 
@@ -136,7 +136,7 @@ class GPTDataset:
             GPTIndex._fields,
             f"GPTDataset-{split}",
             order,
-            lambda: build_gpt_index(indexed.lengths, documents, self.plan, format.seq_length, seed),
+            lambda: gpt_index_parts(indexed.lengths, documents, self.plan, format.seq_length, seed),
         )
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Changes when an index of the same inputs would be built differently.
 FORMAT = 1
-DIGEST_BLOCK = 1 << 22
+DIGEST_BLOCK = 1 << 18
 # Seconds after which a temporary file that nobody writes to is abandoned.
 ABANDONED = 24 * 3600
 
@@ -46,7 +46,7 @@ def array_digest(array: NDArray) -> str:
     """Hash of an array's bytes, in blocks side by side: a gigabyte takes about a second on one core."""
 
     def digest(start: int) -> bytes:
-        return blake2b(array[start : start + DIGEST_BLOCK].tobytes(), digest_size=16).digest()
+        return blake2b(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]), digest_size=16).digest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         blocks = pool.map(digest, range(0, len(array), DIGEST_BLOCK))
@@ -65,14 +65,17 @@ class IndexCache:
         self.folder = Path(folder if folder is not None else default)
 
     def arrays(
-        self, names: Sequence[str], label: str, description: Mapping[str, Any], build: Callable[[], Sequence[NDArray]]
+        self, names: Sequence[str], label: str, description: Mapping[str, Any], build: Callable[[], Iterable[NDArray]]
     ) -> list[NDArray]:
-        """The arrays of these names: mapped from their files, or else built and written."""
+        """The arrays of these names: mapped from their files, or else built and written, one while the next is built.
+
+        `build` gives them in the order of `names`.
+        """
         stem = f"{content_hash(description)}-{label}"
         found = self._load(stem, names)
         if found is not None:
             return found
-        built: Sequence[NDArray] | None = None
+        built: list[NDArray] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
@@ -81,8 +84,7 @@ class IndexCache:
                 found = self._load(stem, names)  # another process may have built them meanwhile
                 if found is None:
                     _sweep(self.folder)
-                    built = build()
-                    self._store(stem, names, built, description)
+                    self._store(stem, names, _keeping(build(), built), description)
                     found = self._load(stem, names)
         except OSError as error:
             if self.required:
@@ -93,7 +95,7 @@ class IndexCache:
             _warn_once(self.folder, str(error))
         if found is not None:
             return found
-        return list(build() if built is None else built)
+        return built if len(built) == len(names) else list(build())
 
     def _path(self, stem: str, name: str) -> Path:
         return self.folder / f"{stem}-{name}.npy"
@@ -108,13 +110,25 @@ class IndexCache:
             return None
 
     def _store(
-        self, stem: str, names: Sequence[str], arrays: Sequence[NDArray], description: Mapping[str, Any]
+        self, stem: str, names: Sequence[str], arrays: Iterable[NDArray], description: Mapping[str, Any]
     ) -> None:
         text = json.dumps(description, indent=1).encode()
         _write_atomically(self.folder / f"{stem}-description.txt", lambda path: path.write_bytes(text))
-        for name, array in zip(names, arrays, strict=True):
-            _write_atomically(self._path(stem, name), partial(_save, array))
+        with ThreadPoolExecutor(1) as writer:
+            writes = [
+                writer.submit(_write_atomically, self._path(stem, name), partial(_save, array))
+                for name, array in zip(names, arrays, strict=True)
+            ]
+            for write in writes:
+                write.result()
         sync_folder(self.folder)
+
+
+def _keeping(arrays: Iterable[NDArray], kept: list[NDArray]) -> Iterator[NDArray]:
+    """The arrays, each of them put into `kept` as well."""
+    for array in arrays:
+        kept.append(array)
+        yield array
 
 
 @cache

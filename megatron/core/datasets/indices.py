@@ -7,7 +7,8 @@ are drawn in a shuffled order (the shuffle index). A blend draws from several da
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -95,11 +96,18 @@ def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_len
 
     One RandomState(seed) draws the document index first and the shuffle index after it.
     """
+    return GPTIndex(*gpt_index_parts(lengths, documents, plan, seq_length, seed))
+
+
+def gpt_index_parts(
+    lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int
+) -> Iterator[NDArray]:
+    """The fields of `build_gpt_index`, one by one: the first can be written while the next is built."""
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
-    sample_index = build_sample_index(lengths, document_index, plan.samples, seq_length)
-    shuffle_index = build_shuffle_index(plan, random)
-    return GPTIndex(document_index, sample_index, shuffle_index)
+    yield document_index
+    yield build_sample_index(lengths, document_index, plan.samples, seq_length)
+    yield build_shuffle_index(plan, random)
 
 
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
@@ -115,12 +123,11 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
     """Where each sample starts in the stream of documents; one row past the end. A part of the stream at a time, so
-    that the result is all the memory it takes."""
+    that the result is all the memory it takes; the next part's lengths are looked up meanwhile."""
     index = np.empty((samples + 1, 2), np.int64)
     tokens = done = 0
-    for first in range(0, len(document_index), STREAM):
-        part = lengths[document_index[first : first + STREAM]]
-        ends = np.cumsum(part, dtype=np.int64) + tokens
+    for first, part, ends in _lengths_in_parts(lengths, document_index):
+        ends += tokens
         tokens = int(ends[-1])
         stop = min(samples + 1, -(-tokens // seq_length))  # samples that start before the part's end
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
@@ -131,6 +138,23 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
         done = stop
     assert done == samples + 1, f"{samples} samples of {seq_length} tokens do not fit into {tokens} tokens"
     return index
+
+
+def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
+    """(first, lengths, their cumulative sums) of the next `STREAM` documents of the stream, again and again."""
+
+    def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
+        part = lengths[document_index[first : first + STREAM]]
+        return first, part, np.cumsum(part, dtype=np.int64)
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for first in range(0, len(document_index), STREAM):
+            ready, coming = coming, pool.submit(look_up, first)
+            if ready is not None:
+                yield ready.result()
+        if coming is not None:
+            yield coming.result()
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
