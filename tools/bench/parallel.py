@@ -49,6 +49,7 @@ def our_layouts(n: int) -> dict[str, str]:
     return {
         "ours TP": f"--tp {n}",
         "ours TP+SP": f"--tp {n} --sequence-parallel",
+        "ours TP+SP overlapped": f"--tp {n} --sequence-parallel --tp-comm-overlap",
         **pipelines,
         "ours DP": f"--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
         "ours ZeRO-1": f"--dp {n} --overlap-grad-reduce --overlap-param-gather",
