@@ -46,7 +46,7 @@ def array_digest(array: NDArray) -> str:
     """Hash of an array's bytes, in blocks side by side: a gigabyte takes about a second on one core."""
 
     def digest(start: int) -> bytes:
-        return blake2b(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]), digest_size=16).digest()
+        return blake2b(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data, digest_size=16).digest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         blocks = pool.map(digest, range(0, len(array), DIGEST_BLOCK))
