@@ -40,15 +40,15 @@ class Scaled(NamedTuple):
         """[n, k] in `dtype`."""
         return self.values.to(dtype) * self.scale.to(dtype)
 
-    def transposed(self) -> Scaled:
-        """The same matrix as [k, n], row-major; only with one scale for all."""
-        assert self.scale.ndim == 0, "rows with scales of their own cannot become columns"
-        return Scaled(self.values.t().contiguous(), self.scale)
-
 
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
     """(of inputs and weights, of gradients of outputs) under --fp8-format `name`."""
     return E4M3, E5M2 if name == "hybrid" else E4M3
+
+
+def transposed_bytes(x: Tensor) -> Tensor:
+    """x [n, k] of bytes -> [k, n], row-major."""
+    return x.t().contiguous()
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.fp8 import (
     cast_by_multiplier,
     formats,
     product,
+    transposed_bytes,
 )
 from megatron.core.tensor_parallel.mappings import all_reduce_
 from megatron.core.tensor_parallel.weight_grad import add_product_
@@ -205,13 +206,17 @@ class OneScaleProducts(Fp8Products):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def input_grad(self, dy: Parts, weight: Tensor) -> Tensor:
-        transposed = self.casts.get(weight, "transposed", lambda: self._weight(weight).transposed())
-        dx = product(_operand(dy, self.grad_format), transposed, weight.dtype)
+        columns = self.casts.get(weight, "columns", lambda: self._transposed(self._weight(weight)))
+        dx = product(_operand(dy, self.grad_format), columns, weight.dtype)
         return dx.view(*dy[0].shape[:-1], -1)
 
     def add_weight_grad_(self, out: Tensor, dy: Parts, x: Parts) -> None:
-        rows, columns = _operand(dy, self.grad_format).transposed(), _operand(x, E4M3).transposed()
+        rows, columns = self._transposed(_operand(dy, self.grad_format)), self._transposed(_operand(x, E4M3))
         out.add_(product(rows, columns, out.dtype))
+
+    def _transposed(self, x: Scaled) -> Scaled:
+        values = region(transposed_bytes, self.compiled)(x.values.view(torch.uint8)).view(x.values.dtype)
+        return Scaled(values, x.scale)
 
     def _weight(self, weight: Tensor) -> Scaled:
         return self.casts.get(weight, "rows", lambda: self.cast(matrix_of(weight.detach()), WEIGHT))
@@ -292,7 +297,7 @@ class RowwiseProducts(Fp8Products):
 
     def _columns(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:
         """The transpose of x [n, k], as [k, n] with a scale for each column of x."""
-        return self._rows(x.t().contiguous(), cut, dtype)
+        return self._rows(x.t(), cut, dtype)
 
 
 RECIPES: dict[str, type[TensorwiseProducts | DelayedProducts | RowwiseProducts]] = {
