@@ -31,11 +31,11 @@ FP8 = "--fp8-format hybrid --fp8-recipe"
 RUNS = {
     "bf16": "",
     "bf16, another seed": "--seed 4321",
-    "tensorwise": f"{FP8} tensorwise",
+    "tensorwise, hybrid": f"{FP8} tensorwise",
     "tensorwise, e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise",
-    "delayed": f"{FP8} delayed",
-    "delayed, max of 16": f"{FP8} delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
-    "rowwise": f"{FP8} rowwise",
+    "delayed, hybrid": f"{FP8} delayed",
+    "delayed, hybrid, max of 16 steps": f"{FP8} delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "rowwise, hybrid": f"{FP8} rowwise",
 }
 MODEL = (
     "--cpu --bf16 --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 128 "
