@@ -57,6 +57,8 @@ def trained(world_size: int, flags: str) -> Snapshot:
         (4, f"--tp 2 --pp 2 --pipeline-schedule zb-h1 {LLAMA}"),
         (2, "--tp 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
         (4, "--tp 2 --cp 2"),
+        (4, f"--tp 2 --dp 2 --overlap-grad-reduce --overlap-param-gather {LLAMA}"),
+        (2, f"--tp 2 --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 {LLAMA}"),
     ],
 )
 def test_training_agrees(world_size: int, flags: str) -> None:
