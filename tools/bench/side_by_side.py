@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import random
 import socket
 import statistics
 import sys
@@ -184,9 +185,15 @@ def _environ(changed: Mapping[str, str]) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the range that connections get theirs from, one of which may take it before the contestant does."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port among 100 between 20000 and 32000")
 
 
 def _serve(contestant: Contestant, pipe: Connection, folder: str) -> None:
