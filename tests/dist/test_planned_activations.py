@@ -43,17 +43,18 @@ Case = tuple[str, TransformerConfig, ModelParallelConfig, Stage]
 
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded."""
-    model, whole = batch.model, Batch.of_tokens(torch.zeros(batch.samples, batch.model.seq_length, dtype=torch.int64))
+    model, of_device = batch.model, {"device": batch.device}
     ends = {"first": stage.first, "last": stage.last}
-    built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, initialize=False).train()
+    built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, **of_device, initialize=False).train()
     dtype, rows = getattr(torch, batch.parallel.params_dtype), batch.rows // batch.samples
-    local = whole.local_to(state.cp)
+    local = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64)).local_to(state.cp)
+    local = local.to(batch.device)
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
     scaling = [part for part in built.modules() if isinstance(part, DelayedProducts)]
     given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
-        hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype)
+        hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype, **of_device)
         if hidden is not None:
             hidden.requires_grad_()
         output = built(hidden, local)

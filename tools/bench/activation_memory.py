@@ -97,7 +97,10 @@ def measure(
     device: torch.device,
 ) -> Measurement:
     """Bytes that one layer keeps on this rank: two layers' less one's."""
-    parallel = ModelParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, bf16=True)
+    # Not compiled, on GPUs either: the memory of compiled regions is not seen.
+    parallel = ModelParallelConfig(
+        tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, bf16=True, compile=False
+    )
     rows = config.seq_length // tp if sequence_parallel else config.seq_length
     found = []
     for layers in (1, 2):

@@ -1,0 +1,112 @@
+"""tools/bench/gpu.py as far as it goes without a GPU: what fits, the whole run, and how a profile is grouped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
+from tools.bench.profile_groups import GPU_CATEGORIES, IDLE, OTHER, Span, busy_time, group_of, groups_of, spans_of
+
+ROOT = Path(__file__).parents[2]
+TRIAL = "--cpu --config tiny --steps 1 --rounds 2 --warm-up 1"
+
+
+def bench(flags: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/bench/gpu.py", *TRIAL.split(), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_whole_run(tmp_path: Path) -> None:
+    found, trace = tmp_path / "found.json", tmp_path / "trace.json"
+    done = bench(["--precision", "fp8", "--fp8-recipe", "tensorwise", "--json", str(found), "--trace", str(trace)])
+    assert done.returncode == 0, done.stderr
+    assert "TFLOP/s (causal), MFU unknown (causal)" in done.stdout
+    (row,) = json.loads(found.read_text())["rows"]
+    assert row["layers"] == 4 and row["micro_batch_size"] == 2 and row["tokens_per_second"]["rounds"] == 2
+    names = [ceiling["name"] for ceiling in row["ceilings"]]
+    assert names[:2] == ["256^3 bf16", "qkv bf16"] and names[-1] == "copy" and "fc1 fp8" in names
+    groups = {group["name"]: group for group in row["groups"]}
+    for name in ("GEMM", "attention", "norm", "optimizer", "copies", "elementwise", "fp8 casts", IDLE):
+        assert groups[name]["share"] > 0, name
+    assert sum(group["share"] for group in groups.values()) == pytest.approx(1)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_compared_in_turns() -> None:
+    done = bench(["--compare", "--recompute-granularity full", "--rounds", "1"])
+    assert done.returncode == 0, done.stderr
+    assert "--recompute-granularity full" in done.stdout and done.stdout.count(" x as it is") == 2
+    wrong = bench(["--compare", "--recompute-granularity half"])
+    assert wrong.returncode == 2
+    assert "--recompute-granularity half" in wrong.stderr
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_as_much_as_fits(precision: str) -> None:
+    flags = PRECISIONS[precision].format(format="hybrid", recipe="delayed")
+    layers, room = SHAPES["llama-8b-layers"], 72 * 2**30
+    config = largest_that_fits(layers, flags, room)
+    more = config_of(layers, config.model.num_layers + 1, 1, flags)
+    assert sum(planned_bytes(config)) <= room < sum(planned_bytes(more))
+    assert 8 <= config.model.num_layers <= 12
+    gpt = largest_that_fits(SHAPES["gpt-1.3b"], flags, room)
+    assert gpt.model.num_layers == 24 and gpt.training.micro_batch_size in (4, 8, 16)
+    with pytest.raises(ValueError, match=r"the smallest that can be run takes 2\d\.\d\d GiB, and there are 1\.00"):
+        largest_that_fits(layers, flags, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16>", "GEMM"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>", "norm"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "collectives"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("triton_poi_fused_mul_silu_0", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor>", "elementwise"),
+        ("triton_red_fused__to_copy_abs_amax_0_fp8", "fp8 casts"),
+        ("something else", OTHER),
+    ],
+)
+def test_names_of_kernels(name: str, group: str) -> None:
+    assert group_of(name) == group
+
+
+def test_groups_of_a_trace() -> None:
+    """Two streams that overlap for 10 µs, 20 µs in which nothing runs, and events that are no kernels."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "nvjet_a", "ts": 100, "dur": 50, "pid": 0, "tid": 7},
+        {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "ts": 140, "dur": 40, "pid": 0, "tid": 9},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 200, "dur": 10, "pid": 0, "tid": 7},
+        {"ph": "X", "cat": "gpu_user_annotation", "name": "F(stage 0, microbatch 0)", "ts": 90, "dur": 500, "tid": 7},
+        {"ph": "i", "cat": "kernel", "name": "no span", "ts": 0},
+    ]
+    groups = {group.name: group for group in groups_of(spans_of({"traceEvents": events}, GPU_CATEGORIES), nested=False)}
+    assert {name: group.microseconds for name, group in groups.items()} == {
+        "GEMM": 50,
+        "collectives": 40,
+        "copies": 10,
+        IDLE: 20,
+    }
+    assert groups["GEMM"].share == pytest.approx(50 / 110)
+
+
+def test_operations_within_operations_count_once() -> None:
+    spans = [Span("aten::linear", 0, 100, (1,)), Span("aten::mm", 10, 60, (1,)), Span("aten::copy_", 20, 10, (1,))]
+    spans.append(Span("aten::mul", 50, 100, (2,)))
+    groups = {group.name: group.microseconds for group in groups_of(spans, nested=True)}
+    assert groups == {"GEMM": 40 + 50, "copies": 10, "elementwise": 100, IDLE: 0}
+    assert busy_time(spans) == 150
+    assert groups_of([], nested=True) == []

@@ -1,0 +1,125 @@
+"""What a device does at most: large matrix products, those of a model, and copies within memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.config import RunConfig
+from tools.bench.side_by_side import Spread
+
+
+def wait_for(device: Any) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the device does at most of one thing."""
+
+    name: str
+    rate: Spread
+    unit: str
+
+
+def timed_calls(call: Callable[[], Any], device: Any, work: float, rounds: int = 5, calls: int = 10) -> Spread:
+    """`work`, which each call does, per second."""
+    call()
+    wait_for(device)
+    rates = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wait_for(device)
+        rates.append(work * calls / (time.perf_counter() - start))
+    return Spread.of(rates)
+
+
+def products(config: RunConfig) -> dict[str, tuple[int, int, int]]:
+    """Name -> (rows, out, in): the products of a layer and of the head, over one micro-batch."""
+    model = config.model
+    rows, h, ffn = config.training.micro_batch_size * model.seq_length, model.hidden_size, model.ffn_size
+    return {
+        "qkv": (rows, model.query_projection_size + 2 * model.kv_projection_size, h),
+        "proj": (rows, h, model.query_projection_size),
+        "fc1": (rows, ffn * (2 if model.swiglu else 1), h),
+        "fc2": (rows, h, ffn),
+        "head": (rows, model.padded_vocab_size, h),
+    }
+
+
+def products_in_bf16(rows: int, out: int, size_in: int, device: Any) -> Callable[[], None]:
+    """Forward, input gradient and weight gradient of a linear layer, on random numbers."""
+    import torch
+
+    of = {"dtype": torch.bfloat16, "device": device}
+    x, dy, weight = (torch.randn(shape, **of) for shape in ((rows, size_in), (rows, out), (out, size_in)))
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+
+    def call() -> None:
+        torch.mm(x, weight.t(), out=y)
+        torch.mm(dy, weight, out=dx)
+        torch.mm(dy.t(), x, out=dw)
+
+    return call
+
+
+def products_in_fp8(rows: int, out: int, size_in: int, device: Any) -> Callable[[], None]:
+    """The same three, of operands that are in fp8 and lie as the kernel wants them."""
+    import torch
+
+    one = torch.ones((), device=device)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+
+    operands = [
+        (random(rows, size_in), random(out, size_in)),
+        (random(rows, out), random(size_in, out)),
+        (random(out, rows), random(size_in, rows)),
+    ]
+
+    def call() -> None:
+        for left, right in operands:
+            torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return call
+
+
+def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
+    """A large cube and each product of the model, forward and backward, then a copy within memory."""
+    import torch
+
+    side = 8192 if device.type == "cuda" else 256
+    for kind, make in (("bf16", products_in_bf16), ("fp8", products_in_fp8)):
+        for name, shape in {f"{side}^3": (side,) * 3, **products(config)}.items():
+            if kind == "bf16" or (config.parallel.fp8_format is not None and name != "head"):
+                rows, out, size_in = shape
+                work = 6e-12 * rows * out * size_in
+                yield Ceiling(f"{name} {kind}", timed_calls(make(rows, out, size_in, device), device, work), "TFLOP/s")
+    size = 2**30 if device.type == "cuda" else 2**24
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    yield Ceiling("copy", timed_calls(lambda: target.copy_(source), device, 2e-9 * size), "GB/s, read and written")
+
+
+def ceiling_tokens(config: RunConfig, found: Sequence[Ceiling]) -> float:
+    """Tokens per second if a step were its matrix products alone, at the rates measured."""
+    rates = {ceiling.name: ceiling.rate.median for ceiling in found}
+    layers, in_fp8 = config.model.num_layers, len(config.parallel.fp8_layers(config.model.num_layers))
+    seconds = 0.0
+    for name, (rows, out, size_in) in products(config).items():
+        work = 6e-12 * rows * out * size_in
+        if name == "head":
+            seconds += work / rates["head bf16"]
+            continue
+        seconds += work * (layers - in_fp8) / rates[f"{name} bf16"]
+        seconds += work * in_fp8 / rates[f"{name} fp8"] if in_fp8 else 0.0
+    return config.training.micro_batch_size * config.model.seq_length / seconds

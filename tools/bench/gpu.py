@@ -1,0 +1,364 @@
+"""Training on one GPU: tokens/s, TFLOP/s, MFU, memory beside the plan, and where the time of a step goes.
+
+    python tools/bench/gpu.py --config llama-8b-layers --precision bf16
+    python tools/bench/gpu.py --config gpt-1.3b --compare "--no-compile" --compare "--cuda-graph-impl local"
+    python tools/bench/gpu.py --cpu --config tiny       # the whole of it in a few seconds, without a GPU
+
+Steps are those of pretrain_gpt.py, optimizer included, on made-up tokens without dropout. TFLOP/s are model FLOPs with
+causal attention, half of the square (docs/performance.md); MFU is that over the peak of the device, in fp8 over its fp8
+peak. As many layers (llama-8b-layers) or samples in a micro-batch (the others) as the dry run's plan finds room for in
+the memory that is free. The ceilings are measured first: a GEMM of 8192 x 8192 x 8192 and the model's own, on random
+numbers, and a copy within memory. `--compare FLAGS`, again and again, runs the model with more of pretrain_gpt.py's
+flags as well: all in processes of their own that take turns, each with its part of the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.core.model_math import flops_per_token
+from megatron.core.parallel_dims import ParallelDims
+from megatron.planner.activations import activations_of_ranks
+from megatron.planner.memory import states_of_rank
+from megatron.training.arguments import parse_args
+from megatron.training.config import RunConfig
+from megatron.training.dry_run import micro_batch_of
+from megatron.training.validation import resolve, validate
+from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
+from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
+from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, write_json
+
+if TYPE_CHECKING:
+    from megatron.training.setup import TrainingRun
+
+LLAMA = (
+    "--group-query-attention --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--rotary-base 500000"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, with what is chosen by room: its layers, or else the samples in a micro-batch."""
+
+    flags: str
+    layers: int | None
+    """None for as many as fit."""
+
+    micro_batches: int
+    """In a step."""
+
+    most_samples: int = 16
+    most_layers: int = 32
+
+
+SHAPES = {
+    "gpt-1.3b": Shape(
+        "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50304", 24, micro_batches=4
+    ),
+    "llama-1b": Shape(
+        "--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --num-query-groups 8 --seq-length 4096 "
+        f"--vocab-size 128256 {LLAMA}",
+        16,
+        micro_batches=4,
+    ),
+    "llama-8b-layers": Shape(
+        "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --seq-length 8192 "
+        f"--vocab-size 128256 --untie-embeddings-and-output-weights {LLAMA}",
+        None,
+        micro_batches=8,
+        most_samples=1,
+    ),
+    "tiny": Shape(
+        "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --seq-length 64 "
+        f"--vocab-size 512 --untie-embeddings-and-output-weights {LLAMA}",
+        None,
+        micro_batches=2,
+        most_samples=2,
+        most_layers=4,
+    ),
+}
+PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
+CPU_BYTES = 2**26
+"""What there is room for in a trial without a GPU."""
+
+
+def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
+    """Raises ValueError if the flags are not legal."""
+    text = (
+        f"{shape.flags} --num-layers {layers} --micro-batch-size {samples} --attention-dropout 0 --hidden-dropout 0 "
+        f"--global-batch-size {samples * shape.micro_batches} --mock-data --train-iters 1000000 --eval-iters 0 "
+        f"--lr 1e-5 --num-workers 0 {flags}"
+    )
+    config = resolve(parse_args(text.split()), 1)
+    if problems := validate(config, 1):
+        raise ValueError("; ".join(map(str, problems)))
+    return config
+
+
+def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
+    """(states, activations, working memory) of the dry run's plan for one device."""
+    dims = ParallelDims.from_config(config.parallel, 1)
+    states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, 0).memory.total
+    assert config.training.num_microbatches is not None
+    (held,) = activations_of_ranks(micro_batch_of(config), config.training.num_microbatches)
+    return states, held.peak, held.total - held.peak
+
+
+def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
+    """The most layers, where they are not given, then the most samples in a micro-batch, as a power of two, that the
+    plan finds room for. Raises ValueError if not even one does."""
+    tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
+    fitting = [n for n in tries if sum(planned_bytes(config_of(shape, n, 1, flags))) <= room]
+    if not fitting:
+        least = sum(planned_bytes(config_of(shape, tries[0], 1, flags)))
+        raise ValueError(f"the smallest that can be run takes {gib(least)} GiB, and there are {gib(room)}")
+    chosen, samples = config_of(shape, fitting[-1], 1, flags), 2
+    while samples <= shape.most_samples:
+        larger = config_of(shape, fitting[-1], samples, flags)
+        if sum(planned_bytes(larger)) > room:
+            break
+        chosen, samples = larger, samples * 2
+    return chosen
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def build(config: RunConfig) -> TrainingRun:
+    """The run of one process that pretrain_gpt.py would build."""
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.launch import Launch
+    from megatron.training.setup import build_run
+
+    return build_run(config, initialize(config, Launch(), StartupPhases()))
+
+
+def rounds_of(config: RunConfig, steps: int, warm_up: int) -> Round:
+    """Builds and warms up; then each call is a round: tokens per second of so many steps."""
+    run = build(config)
+    take_steps(run, warm_up)
+    tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
+
+    def one_round() -> float:
+        start = time.perf_counter()
+        take_steps(run, steps)
+        return tokens / (time.perf_counter() - start)
+
+    return one_round
+
+
+def take_steps(run: TrainingRun, steps: int) -> None:
+    """Training steps, until the device has done them."""
+    from megatron.training.training import Interval, train_step
+
+    interval = Interval()
+    for _ in range(steps):
+        train_step(run, interval)
+    wait_for(run.runtime.device)
+
+
+def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
+    """`rounds_of` in a process of its own."""
+    from megatron.training.launch import choose_allocators
+
+    choose_allocators(os.environ)
+    return rounds_of(config, steps, warm_up)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One model in one precision."""
+
+    config: str
+    precision: str
+    layers: int
+    micro_batch_size: int
+    micro_batches: int
+    tokens_per_second: Spread
+    tflops: float
+    """Causal."""
+    mfu: float | None
+    of_products: float
+    """Tokens per second over what the matrix products alone would allow."""
+    planned: tuple[int, int, int]
+    """Bytes of states, activations and working memory."""
+    allocated: int | None
+    reserved: int | None
+    ceilings: tuple[Ceiling, ...]
+    groups: tuple[Group, ...]
+
+
+def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespace, device: Any) -> Result:
+    """Ceilings, rounds of steps, then one step under the profiler."""
+    import torch
+
+    from megatron.training.metrics import peak_tflops
+
+    found = tuple(ceilings(config, device))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    run = build(config)
+    take_steps(run, args.warm_up)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    tokens = args.steps * config.model.seq_length * (config.training.global_batch_size or 0)
+    rates = []
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        take_steps(run, args.steps)
+        rates.append(tokens / (time.perf_counter() - start))
+    speed = Spread.of(rates)
+    tflops = speed.median * flops_per_token(config.model) / 1e12
+    peak = peak_tflops(config.logging, device, torch.bfloat16, config.parallel.fp8_format is not None)
+    return Result(
+        name,
+        precision,
+        config.model.num_layers,
+        config.training.micro_batch_size,
+        config.training.num_microbatches or 1,
+        speed,
+        tflops,
+        tflops / peak if peak else None,
+        speed.median / ceiling_tokens(config, found),
+        planned_bytes(config),
+        torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        found,
+        tuple(profiled(run, args.trace)),
+    )
+
+
+def profiled(run: TrainingRun, keep: Path | None = None) -> list[Group]:
+    """One step by groups of kernels on a GPU, of operations on CPU. `keep`: where the trace goes if it is to stay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = run.runtime.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        take_steps(run, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = keep or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    return groups_of(spans_of(trace, GPU_CATEGORIES if on_gpu else CPU_CATEGORIES), nested=not on_gpu)
+
+
+def say(result: Result) -> None:
+    """What was found, in words and a table."""
+    print(
+        f"{result.config} {result.precision}: {result.layers} layers, {result.micro_batches} micro-batches of "
+        f"{result.micro_batch_size} a step"
+    )
+    mfu = "unknown" if result.mfu is None else f"{result.mfu:.1%}"
+    print(f"  {result.tokens_per_second:,.0f} tokens/s, {result.tflops:.1f} TFLOP/s (causal), MFU {mfu} (causal)")
+    print(f"  {result.of_products:.1%} of what the matrix products alone would allow")
+    states, activations, working = result.planned
+    print(
+        f"  memory planned {gib(sum(result.planned))} GiB: states {gib(states)}, activations {gib(activations)}, "
+        f"working about {gib(working)}"
+    )
+    if result.allocated is not None and result.reserved is not None:
+        ratio = result.allocated / sum(result.planned)
+        print(f"  allocated at most {gib(result.allocated)} GiB, {ratio:.3f} of it; reserved {gib(result.reserved)}")
+    for ceiling in result.ceilings:
+        print(f"  {ceiling.name:<14}{ceiling.rate:,.1f} {ceiling.unit}")
+    say_groups(result.groups, lambda line: print(f"  {line}"))
+
+
+def compare(config: RunConfig, variants: Sequence[tuple[str, RunConfig]], args: argparse.Namespace) -> list[Any]:
+    """Tokens per second of each, in turns, and over the first one's."""
+    named = [("as it is", config), *variants]
+    contestants = [Contestant(name, contestant, (one, args.steps, args.warm_up)) for name, one in named]
+    rows: list[Any] = []
+    for name, values in interleaved(contestants, args.rounds, warm_up=1).items():
+        if isinstance(values, str):
+            print(f"{name:<40} failed: {values}")
+            rows.append({"variant": name, "failed": values})
+            continue
+        speed = Spread.of(values)
+        base = rows[0]["tokens_per_second"]["median"] if rows and "tokens_per_second" in rows[0] else speed.median
+        print(f"{name:<40} {speed:,.0f} tokens/s  {speed.median / base:.3f} x as it is")
+        rows.append({"variant": name, "tokens_per_second": vars(speed)})
+    return rows
+
+
+def parser_of_args() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=SHAPES, required=True)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--fp8-format", default="hybrid")
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's flags, in quotes")
+    parser.add_argument(
+        "--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns"
+    )
+    parser.add_argument("--layers", type=int, help="in place of the shape's, or of as many as fit")
+    parser.add_argument("--memory-share", type=float, default=0.92, help="of what is free, to be planned with")
+    parser.add_argument("--steps", type=int, default=3, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
+    parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
+    parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser
+
+
+def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
+    """What fits into `room` bytes, and the flags of all variants. Raises ValueError."""
+    precision = PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)
+    flags = f"{precision} {args.flags} {'--cpu' if args.cpu else ''}"
+    shape = SHAPES[args.config]
+    return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of_args()
+    args = parser.parse_args(argv)
+    if args.cpu and args.config != "tiny":
+        parser.error("--cpu is for --config tiny: the others need a GPU")
+    from megatron.training.launch import choose_allocators
+
+    choose_allocators(os.environ)
+    import torch
+
+    if not args.cpu and not torch.cuda.is_available():
+        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
+    device = torch.device("cpu" if args.cpu else "cuda")
+    free = CPU_BYTES if args.cpu else torch.cuda.mem_get_info(device)[0]
+    facts = machine("triton") | {"free_gib": free / 2**30}
+    if not args.cpu:
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    say_machine(facts)
+    print(f"{facts.get('gpu', 'no GPU')}, {gib(free)} GiB free")
+    room = int(free * args.memory_share / (1 + len(args.compare)))
+    try:
+        config, flags = chosen_config(args, room)
+        shape, of = SHAPES[args.config], (config.model.num_layers, config.training.micro_batch_size)
+        variants = [(more, config_of(shape, *of, f"{flags} {more}")) for more in args.compare]
+    except ValueError as error:
+        parser.error(str(error))
+    if variants:
+        rows = compare(config, variants, args)
+    else:
+        rows = [measure(args.config, args.precision, config, args, device)]
+        say(rows[0])
+    write_json(args.json, facts, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
