@@ -2,6 +2,7 @@
 
     python tools/bench/train_step.py                      # all eight cells, both styles
     python tools/bench/train_step.py --style llama --dtype float32 --mode eager --rounds 7
+    python tools/bench/train_step.py --style gpt --dtype bfloat16 --mode compiled --profile
 
 Peers: Hugging Face transformers (GPT2LMHeadModel, LlamaForCausalLM) and litgpt, with torch's fused AdamW and SDPA:
 `pip install -r tools/bench/requirements.txt`. In bf16 theirs are bf16 parameters, updated in bf16, the fastest they can
@@ -86,6 +87,11 @@ def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
 
 
 def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    return timed(our_step(style, dtype, compiled), steps, style.tokens)
+
+
+def our_step(style: Style, dtype: str, compiled: bool) -> Callable[[], None]:
+    """A training step of this program, as its users run it."""
     from megatron.training.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -108,7 +114,29 @@ def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
     def step() -> None:
         train_step(run, Interval())
 
-    return timed(step, steps, style.tokens)
+    return step
+
+
+def profiled(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
+    """Prints where the time of our steps goes: operators' own time, forward and backward."""
+    step = our_step(style, dtype, compiled)
+
+    def one_round() -> float:
+        from torch.profiler import ProfilerActivity, profile
+
+        for _ in range(3):
+            step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(steps):
+                step()
+        averages = profiler.key_averages()
+        whole = sum(entry.self_cpu_time_total for entry in averages)
+        print(f"\n{whole / steps / 1e3:.0f} ms a step, of it")
+        for entry in sorted(averages, key=lambda entry: -entry.self_cpu_time_total)[:16]:
+            print(f"{entry.self_cpu_time_total / whole:7.1%} {entry.count // steps:6} x {entry.key[:80]}", flush=True)
+        return whole / steps / 1e6
+
+    return one_round
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -274,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process (default: all cores)")
     parser.add_argument("--steps", type=int, default=3, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     facts = machine("transformers", "litgpt") | {"threads": args.threads}
@@ -282,6 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for style in args.style:
         for dtype in args.dtype:
             for mode in args.mode:
+                if args.profile:
+                    print(f"\n{style} {dtype} {mode}", end="", flush=True)
+                    arguments = (STYLES[style], dtype, mode == "compiled", args.steps)
+                    interleaved([Contestant("ours", profiled, arguments, args.threads)], rounds=1, warm_up=0)
+                    continue
                 found = cell(style, dtype, mode, args.threads, args.steps, args.rounds)
                 for row in found:
                     say(row)
