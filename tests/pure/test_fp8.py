@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config import ModelParallelConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.precision_config import PrecisionConfig
 from megatron.core.regions import region
@@ -20,6 +21,9 @@ from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.products import RECIPES, Cuts, Fp8Context, WeightCasts, build_fp8, build_products
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.arguments import parse_args
+from megatron.training.config import LoggingConfig
+from megatron.training.initialize import check_fp8
+from megatron.training.metrics import peak_tflops
 from megatron.training.validation import resolve, validate
 
 CPU = torch.device("cpu")
@@ -307,6 +311,26 @@ def test_layers_that_stay_in_bf16() -> None:
     assert build_fp8(PrecisionConfig(), 6, WeightCasts()) is None
 
 
+def test_gpus_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gpu = ModelParallelConfig(bf16=True, fp8_format="hybrid"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"--fp8-format hybrid needs .* capability 8\.9 .* has 8\.0: leave it out"):
+        check_fp8(config, gpu)
+    check_fp8(config, CPU)
+    check_fp8(ModelParallelConfig(bf16=True), gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_fp8(config, gpu)
+
+
+def test_utilisation_is_of_the_fp8_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda", 0)
+    peaks = [peak_tflops(LoggingConfig(), gpu, torch.bfloat16, in_fp8) for in_fp8 in (False, True)]
+    assert peaks == [989.4, 1978.9]
+    assert peak_tflops(LoggingConfig(peak_tflops=5.0), gpu, torch.bfloat16, True) == 5.0
+
+
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
 
 
@@ -339,6 +363,14 @@ DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or
     ("flags", "world_size", "expected"),
     [
         ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or leave it out"]),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --sequence-parallel --tp-comm-overlap",
+            2,
+            [
+                "--fp8-format hybrid: and --tp-comm-overlap exclude each other: products that are computed in parts "
+                "are in bf16; keep one of them"
+            ],
+        ),
         ("--fp8-format hybrid --fp16", 1, [NEEDS_BF16 + "put --bf16 in place of --fp16, or leave it out"]),
         (
             "--fp8-recipe rowwise --bf16",
