@@ -147,10 +147,8 @@ def build(config: RunConfig) -> TrainingRun:
     return build_run(config, initialize(config, Launch(), StartupPhases()))
 
 
-def rounds_of(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """Builds and warms up; then each call is a round: tokens per second of so many steps."""
-    run = build(config)
-    take_steps(run, warm_up)
+def round_of(run: TrainingRun, steps: int) -> Round:
+    """Each call is a round: tokens per second of so many steps."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
 
     def one_round() -> float:
@@ -172,11 +170,13 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """`rounds_of` in a process of its own."""
+    """Builds and warms up in a process of its own."""
     from megatron.training.launch import choose_allocators
 
     choose_allocators(os.environ)
-    return rounds_of(config, steps, warm_up)
+    run = build(config)
+    take_steps(run, warm_up)
+    return round_of(run, steps)
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,8 @@ def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespa
     take_steps(run, args.warm_up)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    tokens = args.steps * config.model.seq_length * (config.training.global_batch_size or 0)
-    rates = []
-    for _ in range(args.rounds):
-        start = time.perf_counter()
-        take_steps(run, args.steps)
-        rates.append(tokens / (time.perf_counter() - start))
-    speed = Spread.of(rates)
+    one_round = round_of(run, args.steps)
+    speed = Spread.of([one_round() for _ in range(args.rounds)])
     tflops = speed.median * flops_per_token(config.model) / 1e12
     peak = peak_tflops(config.logging, device, torch.bfloat16, config.parallel.fp8_format is not None)
     return Result(

@@ -175,7 +175,8 @@ def activations_of(run: TrainingRun) -> tuple[int, int, int]:
         def after(action: Action) -> None:
             nonlocal kept
             if action.kind in COMPUTE:
-                live.settle()
+                if run.runtime.launch.world_size > 1:
+                    live.settle()
                 results = {result.untyped_storage()._cdata for result in executor.results()}
                 kept = max(kept, sum(size for key, size in live.sizes.items() if key not in results))
 
