@@ -1,0 +1,137 @@
+"""Rules of fp8: what is legal, and what is said about what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from megatron.training.validation import resolve, validate
+
+BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
+
+
+def problems(flags: str, world_size: int = 1) -> list[str]:
+    config = resolve(parse_args([*BASE.split(), *flags.split()]), world_size)
+    return [str(problem) for problem in validate(config, world_size)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--fp8-format hybrid --bf16", 1),
+        ("--fp8-format e4m3 --bf16 --fp8-recipe rowwise --tp 4", 4),
+        ("--fp8-format hybrid --bf16 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", 1),
+        ("--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
+        ("--fp8-format hybrid --bf16 --seq-length 16 --cp 2 --micro-batch-size 2", 2),
+        # Experts stay in bf16, whatever their width.
+        ("--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24", 1),
+    ],
+)
+def test_legal(flags: str, world_size: int) -> None:
+    assert problems(flags, world_size) == []
+
+
+NEEDS_BF16 = "--fp8-format hybrid: needs bf16 parameters and activations, which products in fp8 take and return; "
+DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or leave it out"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or leave it out"]),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --sequence-parallel --tp-comm-overlap",
+            2,
+            [
+                "--fp8-format hybrid: and --tp-comm-overlap exclude each other: products that are computed in parts "
+                "are in bf16; keep one of them"
+            ],
+        ),
+        ("--fp8-format hybrid --fp16", 1, [NEEDS_BF16 + "put --bf16 in place of --fp16, or leave it out"]),
+        (
+            "--fp8-recipe rowwise --bf16",
+            1,
+            ["--fp8-recipe rowwise: counts only with --fp8-format; add that, or leave it out"],
+        ),
+        ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED}"]),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",
+            1,
+            [f"--fp8-amax-history-len 4: {DELAYED}", f"--fp8-amax-compute-algo max: {DELAYED}"],
+        ),
+        (
+            "--first-last-layers-bf16 --bf16",
+            1,
+            [
+                "--first-last-layers-bf16: keeps layers out of fp8, and --fp8-format is not given; add --fp8-format, "
+                "or leave it out"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --num-layers-at-end-in-bf16 2",
+            1,
+            ["--num-layers-at-end-in-bf16 2: counts only with --first-last-layers-bf16; add that, or leave it out"],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+            1,
+            [
+                "--first-last-layers-bf16: 3 first and 1 last of 4 layers leave none in fp8; lower "
+                "--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave out --fp8-format"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --hidden-size 72 --kv-channels 16 --ffn-hidden-size 256",
+            1,
+            ["--hidden-size 72: must be a multiple of 16 under --fp8-format; nearest: 64 or 80"],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 4 --kv-channels 12",
+            4,
+            [
+                "--num-attention-heads 4: queries of 48 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --kv-channels 8 --group-query-attention --num-query-groups 2 "
+            "--num-attention-heads 4 --tp 4 --ffn-hidden-size 200",
+            4,
+            [
+                "--num-query-groups 2: must be a multiple of --tensor-model-parallel-size 4; nearest: 4, or a TP size "
+                "that divides it",
+                "--num-attention-heads 4: queries of 32 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16",
+                "--ffn-hidden-size 200: must be a multiple of 16 * --tensor-model-parallel-size 4 under --fp8-format; "
+                "nearest: 192 or 256",
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --tp 2 --kv-channels 8 --group-query-attention --num-query-groups 1 --tp 1 "
+            "--num-attention-heads 2 --kv-channels 24 --num-attention-heads 4 --kv-channels 4",
+            1,
+            [
+                "--num-query-groups 1: keys and values of 8 channels must be a multiple of 16 * "
+                "--tensor-model-parallel-size 1 under --fp8-format; give --kv-channels, nearest: 8"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --seq-length 24",
+            1,
+            [
+                "--seq-length 24: a micro-batch has 24 tokens on a rank, which under --fp8-format must be a multiple "
+                "of 16; nearest: 16 or 32, or another --micro-batch-size"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-shared-expert-intermediate-size 40",
+            1,
+            [
+                "--moe-shared-expert-intermediate-size 40: must be a multiple of 16 * --tensor-model-parallel-size 1 "
+                "under --fp8-format; nearest: 32 or 48"
+            ],
+        ),
+    ],
+)
+def test_illegal(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
