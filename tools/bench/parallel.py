@@ -5,8 +5,9 @@
 
 A Llama-style model (8 layers, hidden size 384, 256 tokens a sequence, a vocabulary of 8192), 8 micro-batches of one
 sequence a step, float32, the optimizer's step included. Torch's side is a plain model of the same shape with
-DistributedDataParallel, fully_shard (FSDP2), DTensor tensor parallelism, and torch.distributed.pipelining. All
-contestants' processes are started first and then take turns, one contestant at a time.
+DistributedDataParallel, fully_shard (FSDP2), DTensor tensor parallelism, and torch.distributed.pipelining. The
+contestants of a kind of parallelism are started together and then take turns, one contestant at a time, each kind with
+a process of its own to be compared with.
 
 Two more show what this machine allows at most: processes that share the batch out but never speak to each other, and
 tensor parallelism whose layers leave their collectives out (its results are nonsense, its work is all there).
@@ -27,7 +28,7 @@ if __package__ in (None, ""):
 
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, timed, write_json
 
-LAYERS, HIDDEN, HEADS, FFN, SEQ, VOCAB, MICRO_BATCHES = 8, 384, 6, 1024, 256, 8192, 8
+LAYERS, HIDDEN, HEADS, FFN, SEQ, VOCAB, MICRO_BATCHES = 8, 384, 4, 1024, 256, 8192, 8
 TOKENS = MICRO_BATCHES * SEQ
 """Of one step, over all ranks."""
 
@@ -267,19 +268,27 @@ ALONE = "one process"
 
 
 def contestants(ranks: int, steps: int, only: Sequence[str]) -> Iterator[Contestant]:
-    yield Contestant(ALONE, ours, ("", steps), threads=ranks)
-    for name, flags in our_layouts(ranks).items():
-        if not only or name in only:
-            yield Contestant(name, ours, (flags, steps), ranks=ranks)
-    for name, build, args in (
-        ("silent DP", silent, (ranks, steps)),
-        ("silent TP", silent_tensor_parallel, (f"--tp {ranks}", steps)),
-    ):
-        if not only or name in only:
-            yield Contestant(name, build, args, ranks=ranks)
-    for name in STEPS:
-        if not only or name in only:
-            yield Contestant(name, torchs, (name, steps), ranks=ranks)
+    everyone = [
+        *(Contestant(name, ours, (flags, steps), ranks=ranks) for name, flags in our_layouts(ranks).items()),
+        Contestant("silent DP", silent, (ranks, steps), ranks=ranks),
+        Contestant("silent TP", silent_tensor_parallel, (f"--tp {ranks}", steps), ranks=ranks),
+        *(Contestant(name, torchs, (name, steps), ranks=ranks) for name in STEPS),
+    ]
+    yield from (contestant for contestant in everyone if not only or contestant.name in only)
+
+
+def kind_of(name: str) -> str:
+    """What a contestant is compared within."""
+    return next((kind for kind in ("PP", "TP") if kind in name), "DP")
+
+
+def by_kind(ranks: int, steps: int, only: Sequence[str]) -> Iterator[list[Contestant]]:
+    """Those who take turns: one process, and all of a kind. More would not fit into the memory of a small machine."""
+    kinds: dict[str, list[Contestant]] = {}
+    for contestant in contestants(ranks, steps, only):
+        kinds.setdefault(kind_of(contestant.name), []).append(contestant)
+    for members in kinds.values():
+        yield [Contestant(ALONE, ours, ("", steps), threads=min(ranks, os.cpu_count() or 1)), *members]
 
 
 @dataclass(frozen=True)
@@ -325,15 +334,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each contestant, of one thread each")
     parser.add_argument("--steps", type=int, default=1, help="of a round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these and one process, not all")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     facts = machine() | {"ranks": args.ranks}
     say_machine(facts)
-    rows = rows_of(interleaved(list(contestants(args.ranks, args.steps, args.only)), args.rounds))
-    for row in rows:
-        say(row)
+    rows: list[Row] = []
+    for members in by_kind(args.ranks, args.steps, args.only):
+        found = rows_of(interleaved(members, args.rounds))
+        for row in found:
+            say(row)
+        rows += found
     write_json(args.json, facts, rows)
     return 0
 
