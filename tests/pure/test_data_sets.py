@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,25 @@ def test_a_damaged_index_file_is_built_again(tmp_path):
     for path in tmp_path.glob("*.npy"):
         path.write_bytes(path.read_bytes()[:100])
     assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
+
+
+def test_an_empty_index_file_is_built_again(tmp_path):
+    expected = build(data_cache_path=str(tmp_path)).train.text(0).tolist()
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(b"")
+    assert build(data_cache_path=str(tmp_path)).train.text(0).tolist() == expected
+
+
+def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):
+    limit, soft_and_hard = 1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)
+    array = np.zeros((limit + 100) // 4, np.int32)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_and_hard[1]))
+    try:
+        with pytest.raises(ValueError, match=r"index files cannot be written .*name a folder that .* has space"):
+            IndexCache(str(tmp_path), "").arrays(["zeros"], "full", {"what": "full"}, lambda: [array])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+    assert not list(tmp_path.glob("*.npy")) and not list(tmp_path.glob(".*.tmp"))
 
 
 def test_indices_lie_beside_the_data_by_default(tmp_path):

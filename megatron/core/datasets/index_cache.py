@@ -105,7 +105,7 @@ class IndexCache:
             return [np.load(self._path(stem, name), mmap_mode="r").view(np.ndarray) for name in names]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             logger.warning("index file %s-*: %s; building it again", self.folder / stem, error)
             return None
 
@@ -142,8 +142,11 @@ def _warn_once(folder: Path, why: str) -> None:
 
 
 def _save(array: NDArray, path: Path) -> None:
+    """numpy's own format, by Python's writes: `np.save` says nothing of a disk that is full at its last block."""
+    array = np.ascontiguousarray(array)
     with open(path, "wb") as stream:
-        np.save(stream, array)
+        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
+        stream.write(array.data)
 
 
 def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
