@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config import RunConfig
+from megatron.training.flags import field_table
 from megatron.training.problem import Problem
 
 
@@ -14,6 +15,9 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p = c.parallel
     impl = p.cuda_graph_impl
     if impl == "none":
+        if p.cuda_graph_warmup_steps != field_table()["cuda_graph_warmup_steps"].default:
+            rule, remedy = "counts only with --cuda-graph-impl local", "add that, or leave it out"
+            yield Problem("--cuda-graph-warmup-steps", p.cuda_graph_warmup_steps, rule, remedy)
         return
     name = "--cuda-graph-impl"
     if p.cpu:

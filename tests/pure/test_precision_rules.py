@@ -55,6 +55,11 @@ DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or
         ),
         ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED}"]),
         (
+            "--fp8-format hybrid --bf16 --fp8-margin 17",
+            1,
+            ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; leave it out for the default"],
+        ),
+        (
             "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",
             1,
             [f"--fp8-amax-history-len 4: {DELAYED}", f"--fp8-amax-compute-algo max: {DELAYED}"],

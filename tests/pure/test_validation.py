@@ -170,6 +170,7 @@ def test_legal(flags: str, world_size: int) -> None:
             "--rope-scaling-low-freq-factor 4.0: must be below",
         ),
         ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
+        ("--cuda-graph-warmup-steps 7", 1, "--cuda-graph-warmup-steps 7: counts only with --cuda-graph-impl local"),
         ("--bf16 --fp16", 1, "--fp16: and --bf16 exclude each other"),
         ("--fp32 --fp64 --bf16", 1, "--bf16: and --fp32, --fp64 exclude each other"),
         ("--loss-scale 8", 1, "--loss-scale 8.0: counts only with --fp16"),
