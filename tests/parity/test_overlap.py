@@ -85,16 +85,16 @@ def slow_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Bucket.start_param_sync
 
     def start_late(self: Bucket) -> None:
-        assert self._param_work is None
+        assert self._param_sync is None
 
         def gather() -> None:
-            self._param_work = None
+            self._param_sync = None
             start(self)
-            assert self._param_work is not None
-            self._param_work.wait()
+            assert self._param_sync is not None
+            self._param_sync.wait()
 
         if self.shard_grads and self.axis.size > 1:
-            self._param_work = Late(gather)
+            self._param_sync = Late(gather)
 
     monkeypatch.setattr(Bucket, "start_param_sync", start_late)
 
