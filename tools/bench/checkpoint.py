@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import checkpoint_folder
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.training.local_world import run_world
+from tools.bench.side_by_side import positive
 
 BYTES = 12
 """Of a parameter and its moments in fp32."""
@@ -295,8 +296,8 @@ def refuse_to_swap(parameters: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=3e8)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds to count, beside the first")
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds to count, beside the first")
     parser.add_argument("--seconds", type=float, default=200, help="no round begins after so many")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     parser.add_argument("--json", type=Path, help="where to write the figures as JSON, every round's among them")
@@ -311,6 +312,7 @@ def main() -> None:
     found = summary(sum(nbytes for nbytes, _ in results), seconds) | {"conditions": where, "rounds": seconds}
     print(show(found, len(seconds["own"])))
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1))
 
 

@@ -38,7 +38,7 @@ if __package__ in (None, ""):
 import numpy as np
 
 from tools.bench.preprocess import write_corpus
-from tools.bench.side_by_side import Spread, machine, say_machine, write_json
+from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGABYTES, VOCAB = 50, 32000
@@ -281,7 +281,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[Row]]] = {"preprocess": preproce
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--folder", type=Path, help="where files of up to 3 GB go (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)

@@ -110,6 +110,7 @@ def main() -> None:
         against = validation - found["bf16"]["validation"]
         print(f"| {name} | {' | '.join(columns)} | {validation:.4f} | {against:+.4f} |", flush=True)
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": head, "model": MODEL, "runs": found}, indent=1))
 
 

@@ -38,7 +38,7 @@ from megatron.training.dry_run import micro_batch_of
 from megatron.training.validation import resolve, validate
 from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, write_json
+from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
 
 if TYPE_CHECKING:
     from megatron.training.setup import TrainingRun
@@ -301,10 +301,10 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns"
     )
-    parser.add_argument("--layers", type=int, help="in place of the shape's, or of as many as fit")
+    parser.add_argument("--layers", type=positive, help="in place of the shape's, or of as many as fit")
     parser.add_argument("--memory-share", type=float, default=0.92, help="of what is free, to be planned with")
-    parser.add_argument("--steps", type=int, default=3, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=positive, default=3, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
     parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")

@@ -26,7 +26,17 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, timed, write_json
+from tools.bench.side_by_side import (
+    Contestant,
+    Round,
+    Spread,
+    interleaved,
+    machine,
+    positive,
+    say_machine,
+    timed,
+    write_json,
+)
 
 LAYERS, HIDDEN, HEADS, FFN, SEQ, VOCAB, MICRO_BATCHES = 8, 384, 4, 1024, 256, 8192, 8
 TOKENS = MICRO_BATCHES * SEQ
@@ -332,12 +342,15 @@ def say(row: Row) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes of each contestant, of one thread each")
-    parser.add_argument("--steps", type=int, default=1, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=positive, default=2, help="processes of each contestant, of one thread each")
+    parser.add_argument("--steps", type=positive, default=1, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these and one process, not all")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
+    names = [contestant.name for contestant in contestants(args.ranks, args.steps, [])]
+    if unknown := set(args.only) - set(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: not one of {', '.join(names)}")
     facts = machine() | {"ranks": args.ranks}
     say_machine(facts)
     rows: list[Row] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -38,6 +39,14 @@ class Contestant:
     threads: int = 1
     ranks: int = 1
     environ: tuple[tuple[str, str], ...] = ()
+
+
+def positive(text: str) -> int:
+    """A number of ranks, rounds or steps, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
 
 
 def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:

@@ -21,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Spread, machine, say_machine, write_json
+from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -78,7 +78,7 @@ def phases_of(output: str) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     facts = machine()

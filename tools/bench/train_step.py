@@ -26,7 +26,17 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, say_machine, timed, write_json
+from tools.bench.side_by_side import (
+    Contestant,
+    Round,
+    Spread,
+    interleaved,
+    machine,
+    positive,
+    say_machine,
+    timed,
+    write_json,
+)
 
 
 @dataclass(frozen=True)
@@ -299,9 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--style", nargs="+", choices=STYLES, default=list(STYLES))
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--mode", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each process (default: all cores)")
-    parser.add_argument("--steps", type=int, default=3, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each process (default: all cores)")
+    parser.add_argument("--steps", type=positive, default=3, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
