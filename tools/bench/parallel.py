@@ -32,6 +32,7 @@ from tools.bench.side_by_side import (
     Spread,
     interleaved,
     machine,
+    own_step,
     positive,
     say_machine,
     timed,
@@ -69,26 +70,7 @@ def our_layouts(n: int) -> dict[str, str]:
 
 
 def ours(flags: str, steps: int) -> Round:
-    from megatron.training.launch import choose_allocators
-
-    choose_allocators(os.environ)
-    import torch
-
-    from megatron.training.arguments import parse_args
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.launch import Launch
-    from megatron.training.setup import build_run
-    from megatron.training.training import Interval, train_step
-    from megatron.training.validation import resolve, validate
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    launch = Launch.from_environment()
-    config = resolve(parse_args(f"{MODEL} {flags}".split()), launch.world_size)
-    problems = validate(config, launch.world_size)
-    if problems:
-        raise ValueError("; ".join(map(str, problems)))
-    run = build_run(config, initialize(config, launch, StartupPhases()))
-    return timed(lambda: train_step(run, Interval()), steps, TOKENS)
+    return timed(own_step(f"{MODEL} {flags}".split()), steps, TOKENS)
 
 
 def silent(ranks: int, steps: int) -> Round:

@@ -61,6 +61,30 @@ def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
     return one_round
 
 
+def own_step(flags: Sequence[str]) -> Callable[[], None]:
+    """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
+    be called in a contestant's process. ValueError if the flags do not fit."""
+    from megatron.training.launch import Launch, choose_allocators
+
+    choose_allocators(os.environ)
+    import torch
+
+    from megatron.training.arguments import parse_args
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.setup import build_run
+    from megatron.training.training import Interval, train_step
+    from megatron.training.validation import resolve, validate
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    launch = Launch.from_environment()
+    config = resolve(parse_args(list(flags)), launch.world_size)
+    problems = validate(config, launch.world_size)
+    if problems:
+        raise ValueError("; ".join(map(str, problems)))
+    run = build_run(config, initialize(config, launch, StartupPhases()))
+    return lambda: train_step(run, Interval())
+
+
 @dataclass(frozen=True)
 class Spread:
     """Of several rounds: the middle one and the two ends."""

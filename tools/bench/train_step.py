@@ -32,6 +32,7 @@ from tools.bench.side_by_side import (
     Spread,
     interleaved,
     machine,
+    own_step,
     positive,
     say_machine,
     timed,
@@ -97,39 +98,12 @@ def flags(style: Style, dtype: str, compiled: bool) -> list[str]:
 
 
 def ours(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
-    return timed(our_step(style, dtype, compiled), steps, style.tokens)
-
-
-def our_step(style: Style, dtype: str, compiled: bool) -> Callable[[], None]:
-    """A training step of this program, as its users run it."""
-    from megatron.training.launch import choose_allocators
-
-    choose_allocators(os.environ)
-    import torch
-
-    from megatron.training.arguments import parse_args
-    from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.launch import Launch
-    from megatron.training.setup import build_run
-    from megatron.training.training import Interval, train_step
-    from megatron.training.validation import resolve, validate
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    config = resolve(parse_args(flags(style, dtype, compiled)), 1)
-    problems = validate(config, 1)
-    if problems:
-        raise ValueError("\n".join(map(str, problems)))
-    run = build_run(config, initialize(config, Launch(), StartupPhases()))
-
-    def step() -> None:
-        train_step(run, Interval())
-
-    return step
+    return timed(own_step(flags(style, dtype, compiled)), steps, style.tokens)
 
 
 def profiled(style: Style, dtype: str, compiled: bool, steps: int) -> Round:
     """Prints where the time of our steps goes: operators' own time, forward and backward."""
-    step = our_step(style, dtype, compiled)
+    step = own_step(flags(style, dtype, compiled))
 
     def one_round() -> float:
         from torch.profiler import ProfilerActivity, profile

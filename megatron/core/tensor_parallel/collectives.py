@@ -2,8 +2,8 @@
 
 On an axis of size 1 all of them return their input and touch no process group.
 
-On CPU a reduce-scatter is an all-to-all and a sum on the rank that keeps it: gloo's own takes two to four times as long
-for the same bytes, (t-1)/t of the operand. So are all-reduces between two ranks that are bound by the number of
+On CPU a reduce-scatter is an all-to-all and a sum on the rank that keeps it: gloo's own takes longer for the same
+bytes, (t-1)/t of the operand. So are all-reduces between two ranks that are bound by the number of
 messages and not by bytes: both send what they have and add, one message in place of two. The order of the terms is
 that of the ranks.
 """
