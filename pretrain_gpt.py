@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.training.arguments import command_line
-from megatron.training.launch import Launch, choose_allocators, hold_ignored_signals
-from megatron.training.outcome import code_for_launcher, early_end_told
-from megatron.training.prepare import prepare
+from megatron.training.config.arguments import command_line
+from megatron.training.config.prepare import prepare
+from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
+from megatron.training.reliability.run_status import code_for_launcher, early_end_told
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses, validates, and trains. Returns the exit code (`megatron.training.exit_codes`)."""
+    """Parses, validates, and trains. Returns the exit code (`megatron.training.reliability.run_status`)."""
     hold_ignored_signals()
     try:
         launch = Launch.from_environment()

@@ -33,7 +33,7 @@
 # starts in a row that left no newer checkpoint, and at once if the configuration cannot run. Start it again with the same
 # sbatch, or `scontrol requeue JOB`, when the cause is gone. MAX_RESTARTS (0) has torchrun start the ranks again inside the
 # job first. The log (NAME-JOB.log) tells of each start and end, LOG_DIR/node-N.log is what the ranks of a node say, and
-# LOG_DIR/outcome how the run stands (megatron/training/outcome.py).
+# LOG_DIR/outcome how the run stands (megatron/training/reliability/run_status.py).
 set -euo pipefail
 
 cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}"

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
-from megatron.core.transformer.context import Batch
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 
 FP64 = ModelParallelConfig(fp64=True)
 

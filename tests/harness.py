@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.local_world import run_world
-from megatron.training.snapshot import Snapshot, train_in_world
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import Snapshot, train_in_world
 
 __all__ = ["Snapshot", "run_world", "train_in_world"]

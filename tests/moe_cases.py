@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.init import initialize_parameters_
+from megatron.core.moe.layer import MoELayer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
-from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.mlp import gelu, squared_relu, swiglu
-from megatron.core.transformer.moe.layer import MoELayer
 from tests.gpt_cases import LLAMA
 
 MIXTRAL = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24, moe_z_loss_coeff=0.01)

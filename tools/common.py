@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.training.flags import field_docs, field_table, sections
-from megatron.training.paths import why_unwritable
+from megatron.training.config.flags import field_docs, field_table, sections
+from megatron.training.config.output_paths import why_unwritable
 
 Config = TypeVar("Config")
 

@@ -26,10 +26,10 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
-from megatron.training.snapshot import Snapshot, floors_of, kind_of, relative_difference, train_in_world
-from megatron.training.validation import resolve, validate
+from megatron.testing.snapshot import Snapshot, floors_of, kind_of, relative_difference, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """What is compared in 16 bits. Adam divides each gradient by its own size, so that where a gradient is rounding alone,

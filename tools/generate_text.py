@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from megatron.core.data_config import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import Tokenizer

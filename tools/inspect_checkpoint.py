@@ -21,8 +21,8 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
-from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.integrity import read_manifest
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import MODEL
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError

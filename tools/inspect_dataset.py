@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from megatron.core.data_config import DatasetConfig, TokenizerConfig
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset

@@ -36,13 +36,13 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from megatron.core.data_config import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, refuse_unwritable, run_tool
-from tools.reading import Chunk, find_inputs, parse_line, read_chunks
+from tools.jsonl import Chunk, find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 18
 CHUNKS_IN_FLIGHT = 3  # for each worker

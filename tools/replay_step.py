@@ -18,8 +18,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.replay import replay
-from megatron.training.saved_step import SavedStep
+from megatron.training.diagnosis.step_dump import SavedStep
+from megatron.training.diagnosis.step_replay import replay
 from tools.common import run_tool
 
 

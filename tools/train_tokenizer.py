@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from tools.common import refuse_existing, run_tool
-from tools.reading import find_inputs, parse_line, read_chunks
+from tools.jsonl import find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 20
 # SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.

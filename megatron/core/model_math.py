@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

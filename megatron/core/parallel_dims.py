@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from operator import add
 
-from megatron.core.config import ModelParallelConfig
+from megatron.core.config.parallel import ModelParallelConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import DTYPE_BYTES, Stage
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig, TransformerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.param_layout import BufferBytes, buffer_bytes, plan_buffers
 from megatron.core.model_math import Stage, parameter_metas
 from megatron.core.parallel_dims import ParallelDims

@@ -16,11 +16,12 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import nn
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
-from megatron.core.data_config import TokenizerConfig
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
-from megatron.core.dist_checkpointing.saver import CheckpointSaver
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
     MODEL,
@@ -37,14 +38,14 @@ from megatron.core.dist_checkpointing.storage import (
     read_latest,
     save,
 )
+from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.tensor_parallel.products import AMAX_HISTORY
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.config import RunConfig
-from megatron.training.flags import field_table
-from megatron.training.tokenizer import resolved_tokenizer
+from megatron.training.config.flags import field_table
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.tokenizer import resolved_tokenizer
 
 __all__ = [
     "Progress",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.batch import Batch
 from megatron.core.datasets.build import Datasets, build_datasets
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
-from megatron.core.transformer.context import Batch
-from megatron.training.batch_size import BatchSizes
-from megatron.training.config import RunConfig
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.initialize import Runtime
-from megatron.training.tokenizer import resolved_tokenizer
 
 
 @dataclass

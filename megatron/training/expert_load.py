@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe.layer import MoELayer
+from megatron.core.moe.load_balancing import EXTRA_COLUMNS, Balance, end_step
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.context import Batch
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.moe.balance import EXTRA_COLUMNS, Balance, end_step
-from megatron.core.transformer.moe.layer import MoELayer
 
 
 class ExpertLoad:

@@ -25,17 +25,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron.core.config import ModelParallelConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8.casts import FIRST_CAPABILITY
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
-from megatron.core.tensor_parallel.fp8 import FIRST_CAPABILITY
-from megatron.core.tensor_parallel.overlapped import has_symmetric_memory
-from megatron.training.board import Board, meet
-from megatron.training.collectives import groups_of, record_collectives
-from megatron.training.config import RunConfig
-from megatron.training.launch import Launch
-from megatron.training.paths import unwritable
-from megatron.training.watch import Limits, Watch
+from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
+from megatron.training.config.output_paths import unwritable
+from megatron.training.config.run_config import RunConfig
+from megatron.training.reliability.flight_recorder import groups_of, record_collectives
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_store import Board, meet
+from megatron.training.reliability.watchdog import Limits, Watch
 
 _C_LIBRARY = ctypes.CDLL(None)
 

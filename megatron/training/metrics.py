@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.training.config import LoggingConfig
+from megatron.training.config.run_config import LoggingConfig
 
 # Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0}

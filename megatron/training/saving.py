@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.saver import SaveReport
+from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, saved_folders
 from megatron.training.checkpointing import checkpoint_contents

@@ -22,11 +22,14 @@ from tqdm import tqdm
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.model_math import flops_per_token
 from megatron.core.optimizer.optimizer import StepResult
-from megatron.training.arguments import save_config, to_flat_dict
-from megatron.training.config import RunConfig
+from megatron.training.config.arguments import save_config, to_flat_dict
+from megatron.training.config.run_config import RunConfig
 from megatron.training.data import put_on_device
-from megatron.training.exit_codes import ExitCode
-from megatron.training.garbage import GarbageCollection
+from megatron.training.diagnosis.check_replicas import check_replicas
+from megatron.training.diagnosis.step_guard import is_nan
+from megatron.training.diagnosis.straggler import GRAD_SYNC, hosts_of_ranks, straggler_line, straggler_record
+from megatron.training.forward_backward import Step, count_tokens, forward_backward, loss_and_tokens, read_batches
+from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.initialize import (
     StartupPhases,
     give_back_memory,
@@ -35,15 +38,12 @@ from megatron.training.initialize import (
     shut_down,
     start_watch,
 )
-from megatron.training.launch import Launch
 from megatron.training.metrics import Record, Sink, open_sinks, peak_memory_bytes, peak_tflops, progress_line
-from megatron.training.replicas import check_replicas
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.run_status import ExitCode
+from megatron.training.reliability.watchdog import Watch
 from megatron.training.saving import finish_saves, prepare_to_save, save, tell_of_saves
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.step import Step, count_tokens, forward_backward, loss_and_tokens, read_batches
-from megatron.training.step_guard import is_nan
-from megatron.training.straggler import GRAD_SYNC, hosts_of_ranks, straggler_line, straggler_record
-from megatron.training.watch import Watch
 
 CONFIG_FILE = "run_config.yaml"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from tools.bench.activation_memory import HOOKED, LAYOUTS, Measurement, main, table
 
 SAMPLES = 2

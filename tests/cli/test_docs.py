@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.arguments import parse_args
-from megatron.training.flags import spelling_table
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import spelling_table
+from megatron.training.config.validation import resolve, validate
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.launch import Launch, first_host
+from megatron.training.reliability.launch import Launch, first_host
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (

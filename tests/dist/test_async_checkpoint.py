@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import storage
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
-from megatron.core.dist_checkpointing.saver import CheckpointSaver
+from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError, read_latest, saved_folders
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
 from megatron.training.training import train
-from megatron.training.validation import resolve, validate
+from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
 from tools.inspect_checkpoint import whole
 

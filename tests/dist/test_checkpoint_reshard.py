@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.state_dict import load_targets, model_stat
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint, save
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
-from megatron.core.sharded_piece import OptimizerPiece
+from megatron.core.optimizer_piece import OptimizerPiece
 from tests.harness import run_world
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.config import ModelParallelConfig, OptimizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -16,7 +17,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_opt
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.training.checkpointing import Progress, load_checkpoint, save_checkpoint
-from megatron.training.config import CheckpointConfig, RunConfig
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
 from tools.inspect_checkpoint import first_difference

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.config import DDPConfig, ModelParallelConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
 from megatron.core.parallel_dims import ParallelDims

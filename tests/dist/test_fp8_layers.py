@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.precision_config import PrecisionConfig
-from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.config.precision import PrecisionConfig
+from megatron.core import collectives as mappings
+from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
-from megatron.core.tensor_parallel.products import WeightCasts, build_fp8
-from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.fp8.recipes import WeightCasts, build_fp8
+from megatron.core.init import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from tests.harness import run_world
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.context import Batch
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
-from megatron.training.graphs import GraphedMicrobatches
+from megatron.core.batch import Batch
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.cuda_graphs import GraphedMicrobatches
 from megatron.training.initialize import local_runtime, prepare_graphs
-from megatron.training.nan_search import search
+from megatron.training.diagnosis.nonfinite_search import search
 from megatron.training.setup import build_run
-from megatron.training.step import Step
+from megatron.training.forward_backward import Step
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
+from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
 
 MODEL = (

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
 from megatron.training.initialize import local_runtime
 from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
+from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
 from tests.host_waits import HostWaits
 

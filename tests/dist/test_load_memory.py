@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis

@@ -12,13 +12,13 @@ import torch
 
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
 from megatron.training.initialize import local_runtime
-from megatron.training.launch import Launch
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
-from megatron.training.snapshot import relative_difference, train_in_world
+from megatron.testing.snapshot import relative_difference, train_in_world
 from megatron.training.training import train
-from megatron.training.validation import resolve, validate
+from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
 from tools.inspect_checkpoint import first_difference
 

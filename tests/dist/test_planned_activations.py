@@ -9,12 +9,13 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.model_math import Stage
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.tensor_parallel.products import DelayedProducts
-from megatron.core.transformer.context import Batch
+from megatron.core.fp8.recipes import DelayedProducts
+from megatron.core.batch import Batch
 from megatron.planner.activations import MicroBatch, stage_kept
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config import DDPConfig, ModelParallelConfig, OptimizerConfig, TransformerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import build_optimizer

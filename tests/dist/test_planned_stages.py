@@ -11,11 +11,11 @@ import torch
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.planner.memory import states_of_rank
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
-from megatron.training.validation import resolve
+from megatron.training.config.validation import resolve
 from tests.harness import run_world
 
 COMMON = (

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel.flash import FlashCPUKernel
-from megatron.core.context_parallel.kernels import Dropout, Kernel, TorchKernel
-from megatron.core.context_parallel.partition import rank_spans
-from megatron.core.context_parallel.ring import Causal, local_attention
+from megatron.core.attention.flash_kernels import FlashCPUKernel
+from megatron.core.attention.kernels import Dropout, Kernel, TorchKernel
+from megatron.core.attention.partition import rank_spans
+from megatron.core.attention.ring import Causal, local_attention
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.dot_product import CONTEXT_PARALLEL
+from megatron.core.attention.core_attention import CONTEXT_PARALLEL
 from tests.harness import run_world
 
 SCALE, LENGTH, SAMPLES, HEADS, DIM = 0.4, 48, 2, 8, 8

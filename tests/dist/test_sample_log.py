@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
 from megatron.training.training import train
-from megatron.training.validation import resolve, validate
+from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
 from tools.inspect_checkpoint import first_difference
 

@@ -10,11 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.core.transformer import sdpa
-from megatron.core.transformer.sdpa import BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
-from megatron.training.arguments import parse_args
+from megatron.core.attention import backend_choice as sdpa
+from megatron.core.attention.backend_choice import BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
+from megatron.training.config.arguments import parse_args
 from megatron.training.setup import attention_shape
-from megatron.training.validation import resolve
+from megatron.training.config.validation import resolve
 from tests.harness import run_world
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel import mappings
+from megatron.core import collectives as mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import (
     TPContext,
     VocabParallelEmbedding,
 )
-from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.init import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, add_rows_
 from tests.harness import run_world
 

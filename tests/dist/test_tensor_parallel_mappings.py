@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis, initialize_model_parallel
-from megatron.core.tensor_parallel import mappings as m
+from megatron.core import collectives as m
 from tests.harness import run_world
 
 

@@ -16,19 +16,13 @@ from torch.distributed import _symmetric_memory
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
-from megatron.core.tensor_parallel.mappings import all_gather
-from megatron.core.tensor_parallel.overlapped import (
-    OVERLAPS,
-    OverlappedColumnParallelLinear,
-    SymmetricOverlap,
-    column_parallel,
-    row_parallel,
-)
-from megatron.core.tensor_parallel.random import initialize_parameters_
+from megatron.core.collectives import all_gather
+from megatron.core.tensor_parallel.comm_overlap import OVERLAPS, OverlappedColumnParallelLinear, SymmetricOverlap, column_parallel, row_parallel
+from megatron.core.init import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.training.arguments import parse_args
-from megatron.training.snapshot import first_difference
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.testing.snapshot import first_difference
+from megatron.training.config.validation import resolve, validate
 from tests.dist.test_collective_counts import recorded, ring_bytes
 from tests.harness import Snapshot, run_world, train_in_world
 

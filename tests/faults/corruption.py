@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
-from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.dist_checkpointing.integrity import MANIFEST
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import INDEX, LATEST, METADATA
 from megatron.core.parallel_state import Axis
 from tests.faults.forked import forked_ranks, join

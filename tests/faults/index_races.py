@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.data_config import DatasetConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -34,9 +34,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import saver, storage
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
-from megatron.core.dist_checkpointing.staging import HostStaging
+from megatron.core.dist_checkpointing import async_saver as saver
+from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing.host_staging import HostStaging
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training import checkpointing, training
 from tests.faults.forked import forked_ranks, join

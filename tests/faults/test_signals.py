@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.exit_codes import ExitCode
+from megatron.training.reliability.run_status import ExitCode
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL

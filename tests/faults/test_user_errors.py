@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.launch import Launch
-from megatron.training.paths import why_unwritable
+from megatron.training.config.output_paths import why_unwritable
+from megatron.training.reliability.launch import Launch
 from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.flash import FlashCUDAKernel, flash_kernel
-from megatron.core.context_parallel.kernels import TorchKernel
-from megatron.core.context_parallel.partition import rank_spans
-from megatron.core.context_parallel.ring import Causal, local_attention
+from megatron.core.attention.flash_kernels import FlashCUDAKernel, flash_kernel
+from megatron.core.attention.kernels import TorchKernel
+from megatron.core.attention.partition import rank_spans
+from megatron.core.attention.ring import Causal, local_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -32,10 +32,11 @@ PRODUCTS = """
 import torch
 from torch import nn
 from megatron.core.parallel_state import Axis
-from megatron.core.precision_config import PrecisionConfig
-from megatron.core.tensor_parallel import fp8
+from megatron.core.config import PrecisionConfig
+from megatron.core.fp8 import casts as fp8
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
-from megatron.core.tensor_parallel.products import Cuts, Fp8Context, WeightCasts, build_products
+from megatron.core.tensor_parallel.linear_gemms import Cuts
+from megatron.core.fp8.recipes import Fp8Context, WeightCasts, build_products
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 torch.manual_seed(1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.config import ModelParallelConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.activations import MicroBatch, stage_kept
 from tests.dist.test_planned_activations import RECOMPUTE, WHOLE, kept_by

@@ -7,12 +7,12 @@ import sys
 
 import torch
 
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import StartupPhases, initialize
-from megatron.training.launch import Launch
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
 
 
 def main(argv: list[str]) -> None:

@@ -21,9 +21,9 @@ from functools import lru_cache
 from itertools import combinations, product
 from random import Random
 
-from megatron.training.arguments import parse_args
-from megatron.training.snapshot import Snapshot, first_difference, train_in_world
-from megatron.training.validation import resolve, validate
+from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
 
 TOLERANCE = 1e-9
 

@@ -20,15 +20,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import gathered, ring
+from megatron.core import collectives
+from megatron.core import collectives as mappings
+from megatron.core.attention import all_gather as gathered
+from megatron.core.attention import ring
 from megatron.core.distributed import finalize_model_grads as finalize
-from megatron.core.distributed import overlap, param_and_grad_buffer
+from megatron.core.distributed import grad_readiness as overlap
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.moe import dispatcher
+from megatron.core.moe import load_balancing as balance
 from megatron.core.optimizer import clip_grads
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
-from megatron.core.tensor_parallel import collectives, cross_entropy, layers, mappings, weight_grad
-from megatron.core.transformer.moe import balance, dispatcher
+from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
 Patch = tuple[Any, str, Any]
@@ -195,7 +200,7 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
 @contextmanager
 def planted(patches: Sequence[Patch]) -> Iterator[None]:
     """The product with a mutant in it."""
-    from megatron.training import step
+    from megatron.training import forward_backward as step
 
     running = []
     try:

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments import parse_args
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import local_runtime
-from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
 
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --make-vocab-size-divisible-by 8 "

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.diagnosis.step_dump import SavedStep
+from megatron.training.diagnosis.step_guard import BadStepError
+from megatron.training.diagnosis.step_replay import replay
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
-from megatron.training.replay import replay
-from megatron.training.saved_step import SavedStep
+from megatron.training.reliability.launch import Launch
 from megatron.training.saving import save
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.step_guard import BadStepError
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
 from tests.harness import run_world
 
 MODEL = (

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.mock import MockGPTDataset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.core.transformer.context import Batch
-from megatron.training.snapshot import first_difference
+from megatron.testing.snapshot import first_difference
 from tests.gpt_cases import FP64, STYLES, random_batch
 from tests.harness import Snapshot, run_world, train_in_world
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.training.failure import ADVICE, Failure
-from megatron.training.snapshot import first_difference, train_in_world
+from megatron.testing.snapshot import first_difference, train_in_world
+from megatron.training.reliability.failure_report import ADVICE, Failure
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40 --lr 1e-2 --mock-data "

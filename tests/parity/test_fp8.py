@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.training.arguments import parse_args
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import first_difference
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.diagnosis.step_guard import BadStepError
 from megatron.training.initialize import local_runtime, set_determinism
-from megatron.training.local_world import run_world
 from megatron.training.saving import finish_saves, save
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.snapshot import first_difference
-from megatron.training.step_guard import BadStepError
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve
 from tests.harness import Snapshot, train_in_world
 
 BASE = (

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.transformer.context import Batch
 from tests.gpt_cases import FP64, STYLES, packed_documents, random_batch, with_dropout
 from tests.harness import run_world
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.mock import MockGPTDataset
-from megatron.training.snapshot import Snapshot, first_difference, train_in_world
+from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 40 "

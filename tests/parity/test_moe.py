@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron.training.snapshot import Snapshot, first_difference, train_in_world
+from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 
 BASE = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "

@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config import DDPConfig
+from megatron.core.config.parallel import DDPConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import first_difference
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
-from megatron.training.local_world import run_world
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.snapshot import first_difference
 from megatron.training.training import Interval, evaluate, save, train_step
-from megatron.training.validation import resolve
 from tests.harness import Snapshot, train_in_world
 
 COMMON = (

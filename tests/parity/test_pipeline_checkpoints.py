@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.arguments import parse_args
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import relative_difference, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
-from megatron.training.local_world import run_world
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import build_run
-from megatron.training.snapshot import relative_difference, train_in_world
 from megatron.training.training import Interval, save, train_step
-from megatron.training.validation import resolve
 
 COMMON = (
     "--num-layers 5 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "

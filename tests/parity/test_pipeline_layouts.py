@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 
-from megatron.training.snapshot import first_difference
+from megatron.testing.snapshot import first_difference
 from tests.harness import Snapshot, train_in_world
 
 COMMON = (

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.arguments import parse_args
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.initialize import Runtime
-from megatron.training.launch import Launch
-from megatron.training.replicas import ReplicaError, bit_hash, check_replicas
+from megatron.training.reliability.launch import Launch
 from megatron.training.setup import TrainingRun, build_run
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve
 from tests.harness import run_world
 
 FLAGS = (

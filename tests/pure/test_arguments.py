@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.training.arguments import CommandLine, command_line, parse_args, save_config, to_flat_dict
-from megatron.training.config import RunConfig
-from megatron.training.flags import all_flags, field_docs, sections, spelling_table
-from megatron.training.launch import Launch
-from megatron.training.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config, to_flat_dict
+from megatron.training.config.flags import all_flags, field_docs, sections, spelling_table
+from megatron.training.config.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.reliability.launch import Launch
 
 GOLDEN = Path(__file__).with_name("golden_flags.txt")
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data --train-iters 10"
@@ -302,7 +302,7 @@ def test_flat_dict_has_every_field() -> None:
 
 def test_help_is_fast_and_complete() -> None:
     code = (
-        "import sys\nfrom megatron.training.arguments import command_line\n"
+        "import sys\nfrom megatron.training.config.arguments import command_line\n"
         "try: command_line(['--help'])\n"
         "except SystemExit as exit: sys.exit(exit.code or bool({'torch', 'numpy'} & set(sys.modules)))"
     )

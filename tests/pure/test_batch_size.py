@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import parse_args
-from megatron.training.batch_size import BatchSizes, iterations_of_run, num_microbatches, samples_of_run
-from megatron.training.validation import resolve
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches, samples_of_run
+from megatron.training.config.validation import resolve
 
 
 def walk(sizes: BatchSizes, iterations: int) -> int:

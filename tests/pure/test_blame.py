@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.blame import Standing, blame
-from megatron.training.board import out_of_memory_kills
-from megatron.training.collectives import Entered, Group, last_entered
-from megatron.training.ending import Ending
-from megatron.training.launch import Launch
+from megatron.training.reliability.failure_handler import Ending
+from megatron.training.reliability.flight_recorder import Entered, Group, last_entered
+from megatron.training.reliability.hang_analysis import Standing, blame
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_store import out_of_memory_kills
 
 TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 WORLD = (0, 1, 2, 3)
@@ -130,5 +130,6 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
 def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = Ending(Launch())
     assert "killer" not in ending._last_words(1)
-    monkeypatch.setattr("megatron.training.ending.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
+    handler = "megatron.training.reliability.failure_handler"
+    monkeypatch.setattr(f"{handler}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
     assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in ending._last_words(1)

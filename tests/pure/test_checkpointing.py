@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.config import ModelParallelConfig, OptimizerConfig
-from megatron.core.data_config import TokenizerConfig
-from megatron.core.dist_checkpointing.manifest import MANIFEST, write_manifest
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe.load_balancing import balances_of
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.moe.balance import balances_of
 from megatron.training.checkpointing import (
     Progress,
     changed_fields,
@@ -30,7 +31,7 @@ from megatron.training.checkpointing import (
     read_latest,
     save_checkpoint,
 )
-from megatron.training.config import CheckpointConfig, RunConfig, TrainingConfig
+from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from tests.gpt_cases import GPT, LLAMA, random_batch
 from tests.moe_cases import DEEPSEEK
 from tools import inspect_checkpoint

@@ -6,8 +6,15 @@ from random import Random
 
 import pytest
 
-from megatron.core.context_parallel.partition import Spans, chunk_order, rank_spans, sequence_divisor
-from megatron.core.context_parallel.tiles import Documents, Tile, causal_tiles, document_starts, joined
+from megatron.core.attention.partition import (
+    Documents,
+    Spans,
+    chunk_order,
+    document_starts,
+    rank_spans,
+    sequence_divisor,
+)
+from megatron.core.attention.tiles import Tile, causal_tiles, joined
 
 Pair = tuple[int, int, int]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.choose import choose_checkpoint
-from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.integrity import MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import LATEST, CheckpointError, read_latest, save

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.data_config import DatasetConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder

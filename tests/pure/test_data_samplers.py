@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.data_config import DatasetConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.samplers import DataIterator, microbatch_samples
 

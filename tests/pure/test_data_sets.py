@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.data_config import DatasetConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest

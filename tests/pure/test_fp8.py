@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config import ModelParallelConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.precision import PrecisionConfig
+from megatron.core.fp8 import casts as fp8
+from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
+from megatron.core.fp8.delayed_scaling import DelayedScaling
+from megatron.core.fp8.recipes import RECIPES, Fp8Context, WeightCasts, build_fp8, build_products
 from megatron.core.parallel_state import Axis
-from megatron.core.precision_config import PrecisionConfig
 from megatron.core.regions import region
-from megatron.core.tensor_parallel import fp8
-from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
-from megatron.core.tensor_parallel.fp8 import E4M3, E5M2, LARGEST, Scaled
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
-from megatron.core.tensor_parallel.products import RECIPES, Cuts, Fp8Context, WeightCasts, build_fp8, build_products
+from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.training.config import LoggingConfig
+from megatron.training.config.run_config import LoggingConfig
 from megatron.training.initialize import check_fp8
 from megatron.training.metrics import peak_tflops
 
@@ -218,7 +219,7 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
             seen.append(tuple(x.shape) == (32, 64))
             return cast(x, *args)
 
-        monkeypatch.setattr(f"megatron.core.tensor_parallel.products.{name}", counted)
+        monkeypatch.setattr(f"megatron.core.fp8.recipes.{name}", counted)
     with layer.context.casts.kept():
         first = layer.backward()
         second = layer.backward()

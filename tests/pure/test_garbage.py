@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron.training.arguments import parse_args
-from megatron.training.config import TrainingConfig
-from megatron.training.garbage import GarbageCollection
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import TrainingConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.garbage_collection import GarbageCollection
 
 
 class Knot:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.batch import Batch
 from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.context import Batch
 from tests.gpt_cases import FP64, STYLES
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]

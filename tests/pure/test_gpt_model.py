@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import Stage, parameter_metas, whole_model
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.context import Batch
-from megatron.core.transformer.dot_product import KeyValueCache
 from megatron.core.transformer.segments import recompute_segments
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicLossScaler, build_loss_scaler
 
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.adapter import config_from_hf, config_to_hf, copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.context import Batch
 from tests.gpt_cases import FP64, GPT, LLAMA
 
 transformers = pytest.importorskip("transformers")

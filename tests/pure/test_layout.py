@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import (
     Stage,
     activation_bytes_per_layer,
@@ -24,7 +26,6 @@ from megatron.core.model_math import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.transformer.context import Batch
 
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -175,6 +176,11 @@ def test_activation_formulas() -> None:
 
 
 def test_imports_no_torch() -> None:
-    modules = ("megatron.core.model_math", "megatron.planner.memory", "megatron.training.dry_run", "pretrain_gpt")
+    modules = (
+        "megatron.core.model_math",
+        "megatron.planner.memory",
+        "megatron.training.config.dry_run",
+        "pretrain_gpt",
+    )
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

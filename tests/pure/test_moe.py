@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import MoEConfig, moe_pattern
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import active_parameters, count_parameters, model_flops, parameter_metas, whole_model
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.moe_config import MoEConfig, moe_pattern
+from megatron.core.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
+from megatron.core.moe.layer import MoELayer
+from megatron.core.moe.load_balancing import balances_of, end_step
+from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.context import Batch
-from megatron.core.transformer.dot_product import KeyValueCache
-from megatron.core.transformer.moe.balance import balances_of, end_step
-from megatron.core.transformer.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
-from megatron.core.transformer.moe.layer import MoELayer
-from megatron.core.transformer.moe.router import within_capacity
-from megatron.training.arguments import parse_args
-from megatron.training.flags import field_table
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import field_table
+from megatron.training.config.validation import resolve, validate
 from tests.gpt_cases import FP64, random_batch
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, build_layer, context, written_out
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from tests.moe_cases import DEEPSEEK, MIXTRAL, build_layer, context
 
 transformers = pytest.importorskip("transformers")

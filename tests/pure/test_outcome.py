@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.exit_codes import ExitCode
-from megatron.training.launch import Launch
-from megatron.training.outcome import VARIABLE, Outcome, code_for_launcher, early_end_told
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.run_status import VARIABLE, ExitCode, Outcome, code_for_launcher, early_end_told
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +81,7 @@ def test_code_for_launchers(code: int, environ: dict[str, str], expected: int) -
 
 HELD = """
 import os, signal
-from megatron.training.launch import SIGNALS, hold_ignored_signals
+from megatron.training.reliability.launch import SIGNALS, hold_ignored_signals
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 hold_ignored_signals()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import packed
-from megatron.core.context_parallel.flash import FlashCPUKernel
-from megatron.core.context_parallel.packed import Sequences, packed_attention, sequence_starts
-from megatron.core.context_parallel.ring import Causal, local_attention
-from megatron.core.context_parallel.tiles import document_starts
+from megatron.core.attention import varlen as packed
+from megatron.core.attention.flash_kernels import FlashCPUKernel
+from megatron.core.attention.partition import document_starts
+from megatron.core.attention.ring import Causal, local_attention
+from megatron.core.attention.varlen import Sequences, packed_attention, sequence_starts
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,

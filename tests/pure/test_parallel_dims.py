@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.config import ModelParallelConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 
 SIZES = st.sampled_from([1, 2, 3, 4])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 
 BATCH = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.arguments import parse_args
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
 
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
 

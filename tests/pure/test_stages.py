@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.pipeline_parallel.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, stage_costs, tied_stages
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.flash import FlashCPUKernel, FlashCUDAKernel
-from megatron.core.context_parallel.kernels import Dropout, Kernel, TorchKernel
-from megatron.core.context_parallel.partition import rank_spans
-from megatron.core.context_parallel.ring import Causal, local_attention
-from megatron.core.context_parallel.tiles import document_starts
-from megatron.core.tensor_parallel.random import attention_dropout
-from megatron.core.transformer.dot_product import attention_mask
+from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
+from megatron.core.attention.kernels import Dropout, Kernel, TorchKernel
+from megatron.core.attention.kv_cache import attention_mask
+from megatron.core.attention.partition import document_starts, rank_spans
+from megatron.core.attention.ring import Causal, local_attention
+from megatron.core.dropout import attention_dropout
 
 SCALE = 0.4
 LENGTH = 24

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.data_config import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).parents[2]

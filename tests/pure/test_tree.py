@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
 WITHOUT_TORCH = [
+    "megatron.core.boxes",
     "megatron.core.config",
     "megatron.core.model_math",
     "megatron.core.param_meta",
@@ -24,10 +28,10 @@ WITHOUT_TORCH = [
     "megatron.core.transformer.segments",
     "megatron.planner.activations",
     "megatron.training.config",
-    "megatron.training.arguments",
-    "megatron.training.validation",
-    "megatron.training.launch",
-    "megatron.training.dry_run",
+    "megatron.training.config.arguments",
+    "megatron.training.config.validation",
+    "megatron.training.reliability.launch",
+    "megatron.training.config.dry_run",
     "pretrain_gpt",
 ]
 
@@ -61,3 +65,65 @@ def test_every_folder_of_the_library_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / "megatron").rglob("*.py")}
     assert folders
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the library, packages without their `__init__`."""
+    files = [path for path in (ROOT / "megatron").rglob("*.py") if path.name != "__init__.py"]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+
+
+def layers() -> list[str]:
+    """The modules and packages that the contract in pyproject.toml names, from the top down."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contract = next(c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    return [name.strip() for layer in contract["layers"] for name in layer.split(":")]
+
+
+def test_every_module_is_in_a_layer() -> None:
+    named = layers()
+    outside = [name for name in modules() if not any(name == layer or name.startswith(f"{layer}.") for layer in named)]
+    assert outside == [], "name them in the layers of pyproject.toml"
+    there = {name.rsplit(".", parts)[0] for name in modules() for parts in range(3)}
+    assert [layer for layer in named if layer not in there] == [], "these layers hold nothing"
+
+
+def imports_of(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of the library that a file imports, anywhere in it: in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            yield from (name for name in names if name in known)
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other in a loop."""
+
+    def reached(start: str) -> set[str]:
+        found, front = set[str](), [start]
+        while front:
+            new = arrows[front.pop()] - found
+            found |= new
+            front += new
+        return found
+
+    reach = {name: reached(name) for name in arrows}
+    groups = {tuple(sorted(m for m in arrows if m in reach[name] and name in reach[m])) for name in arrows}
+    return sorted(list(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    arrows = {name: set(imports_of(path, known)) for name, path in known.items()}
+    assert sum(map(len, arrows.values())) > len(arrows)
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert [circle for circle in circles(arrows) if "megatron.training.diagnosis.step_guard" not in circle] == []
+
+
+def test_no_folder_of_the_library_is_a_drawer() -> None:
+    most = 16
+    folders = {path.parent for path in modules().values()}
+    sizes = {str(folder.relative_to(ROOT)): sum(p.parent == folder for p in modules().values()) for folder in folders}
+    assert {folder: size for folder, size in sizes.items() if size > most} == {}

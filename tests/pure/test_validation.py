@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.arguments import parse_args
-from megatron.training.flags import Flag, all_flags
-from megatron.training.validation import MOCK_VOCAB_SIZE, resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import Flag, all_flags
+from megatron.training.config.validation import MOCK_VOCAB_SIZE, resolve, validate
 
 GOOD = {
     "num-layers": "4",

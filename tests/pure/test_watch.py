@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.board import Request
-from megatron.training.watch import Watch
+from megatron.training.reliability.rank_store import Request
+from megatron.training.reliability.watchdog import Watch
 
 
 def test_a_trigger_file_that_cannot_be_removed_is_told_once(

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import activation_bytes_per_layer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.transformer.context import Batch
-from megatron.training.local_world import run_world
+from megatron.testing.local_world import run_world
 from tools.bench.live_memory import LiveMemory
 
 LAYOUTS = {"TP1": (1, False), "TP2": (2, False), "TP2+SP": (2, True)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.config import RunConfig
+from megatron.training.config.run_config import RunConfig
 from tools.bench.side_by_side import Spread
 
 

@@ -32,10 +32,10 @@ from megatron.core.model_math import flops_per_token
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.activations import activations_of_ranks
 from megatron.planner.memory import states_of_rank
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
-from megatron.training.dry_run import micro_batch_of
-from megatron.training.validation import resolve, validate
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run import micro_batch_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
 from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
 from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, groups_of, say_groups, spans_of
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
@@ -141,7 +141,7 @@ def gib(size: float) -> str:
 def build(config: RunConfig) -> TrainingRun:
     """The run of one process that pretrain_gpt.py would build."""
     from megatron.training.initialize import StartupPhases, initialize
-    from megatron.training.launch import Launch
+    from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
 
     return build_run(config, initialize(config, Launch(), StartupPhases()))
@@ -171,7 +171,7 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
     """Builds and warms up in a process of its own."""
-    from megatron.training.launch import choose_allocators
+    from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
     run = build(config)
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.cpu and args.config != "tiny":
         parser.error("--cpu is for --config tiny: the others need a GPU")
-    from megatron.training.launch import choose_allocators
+    from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
     import torch

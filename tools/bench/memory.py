@@ -41,15 +41,15 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_sta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.planner.activations import RankActivations, activations_of_ranks, layer_kept
 from megatron.planner.memory import states_of_rank
-from megatron.training.arguments import parse_args
-from megatron.training.config import RunConfig
-from megatron.training.dry_run import micro_batch_of
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run import micro_batch_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.forward_backward import Step, count_tokens, loss_and_tokens, loss_seed, read_batches, with_scale
 from megatron.training.initialize import local_runtime
-from megatron.training.local_world import run_world
 from megatron.training.setup import TrainingRun, build_run
-from megatron.training.step import Step, count_tokens, loss_and_tokens, loss_seed, read_batches, with_scale
 from megatron.training.training import Interval, train_step
-from megatron.training.validation import resolve, validate
 from tools.bench.live_memory import LiveMemory
 from tools.bench.side_by_side import machine, say_machine, write_json
 

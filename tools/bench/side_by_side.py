@@ -64,16 +64,16 @@ def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
     """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
     be called in a contestant's process. ValueError if the flags do not fit."""
-    from megatron.training.launch import Launch, choose_allocators
+    from megatron.training.reliability.launch import Launch, choose_allocators
 
     choose_allocators(os.environ)
     import torch
 
-    from megatron.training.arguments import parse_args
+    from megatron.training.config.arguments import parse_args
+    from megatron.training.config.validation import resolve, validate
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.setup import build_run
     from megatron.training.training import Interval, train_step
-    from megatron.training.validation import resolve, validate
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     launch = Launch.from_environment()

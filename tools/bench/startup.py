@@ -36,7 +36,11 @@ COMMANDS: dict[str, list[str]] = {
     "an empty interpreter": [PYTHON, "-c", "pass"],
     "import torch": [PYTHON, "-c", "import torch"],
     "import megatron": [PYTHON, "-c", "import megatron"],
-    "plan and validate, no torch": [PYTHON, "-c", "import megatron.training.validation, megatron.planner.memory"],
+    "plan and validate, no torch": [
+        PYTHON,
+        "-c",
+        "import megatron.training.config.validation, megatron.planner.memory",
+    ],
     "pretrain_gpt.py --help": [PYTHON, "pretrain_gpt.py", "--help"],
     "pretrain_gpt.py --dry-run": [PYTHON, "pretrain_gpt.py", *TINY, "--dry-run", "--world-size", "2"],
     FIRST_STEP: [*TORCHRUN, "pretrain_gpt.py", *TINY],

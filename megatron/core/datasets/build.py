@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from megatron.core.data_config import DatasetConfig
+from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import BlendedDataset, normalise
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest

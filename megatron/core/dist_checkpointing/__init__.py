@@ -1,6 +1,6 @@
 """Sharded checkpoints that any layout loads: see `state_dict` for what is saved and `storage` for how."""
 
-from megatron.core.dist_checkpointing.choose import choose_checkpoint, verify
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint, verify
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_state
 from megatron.core.dist_checkpointing.storage import (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.storage import METADATA, remove, saved_folders
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes, boxes_of_flat_range
+from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.sharded_piece import OptimizerPiece
 
 StateDict = dict[str, ShardedBoxes]
 

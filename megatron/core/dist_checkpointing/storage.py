@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.manifest import SummedFiles, Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.integrity import SummedFiles, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.parallel_state import Axis
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.config import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.overlap import GradReadiness, wait_before_forward
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import launch_order, plan_buffers
 from megatron.core.parallel_state import Axis, ParallelState

@@ -11,14 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.collectives import (
-    Pending,
-    start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
-)
 
 
 class Bucket:

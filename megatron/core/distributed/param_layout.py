@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megatron.core.config import round_up
+from megatron.core.config.model import round_up
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64

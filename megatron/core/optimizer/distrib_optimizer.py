@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.sharded_piece import OptimizerPiece
+from megatron.core.optimizer_piece import OptimizerPiece
 
 
 class OptimizerShard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 
 
 class LossScaler:

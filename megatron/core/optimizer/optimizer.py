@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.distrib_optimizer import OptimizerShard
 from megatron.core.optimizer.grad_scaler import LossScaler, build_loss_scaler
+from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
-from megatron.core.sharded_piece import OptimizerPiece
 
 
 class StepResult:

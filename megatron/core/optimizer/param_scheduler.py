@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.config import OptimizerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 
 # What is left of max_lr - min_lr at a share of the way from the end of warm-up to the end of decay.
 DECAY: dict[str, Callable[[float], float]] = {

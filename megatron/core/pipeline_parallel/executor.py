@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
+from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.pipeline_parallel.simulator import Timed
-from megatron.core.tensor_parallel.products import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.model_math import flops_per_token
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.model_math import Stage
 from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
 from megatron.core.pipeline_parallel.schedules import layout_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.collectives import all_gather
 from megatron.core.parallel_state import Axis
 from megatron.core.regions import region
-from megatron.core.tensor_parallel.mappings import all_gather
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20

@@ -18,16 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.collectives import Start, start_all_gather, start_all_reduce_, start_nothing, start_reduce_scatter
+from megatron.core.fp8.recipes import Fp8Context, build_products
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.collectives import (
-    Start,
-    start_all_gather,
-    start_all_reduce_,
-    start_nothing,
-    start_reduce_scatter,
-)
-from megatron.core.tensor_parallel.products import PLAIN, Cuts, Fp8Context, Products, build_products, matrix_of
+from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, Products, matrix_of
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,

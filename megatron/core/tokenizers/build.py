@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.data_config import TokenizerConfig
+from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import Llama2Tokenizer, SentencePieceTokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer

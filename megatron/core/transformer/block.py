@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config import TransformerConfig
+from megatron.core.attention.kv_cache import attention_mask
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.context import BatchContext
-from megatron.core.transformer.dot_product import attention_mask
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
 from megatron.core.transformer.recompute import recomputed

@@ -6,16 +6,17 @@ from math import sqrt
 
 from torch import Tensor, nn
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.dropout import dropout
+from megatron.core.moe.layer import MoELayer
 from megatron.core.param_meta import Init
+from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.tensor_parallel.random import dropout, site_key
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import build_norm, sequence_partial
 from megatron.core.transformer.recompute import with_input_recomputed
+from megatron.core.transformer.self_attention import SelfAttention
 
 
 class HiddenDropout(nn.Module):

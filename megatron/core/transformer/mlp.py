@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init
 from megatron.core.regions import region
+from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.tensor_parallel.overlapped import column_parallel, row_parallel
-from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
 

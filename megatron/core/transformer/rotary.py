@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 
 
 @dataclass(frozen=True)

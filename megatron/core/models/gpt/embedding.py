@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config import TransformerConfig
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
-from megatron.core.transformer.context import BatchContext
 from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import sequence_partial
 

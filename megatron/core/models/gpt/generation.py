@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import site_key
-from megatron.core.transformer.context import Batch
-from megatron.core.transformer.dot_product import KeyValueCache
+from megatron.core.seeds import site_key
 
 
 @dataclass(frozen=True)

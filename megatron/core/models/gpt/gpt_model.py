@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config import ModelParallelConfig, TransformerConfig
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch, BatchContext
+from megatron.core.collectives import all_gather
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8.recipes import WeightCasts, build_fp8
+from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.embedding import WORD_EMBEDDINGS, Embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
-from megatron.core.tensor_parallel.mappings import all_gather
-from megatron.core.tensor_parallel.products import WeightCasts, build_fp8
-from megatron.core.tensor_parallel.random import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.block import TransformerBlock
-from megatron.core.transformer.context import Batch, BatchContext
-from megatron.core.transformer.dot_product import KeyValueCache
 
 
 class GPTModel(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.model_math import parameter_metas, whole_model
 from megatron.core.models.hf.families import FAMILIES, Family, Rule
 from megatron.core.param_meta import ParamMeta

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, cat, stack
 
-from megatron.core.config import TransformerConfig
+from megatron.core.config.model import TransformerConfig
 
 
 class Layout:

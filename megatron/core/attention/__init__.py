@@ -1,0 +1,1 @@
+"""Attention: kernels, tiles, documents, and sequences sharded over ranks."""

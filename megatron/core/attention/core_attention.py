@@ -1,0 +1,89 @@
+"""The core of attention: scores, softmax, weighted values, by the implementation that fits.
+
+Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; heads of one group lie side by side.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.all_gather import gathered_attention
+from megatron.core.attention.flash_kernels import flash_kernel
+from megatron.core.attention.kernels import Dropout, TorchKernel
+from megatron.core.attention.ring import Causal, local_attention, ring_attention
+from megatron.core.attention.ulysses import ulysses_attention
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import TPContext
+
+
+class FusedAttention(nn.Module):
+    """torch's scaled_dot_product_attention: flash kernels, no [s, s] matrix kept."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        queries, _, heads, _ = q.shape
+        keys, groups = k.shape[0], k.shape[2]
+        assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
+        if mask is not None:  # kernels that take a mask want as many key heads as query heads
+            k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+        out = F.scaled_dot_product_attention(
+            q.permute(1, 2, 0, 3),
+            k.permute(1, 2, 0, 3),
+            v.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            is_causal=mask is None and queries == keys,
+            scale=self.scale,
+            enable_gqa=mask is None and heads != groups,
+        )
+        return out.permute(2, 0, 1, 3)
+
+
+CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}
+"""By --cp-comm-type."""
+
+
+class CoreAttention(nn.Module):
+    """The core of a layer: whichever way of computing it the model, the layout and the batch call for.
+
+    Plain causal attention within a rank, and attention to cached keys, are torch's. Documents, windows, sequences cut
+    over ranks and dropout of weights (the same mask at every layout) are computed tile by tile.
+    """
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
+        super().__init__()
+        self.scale, self.window, self.cp = 1 / sqrt(config.head_dim), config.window_size, ctx.cp
+        self.p, self.key = config.attention_dropout, key
+        self.fused = FusedAttention(self.scale)
+        self.kernel = flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim)
+        self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
+        heads = config.num_attention_heads // ctx.tp.size
+        self.first_head = heads * ctx.tp.rank
+        if self.across_ranks is ulysses_attention:
+            self.first_head += heads // ctx.cp.size * ctx.cp.rank
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+        """q [s, b, heads, d], k and v [keys, b, groups, d] -> [s, b, heads * d]"""
+        dropout = self.p > 0 and self.training
+        windowed = self.window is not None and self.window < k.shape[0]
+        if context.cache is not None:
+            out = self.fused(q, k, v, context.mask)
+        elif self.across_ranks is not None:
+            out = self.across_ranks(q, k, v, self.cp, self._causal(context, dropout))
+        elif dropout or windowed or context.documents is not None:
+            out = local_attention(q, k, v, self._causal(context, dropout))
+        else:
+            out = self.fused(q, k, v)
+        return out.flatten(2)
+
+    def _causal(self, context: BatchContext, dropout: bool) -> Causal:
+        kernel = self.kernel
+        if dropout:
+            kernel = TorchKernel(self.scale, Dropout(self.p, self.key, self.first_head, context.sample_index))
+        return Causal(kernel, context.documents, self.window)

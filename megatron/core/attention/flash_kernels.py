@@ -1,0 +1,186 @@
+"""The flash attention that torch has, for CPUs and for GPUs, behind the interface of `kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.kernels import (
+    Gradients,
+    Kernel,
+    Outputs,
+    Rows,
+    TorchKernel,
+    hidden_pairs,
+    key_rows,
+    query_rows,
+)
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import FlashCUDAPackedKernel
+from megatron.core.host_copies import integers_on
+
+
+def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernel:
+    """The fastest kernel there is; all give the same to rounding."""
+    if device.type == "cpu":
+        return FlashCPUKernel(scale)
+    fits = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    if device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0):
+        return FlashCUDAKernel(scale)
+    return TorchKernel(scale)
+
+
+class FlashCPUKernel:
+    """torch's flash attention for CPUs, exact in fp64."""
+
+    needs_places = False
+    packed = None
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for tile in tiles:
+            causal, mask = self._mask(tile, q)
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _by_head(query_rows(q, tile)),
+                _by_head(key_rows(k, tile)),
+                _by_head(key_rows(v, tile)),
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            yield tile, (out.permute(2, 0, 1, 3), lse.permute(2, 0, 1))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for tile in tiles:
+            causal, mask = self._mask(tile, q)
+            lse = query_rows(rows.lse, tile).transpose(0, 1).contiguous()  # [b, n, heads]: how the kernel keeps it
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _by_head(query_rows(rows.grad, tile)),
+                _by_head(query_rows(q, tile)),
+                _by_head(key_rows(k, tile)),
+                _by_head(key_rows(v, tile)),
+                _by_head(query_rows(rows.out, tile)),
+                lse.transpose(1, 2),
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=self.scale,
+            )
+            yield tile, (dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3))
+
+    @staticmethod
+    def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
+        """Whether the kernel's causal mask will do, and the mask to be added to the scores if it will not."""
+        if tile.window is None:
+            return tile.diagonal, None
+        hidden = hidden_pairs(tile, q.device)
+        assert hidden is not None
+        return False, torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[n, b, heads, d] -> [b, heads, n, d]"""
+    return x.permute(1, 2, 0, 3)
+
+
+Window = tuple[int, int]
+"""How many keys left and right of its own a query sees, rows aligned at their ends; -1 for all."""
+
+
+class FlashCUDAKernel:
+    """Flash attention for GPUs in 16 bits: one launch for all tiles of one shape (diagonal, full, fading out)."""
+
+    needs_places = False
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.packed = scale, FlashCUDAPackedKernel(scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for window, group in _by_window(tiles).items():
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                _pack(q, group, query_rows),
+                _pack(k, group, key_rows),
+                _pack(v, group, key_rows),
+                *_lengths(group, q),
+                0.0,
+                window == (-1, 0),
+                False,
+                scale=self.scale,
+                window_size_left=window[0],
+                window_size_right=window[1],
+            )
+            outs, lses = _unpack(out, group, q, query_rows), _unpack(lse.t(), group, q, query_rows)
+            yield from zip(group, zip(outs, lses, strict=True), strict=True)
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for window, group in _by_window(tiles).items():
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                _pack(rows.grad, group, query_rows),
+                _pack(q, group, query_rows),
+                _pack(k, group, key_rows),
+                _pack(v, group, key_rows),
+                _pack(rows.out, group, query_rows),
+                _pack(rows.lse, group, query_rows).t().contiguous(),
+                *_lengths(group, q),
+                0.0,
+                window == (-1, 0),
+                torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is not used
+                torch.empty(0, device=q.device),
+                scale=self.scale,
+                window_size_left=window[0],
+                window_size_right=window[1],
+            )
+            dqs = _unpack(dq, group, q, query_rows)
+            dks, dvs = (_unpack(x, group, k, key_rows) for x in (dk, dv))
+            yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
+
+
+def window_of(tile: Tile) -> Window:
+    if tile.diagonal:
+        return (-1 if tile.window is None else tile.window - 1, 0)
+    if tile.window is None:
+        return (-1, -1)
+    return (len(tile.keys) - len(tile.queries) - tile.offset + tile.window - 1, -1)
+
+
+def _by_window(tiles: Sequence[Tile]) -> dict[Window, list[Tile]]:
+    groups: dict[Window, list[Tile]] = {}
+    for tile in tiles:
+        groups.setdefault(window_of(tile), []).append(tile)
+    return groups
+
+
+TileRows = Callable[[Tensor, Tile], Tensor]
+
+
+def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
+    """The tiles' rows of x [s, b, ...], one sample after the other -> [total, ...]"""
+    return torch.cat([rows(x, tile).transpose(0, 1).flatten(0, 1) for tile in tiles])
+
+
+def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) -> Iterator[Tensor]:
+    """packed [total, ...] -> for each tile [n, b, ...], where `packed` is of rows of x [s, b, ...]"""
+    shapes = [rows(x, tile).shape[:2] for tile in tiles]
+    for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
+        yield part.unflatten(0, (b, n)).transpose(0, 1)
+
+
+def _lengths(tiles: Sequence[Tile], q: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Where each sequence of packed queries and keys begins, on the device, and the longest of both."""
+    of_queries, of_keys = [], []
+    for tile in tiles:
+        samples = q.shape[1] if tile.sample is None else 1
+        of_queries += [len(tile.queries)] * samples
+        of_keys += [len(tile.keys)] * samples
+    starts = [integers_on(q.device, accumulate(lengths, initial=0), torch.int32) for lengths in (of_queries, of_keys)]
+    return starts[0], starts[1], max(of_queries), max(of_keys)

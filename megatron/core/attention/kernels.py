@@ -1,0 +1,182 @@
+"""Attention within a tile, with what it takes to put tiles together: log-sum-exp forward, and a backward that is given
+the log-sum-exp and the output of the whole row.
+
+    out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
+
+Operands are rows: q [n, b, heads, d], k and v [m, b, groups, d], lse [n, b, heads]; heads of one group lie side by
+side. `TorchKernel` does everything in plain torch; the others are the flash kernels that torch has, for what they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import PackedKernel
+from megatron.core.dropout import attention_dropout
+
+Outputs = tuple[Tensor, Tensor]
+"""Output [n, b, heads, d] and log-sum-exp [n, b, heads] of a tile."""
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of the queries, keys and values of a tile."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention weights, with masks that follow from places in the sequence and numbers of samples."""
+
+    p: float
+    key: int
+    head_offset: int
+    """Number of the first local head among all heads."""
+
+    sample_index: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tile's part of the gradient of the output, and of the output and log-sum-exp of whole rows."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Kernel(Protocol):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        """Each tile with its outputs."""
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        """Each tile with its gradients. `rows` are all rows."""
+
+    @property
+    def needs_places(self) -> bool:
+        """Whether the places of a full tile matter."""
+
+    @property
+    def packed(self) -> PackedKernel | None:
+        """What computes whole samples in one launch, if there is such a thing."""
+
+
+def samples_of(tile: Tile) -> slice:
+    return slice(None) if tile.sample is None else slice(tile.sample, tile.sample + 1)
+
+
+def query_rows(x: Tensor, tile: Tile) -> Tensor:
+    """A tile's part of what has a row for each query."""
+    return x[tile.queries.start : tile.queries.stop, samples_of(tile)]
+
+
+def key_rows(x: Tensor, tile: Tile) -> Tensor:
+    """A tile's part of what has a row for each key."""
+    return x[tile.keys.start : tile.keys.stop, samples_of(tile)]
+
+
+def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
+    """[n, m] bool, true where the query does not see the key; None where it sees all."""
+    if not tile.diagonal and tile.window is None:
+        return None
+    distance = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
+    distance = distance - torch.arange(len(tile.keys), device=device)
+    hidden = distance < 0
+    return hidden if tile.window is None else hidden | (distance >= tile.window)
+
+
+class TorchKernel:
+    """Plain torch, for any device and dtype, with dropout. 16-bit scores become fp32 before their softmax."""
+
+    packed = None
+
+    def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
+        self.scale, self.dropout = scale, dropout
+
+    @property
+    def needs_places(self) -> bool:
+        return self.dropout is not None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        for tile in tiles:
+            yield tile, self._forward(query_rows(q, tile), key_rows(k, tile), key_rows(v, tile), tile)
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        for tile in tiles:
+            part = Rows(*(query_rows(x, tile) for x in (rows.grad, rows.out, rows.lse)))
+            yield tile, self._backward(part, query_rows(q, tile), key_rows(k, tile), key_rows(v, tile), tile)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
+        scores = self._scores(q, k, tile)
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(lse[..., None]).exp_()
+        factors = self._dropout_factors(weights, tile)
+        if factors is not None:
+            weights.mul_(factors)
+        out = _grouped(weights, k).to(v.dtype).matmul(v.permute(1, 2, 0, 3))  # [b, groups, r * n, d]
+        return _rows_of(out, q), lse.permute(2, 0, 1)
+
+    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
+        """With P the softmax, D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D * P)ᵀ dO."""
+        weights = self._scores(q, k, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
+        grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, d]
+        grad_weights = grad_out.matmul(v.permute(1, 2, 3, 0)).view(weights.shape).to(weights.dtype)
+        factors = self._dropout_factors(weights, tile)
+        if factors is not None:
+            grad_weights.mul_(factors)
+        delta = (rows.grad.to(weights.dtype) * rows.out.to(weights.dtype)).sum(-1).permute(1, 2, 0)
+        grad_scores = grad_weights.sub_(delta[..., None]).mul_(weights).mul_(self.scale)
+        if factors is not None:
+            weights.mul_(factors)
+        ds = _grouped(grad_scores, k).to(q.dtype)
+        dq = _rows_of(ds.matmul(k.permute(1, 2, 0, 3)), q)
+        dk = ds.transpose(-1, -2).matmul(_by_group(q, k)).permute(2, 0, 1, 3)
+        dv = _grouped(weights, k).to(v.dtype).transpose(-1, -2).matmul(grad_out).permute(2, 0, 1, 3)
+        return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+        """[b, heads, n, m], in fp32 or fp64, -inf where the query does not see the key"""
+        (n, b, heads, _), m = q.shape, k.shape[0]
+        # Scaled before the product, which in fp16 might overflow.
+        scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        hidden = hidden_pairs(tile, q.device)
+        return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+
+    def _dropout_factors(self, weights: Tensor, tile: Tile) -> Tensor | None:
+        """What each weight is multiplied by: 0 or 1 / (1 - p)"""
+        if self.dropout is None:
+            return None
+        d = self.dropout
+        return attention_dropout(
+            torch.ones_like(weights),
+            d.p,
+            d.key,
+            d.sample_index[samples_of(tile)],
+            head_offset=d.head_offset,
+            query_offset=tile.first_query,
+            key_offset=tile.first_key,
+        )
+
+
+def _by_group(x: Tensor, k: Tensor) -> Tensor:
+    """x [n, b, heads, d] -> [b, groups, heads / groups * n, d], for k [m, b, groups, d]"""
+    return x.unflatten(2, (k.shape[2], -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+
+
+def _grouped(weights: Tensor, k: Tensor) -> Tensor:
+    """weights [b, heads, n, m] -> [b, groups, heads / groups * n, m]"""
+    return weights.view(weights.shape[0], k.shape[2], -1, weights.shape[-1])
+
+
+def _rows_of(x: Tensor, q: Tensor) -> Tensor:
+    """x [b, groups, heads / groups * n, d] -> [n, b, heads, d], the shape of q"""
+    n, b, heads, d = q.shape
+    return x.view(b, heads, n, d).permute(2, 0, 1, 3)

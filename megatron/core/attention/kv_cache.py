@@ -1,0 +1,70 @@
+"""Keys and values of earlier tokens during generation, and the mask over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Keys and values of all earlier tokens, by layer, for at most `max_length` tokens.
+
+    A forward pass appends to every layer and then calls `advance` once, so that all layers of it see one `length`.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self.document_ids: Tensor | None = None
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [s, b, groups, d] of the new tokens -> those of all tokens so far, theirs last."""
+        stop = self.length + k.shape[0]
+        if layer not in self._layers:
+            shape = (self.max_length, *k.shape[1:])
+            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        keys, values = self._layers[layer]
+        assert stop <= self.max_length, f"{stop} tokens in a cache made for {self.max_length}"
+        keys[self.length : stop] = k
+        values[self.length : stop] = v
+        return keys[:stop], values[:stop]
+
+    def append_documents(self, document_ids: Tensor | None) -> Tensor | None:
+        """document_ids [b, s] of the new tokens -> of all tokens so far. Given always or never."""
+        assert self.length == 0 or (document_ids is None) == (self.document_ids is None)
+        if document_ids is not None and self.document_ids is not None:
+            document_ids = torch.cat((self.document_ids, document_ids), dim=1)
+        self.document_ids = document_ids
+        return document_ids
+
+    def advance(self, tokens: int) -> None:
+        """Ends a forward pass over `tokens` new tokens."""
+        self.length += tokens
+
+
+def attention_mask(
+    queries: int,
+    keys: int,
+    window: int | None,
+    documents: Tensor | None,
+    key_documents: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """[1 or b, 1, queries, keys] bool, true where a query sees a key; None where plain causal attention says it all.
+
+    The queries are the last of the keys. A query sees at most `window` keys, its own included, and keys of its own
+    document only: `documents` [b, queries], `key_documents` [b, keys].
+    """
+    if (window is None or window >= keys) and documents is None and queries in (1, keys):
+        return None
+    key_at = torch.arange(keys, device=device)
+    query_at = key_at[keys - queries :, None]
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    seen = seen[None]
+    if documents is not None:
+        assert key_documents is not None
+        seen = seen & (documents[:, :, None] == key_documents[:, None, :])
+    return seen.unsqueeze(1)

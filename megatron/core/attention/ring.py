@@ -1,0 +1,122 @@
+"""Ring attention (arXiv:2310.01889): queries stay, keys and values go around the context-parallel ranks.
+
+A rank computes the tiles of its queries with the keys it has while those of its neighbour arrive. The backward goes
+around once more, and the gradient of each key travels with it, from rank to rank, until it is home. Kept for it are
+this rank's queries, keys, values, outputs and log-sum-exps, however long the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.attention.kernels import Kernel, Rows, key_rows, query_rows
+from megatron.core.attention.partition import Documents, Spans, rank_spans
+from megatron.core.attention.tiles import Tile, causal_tiles, joined
+from megatron.core.attention.varlen import packed_attention
+from megatron.core.collectives import Passing as _Passing
+from megatron.core.parallel_state import Axis
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Who sees whom, and the kernel that computes it."""
+
+    kernel: Kernel
+    documents: Documents | None = None
+    """Where documents begin in each sample; None for one document a sample."""
+    window: int | None = None
+    """Tokens that a query sees, its own included; None for all."""
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
+    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], as `rank_spans` cuts s -> [s/cp, b, heads, d]"""
+    spans = tuple(rank_spans(q.shape[0] * cp.size, rank, cp.size) for rank in range(cp.size))
+    return _RingAttention.apply(q, k, v, _Ring(cp, spans[cp.rank], spans, causal))
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
+    """q [n, b, heads, d] at the places `queries`, default all; k and v [s, b, groups, d] -> [n, b, heads, d]"""
+    if queries is None and causal.kernel.packed is not None:
+        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed)
+    whole = (range(k.shape[0]),)
+    return _RingAttention.apply(q, k, v, _Ring(Axis(), queries or whole, (whole,), causal))
+
+
+@dataclass(frozen=True)
+class _Ring:
+    cp: Axis
+    queries: Spans
+    keys: tuple[Spans, ...]
+    """Of each rank."""
+    causal: Causal
+
+    def source(self, step: int) -> int:
+        """The rank whose keys are here in a step."""
+        return (self.cp.rank - step) % self.cp.size
+
+    def tiles(self, step: int) -> tuple[Tile, ...]:
+        found = causal_tiles(self.queries, self.keys[self.source(step)], self.causal.documents, self.causal.window)
+        return found if self.causal.kernel.needs_places else joined(found)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty(q.shape, dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+        keys, values = k, v
+        for step in range(ring.cp.size):
+            arriving = None
+            if step + 1 < ring.cp.size:
+                arriving = _Passing(torch.stack((keys, values)), ring.cp, tag=0)
+            for tile, (part, part_lse) in ring.causal.kernel.forward(q, keys, values, ring.tiles(step)):
+                _merge_(query_rows(out, tile), query_rows(lse, tile), part, part_lse, tile.diagonal)
+            if arriving is not None:
+                keys, values = arriving.wait().unbind()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, out, lse = ctx.saved_tensors
+        ring, rows = ctx.ring, Rows(grad, out, lse)
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        coming: _Passing | None = None
+        for step in range(ring.cp.size):
+            arriving = None
+            if step + 1 < ring.cp.size:
+                arriving = _Passing(torch.stack((keys, values)), ring.cp, tag=0)
+            dk, dv = dkv = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
+            for tile, parts in ring.causal.kernel.backward(rows, q, keys, values, ring.tiles(step)):
+                query_rows(dq, tile).add_(parts[0])
+                key_rows(dk, tile).add_(parts[1])
+                key_rows(dv, tile).add_(parts[2])
+            if coming is not None:
+                dkv += coming.wait()
+            if ring.cp.size > 1:
+                coming = _Passing(dkv, ring.cp, tag=1)
+            if arriving is not None:
+                keys, values = arriving.wait().unbind()
+        dk, dv = dkv if coming is None else coming.wait()
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Adds a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] to those of its rows."""
+    if first:
+        out.copy_(part)
+        lse.copy_(part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_()[..., None])
+    out.addcmul_(part.to(out.dtype), (part_lse - total).exp_()[..., None])
+    lse.copy_(total)

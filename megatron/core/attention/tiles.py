@@ -1,0 +1,148 @@
+"""Causal attention as rectangles of queries and keys: integers only, no torch.
+
+Who sees whom follows from places in the sequence: a query sees the keys up to its own place, of its own document, in
+its window. Rows that a rank holds, keys that it is sent, documents: all are ranges of places, so what is to be computed
+is a list of rectangles, most of them full. No mask of the sequence's square is ever made, and what nobody sees is
+never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from megatron.core.attention.partition import Documents, Spans
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some rows of queries against some rows of keys."""
+
+    sample: int | None
+    """The sample they belong to; None for all."""
+
+    queries: range
+    """Rows of the local queries."""
+
+    keys: range
+    """Rows of the keys at hand."""
+
+    first_query: int
+    """Place in the sequence of the first query; the others follow it."""
+
+    first_key: int
+    """Place in the sequence of the first key; the others follow it."""
+
+    diagonal: bool
+    """True: queries and keys are the same tokens, and each query sees the keys up to its own.
+    False: all keys lie before all queries."""
+
+    window: int | None = None
+    """Where it hides some keys of the tile: a query sees this many places, its own included."""
+
+    @property
+    def offset(self) -> int:
+        """How far the first query is from the first key."""
+        return self.first_query - self.first_key
+
+
+@lru_cache(maxsize=256)
+def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
+    """What queries at the places `queries` have to compute with keys at the places `keys`; those on the diagonal first.
+
+    Where the keys include the queries, each query is in exactly one tile on the diagonal.
+    """
+    found = [
+        tile
+        for sample, starts in _samples(documents)
+        for q_row, q_span in _with_rows(queries)
+        for k_row, k_span in _with_rows(keys)
+        for document in _stretches(starts, q_span.stop)
+        for tile in _document_tiles(sample, q_row, _common(q_span, document), k_row, _common(k_span, document))
+    ]
+    if window is not None:
+        found = [part for tile in found for part in _windowed(tile, window)]
+    return tuple(sorted(found, key=lambda tile: not tile.diagonal))
+
+
+@lru_cache(maxsize=256)
+def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """The same with full neighbours made one, so that fewer kernels run. In these, places have no meaning any more."""
+    whole: list[Tile] = []
+    for tile in tiles:
+        last = whole[-1] if whole else None
+        if last is None or tile.sample != last.sample or any(t.diagonal or t.window for t in (last, tile)):
+            whole.append(tile)
+        elif last.queries == tile.queries and last.keys.stop == tile.keys.start:
+            whole[-1] = replace(last, keys=range(last.keys.start, tile.keys.stop))
+        elif last.keys == tile.keys and last.queries.stop == tile.queries.start:
+            whole[-1] = replace(last, queries=range(last.queries.start, tile.queries.stop))
+        else:
+            whole.append(tile)
+    return tuple(whole)
+
+
+def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, ...]]]:
+    if documents is None:
+        return [(None, (0,))]
+    if len(set(documents)) == 1:
+        return [(None, documents[0])]
+    return list(enumerate(documents))
+
+
+def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
+    """Each span with the row that its first place is in."""
+    row = 0
+    for span in spans:
+        yield row - span.start, span
+        row += len(span)
+
+
+def _stretches(starts: Sequence[int], end: int) -> Iterator[range]:
+    for start, stop in pairwise((*starts, max(end, starts[-1]))):
+        yield range(start, stop)
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _rows(places: range, shift: int) -> range:
+    return range(places.start + shift, places.stop + shift)
+
+
+def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
+    """The tiles of one document, given the places of its queries and keys, and what leads from a place to its row."""
+    if not queries:
+        return
+    before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)
+    if same:
+        assert same == queries, f"keys at {keys} have some of the queries at {queries}"
+        yield Tile(sample, _rows(same, q_shift), _rows(same, k_shift), same.start, same.start, diagonal=True)
+    if before:
+        yield Tile(sample, _rows(queries, q_shift), _rows(before, k_shift), queries.start, before.start, diagonal=False)
+
+
+def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
+    """The parts of a tile in which something is in the window: a full one, and one that fades out."""
+    if tile.diagonal:
+        yield replace(tile, window=window) if len(tile.queries) > window else tile
+        return
+    # Query i sees key j of the tile if offset + i - j < window.
+    tile = _without_keys(tile, tile.offset - window + 1)
+    if not tile.keys:
+        return
+    seeing_all = window - tile.offset
+    yield replace(tile, queries=tile.queries[:seeing_all])
+    rest = replace(tile, queries=tile.queries[seeing_all:], first_query=tile.first_query + seeing_all)
+    rest = _without_keys(rest, 1)
+    rest = replace(rest, queries=rest.queries[: len(rest.keys)])
+    if rest.queries:
+        yield replace(rest, window=window) if len(rest.queries) > 1 else rest
+
+
+def _without_keys(tile: Tile, count: int) -> Tile:
+    count = max(0, count)
+    return replace(tile, keys=tile.keys[count:], first_key=tile.first_key + count)

@@ -1,0 +1,150 @@
+"""What a micro-batch is, and what of it every layer needs.
+
+Both are passed explicitly from the model down to the attention core: no layer keeps state of the batch, so a
+stage may have many micro-batches in flight and recompute any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.partition import Documents, document_starts, rank_spans
+from megatron.core.host_copies import copied_to
+from megatron.core.parallel_state import Axis
+
+if TYPE_CHECKING:
+    from megatron.core.attention.kv_cache import KeyValueCache
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: b samples of s tokens, or a context-parallel rank's part of each, s/cp tokens (`local_to`)."""
+
+    tokens: Tensor
+    """[b, s] int64."""
+
+    labels: Tensor
+    """[b, s] int64: the token that follows each."""
+
+    loss_mask: Tensor
+    """[b, s] float: 1 where the loss counts, 0 where it does not."""
+
+    sample_index: Tensor
+    """[b] int64: absolute number of each sample in the run; dropout masks follow from it, whatever the layout."""
+
+    position_ids: Tensor | None = None
+    """[b, s] int64; None for 0 .. s-1."""
+
+    document_ids: Tensor | None = None
+    """[b, s] int64: tokens attend within equal ids only, which lie side by side; None for one document a sample."""
+
+    documents: Documents | None = None
+    """Where the documents of the whole samples begin: `document_ids` in a form that is on the host and of all ranks."""
+
+    places: Tensor | None = None
+    """[s/cp] int64: where these tokens stand in their samples; None for 0 .. s-1. Dropout masks follow from it, and
+    positions where there are no `position_ids`."""
+
+    aux_scale: Tensor | None = None
+    """Scalar: what the gradients of auxiliary losses, as sums over tokens, are multiplied by
+    (`megatron.core.moe.load_balancing`); None for no auxiliary losses."""
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor) -> Batch:
+        """A batch without labels of its own: each token predicts the next, the last predicts nothing."""
+        labels = torch.roll(tokens, -1, dims=1)
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
+        loss_mask[:, -1] = 0
+        return cls(tokens, labels, loss_mask, torch.arange(tokens.shape[0], device=tokens.device))
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Scalar: tokens whose loss counts. Stays on the device."""
+        return self.loss_mask.sum()
+
+    def local_to(self, cp: Axis) -> Batch:
+        """What a rank has of whole samples. Reads `document_ids`, so call it before they are on a device."""
+        documents = self.documents
+        if documents is None and self.document_ids is not None:
+            documents = document_starts(self.document_ids.tolist())
+        if cp.size == 1:
+            return replace(self, documents=documents)
+        assert self.places is None, "the batch is cut already"
+        spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
+        places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
+        return replace(
+            self,
+            tokens=self.tokens[:, places],
+            labels=self.labels[:, places],
+            loss_mask=self.loss_mask[:, places],
+            position_ids=None if self.position_ids is None else self.position_ids[:, places],
+            document_ids=None if self.document_ids is None else self.document_ids[:, places],
+            documents=documents,
+            places=places,
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`; on the way to a GPU nothing waits."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        moved: dict[str, Any] = {name: copied_to(value, device) for name, value in values if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """What layers need to know of a micro-batch beyond its hidden states. A stage derives it once per forward pass."""
+
+    sample_index: Tensor
+    """[b] int64."""
+
+    position_ids: Tensor | None = None
+    """[b, s]; None for 0 .. s-1 (from the cache's length on, with a cache)."""
+
+    document_ids: Tensor | None = None
+    """[b, s]; None for one document a sample. For generation, where keys are cached; else see `documents`."""
+
+    documents: Documents | None = None
+    """Where the documents of the whole samples begin; None for one document a sample."""
+
+    places: Tensor | None = None
+    """[s/cp] places of the tokens in their samples; None for 0 .. s-1."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary positions."""
+
+    mask: Tensor | None = None
+    """[1 or b, 1, s, keys] bool, true where a query sees a cached key; None for plain causal attention."""
+
+    cache: KeyValueCache | None = None
+    """Keys and values of earlier tokens, for generation."""
+
+    aux_scale: Tensor | None = None
+    """As the batch has it."""
+
+    @classmethod
+    def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
+        """The context of a batch, before a stage has derived `rotary` and `mask`."""
+        documents = batch.documents
+        if documents is None and batch.document_ids is not None and cache is None:
+            documents = document_starts(batch.document_ids.tolist())
+        return cls(
+            batch.sample_index,
+            batch.position_ids,
+            batch.document_ids,
+            documents,
+            batch.places,
+            cache=cache,
+            aux_scale=batch.aux_scale,
+        )
+
+    def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
+        """[n] places of the tokens of x [n, ...], which is the whole sequence (`tp_rank` 0), the part of it that this
+        context-parallel rank holds, or a tensor-parallel rank's part of that."""
+        rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
+        if self.places is not None:
+            return self.places[rows]
+        return torch.arange(rows.start, rows.stop, device=x.device)

@@ -1,0 +1,25 @@
+"""Configuration as frozen dataclasses: the only source of flags.
+
+Each field is one command-line flag under Megatron's name; the string below a field is its help text. Nothing here
+imports torch, so that a login node can read, validate and plan a run.
+"""
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.config.precision import PrecisionConfig
+
+__all__ = [
+    "DDPConfig",
+    "DatasetConfig",
+    "MoEConfig",
+    "ModelParallelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "TokenizerConfig",
+    "TransformerConfig",
+    "flag",
+]

@@ -1,0 +1,77 @@
+"""Which data a run takes and how text becomes tokens, as frozen dataclasses: see `megatron.core.config`. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """Which tokens are trained on, and in which order."""
+
+    data_path: tuple[str, ...] | None = flag(None, many=True)
+    """Prefix of an indexed dataset, or pairs of weight and prefix; split by --split."""
+
+    train_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for training alone."""
+
+    valid_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for validation alone."""
+
+    test_data_path: tuple[str, ...] | None = flag(None, many=True)
+    """As --data-path, for the test alone."""
+
+    split: str = "969,30,1"
+    """Shares of documents for training, validation and test."""
+
+    data_cache_path: str | None = None
+    """Folder for index files; default: cache/GPTDataset_indices beside the data."""
+
+    mock_data: bool = False
+    """Train on made-up tokens that need no files."""
+
+    num_workers: int = 2
+    """Threads that prepare each rank's samples ahead of the step; 0 prepares them when they are needed."""
+
+    eod_mask_loss: bool = False
+    """No loss on end-of-document tokens."""
+
+    reset_position_ids: bool = False
+    """Count positions anew after each end of document."""
+
+    reset_attention_mask: bool = False
+    """No attention across an end of document."""
+
+    @property
+    def per_split(self) -> bool:
+        """Whether the splits have data paths of their own."""
+        return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        choices=(
+            "SentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+            "ByteTokenizer",
+        ),
+    )
+    """Kind of tokenizer."""
+
+    tokenizer_model: str | None = None
+    """SentencePiece model file, or a local tokenizer.json or its folder."""
+
+    vocab_file: str | None = None
+    """GPT-2 BPE vocab.json."""
+
+    merge_file: str | None = None
+    """GPT-2 BPE merges.txt."""

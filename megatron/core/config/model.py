@@ -1,0 +1,190 @@
+"""The model's configuration: everything that fixes its parameters and what it computes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.moe import MoEConfig, moe_pattern
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TransformerConfig(MoEConfig):
+    """The model: everything that fixes its parameters and what it computes."""
+
+    num_layers: int = 0
+    """Transformer layers."""
+
+    hidden_size: int = 0
+    """Width h of the residual stream."""
+
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; default 4h, with --swiglu 8h/3 rounded up to a multiple of 64."""
+
+    num_attention_heads: int = 0
+    """Query heads."""
+
+    kv_channels: int | None = None
+    """Width of one head; default hidden-size / num-attention-heads."""
+
+    group_query_attention: bool = False
+    """Share keys and values among groups of query heads (GQA)."""
+
+    num_query_groups: int | None = None
+    """Key/value heads under --group-query-attention."""
+
+    seq_length: int = 0
+    """Tokens s in a training sample."""
+
+    max_position_embeddings: int | None = None
+    """Longest sequence the model can be run on; default seq-length."""
+
+    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
+    """How positions enter: a learned table, rotary embedding, or not at all."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+
+    use_rope_scaling: bool = False
+    """Stretch low rotary frequencies as Llama 3.1 does."""
+
+    rope_scaling_factor: float = 8.0
+    """Llama 3.1 scaling: factor by which low frequencies are slowed."""
+
+    rope_scaling_low_freq_factor: float = 1.0
+    """Llama 3.1 scaling: wavelengths above original length / this are fully scaled."""
+
+    rope_scaling_high_freq_factor: float = 4.0
+    """Llama 3.1 scaling: wavelengths below original length / this are left alone."""
+
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Llama 3.1 scaling: context length the model was first trained at."""
+
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """Norm before attention, before the MLP, and at the end."""
+
+    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
+    """Added to the variance in norms."""
+
+    swiglu: bool = False
+    """Gated MLP with SiLU instead of GeLU."""
+
+    squared_relu: bool = False
+    """Squared ReLU in the MLP instead of GeLU."""
+
+    qk_layernorm: bool = False
+    """Normalise each query and key head before the positions are applied."""
+
+    add_bias_linear: bool = flag(True, name="--disable-bias-linear")
+    """No bias in the linear layers."""
+
+    add_qkv_bias: bool = False
+    """Bias in the query-key-value projection even under --disable-bias-linear."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own instead of the word embedding's."""
+
+    attention_dropout: float = 0.1
+    """Dropout probability of attention weights."""
+
+    hidden_dropout: float = 0.1
+    """Dropout probability of embeddings and of what each sublayer adds to the residual stream."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; of output projections it is divided by sqrt(2 * num-layers)."""
+
+    vocab_size: int | None = None
+    """Tokens in the vocabulary before padding; default: the tokenizer's."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this, whatever the layout."""
+
+    window_size: int | None = None
+    """Sliding-window attention: each token sees this many tokens, itself included."""
+
+    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
+    """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
+
+    recompute_method: str | None = flag(None, choices=("uniform", "block"))
+    """Full recomputation: groups of layers from end to end, or only the first layers of a stage."""
+
+    recompute_num_layers: int | None = None
+    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
+
+    recompute_modules: tuple[str, ...] | None = flag(
+        None, many=True, choices=("core_attn", "layernorm", "mlp_act", "mlp")
+    )
+    """Selective recomputation: which parts of each layer; default core_attn. core_attn is attention without its
+    projections, layernorm both norms, mlp_act the activation function, mlp the whole MLP, matrix products included."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: the query heads themselves without GQA."""
+        if self.group_query_attention and self.num_query_groups:
+            return self.num_query_groups
+        return self.num_attention_heads
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def query_projection_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_projection_size(self) -> int:
+        return self.query_groups * self.head_dim
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        return round_up(8 * self.hidden_size // 3, 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose MLP is a mixture of experts, by number. ValueError if --moe-layer-freq cannot be read."""
+        if self.num_experts is None:
+            return ()
+        pattern = moe_pattern(self.moe_layer_freq, self.num_layers)
+        return tuple(number for number, moe in enumerate(pattern) if moe)
+
+    @property
+    def moe_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Parts of each layer that selective recomputation computes again."""
+        return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
+
+    @property
+    def max_positions(self) -> int:
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding; independent of the layout."""
+        assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
+        return round_up(self.vocab_size, self.make_vocab_size_divisible_by)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def activation(self) -> str:
+        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"

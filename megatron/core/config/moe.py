@@ -1,0 +1,110 @@
+"""What a mixture-of-experts model is: the fields that `TransformerConfig` takes over. No torch."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts, the router that picks them, and how tokens get there. Without `num_experts` there are none."""
+
+    num_experts: int | None = None
+    """Experts E in each mixture-of-experts (MoE) layer; default: every layer is dense."""
+
+    moe_layer_freq: str = "1"
+    """Which layers are MoE: N for layers 0, N, 2N, ..., or a list of 0 and 1 for all layers, as "([0]*3+[1]*58)"."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert; default ffn-hidden-size."""
+
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of an expert that every token passes, beside those it is routed to; default: there is none."""
+
+    moe_router_topk: int = 2
+    """Experts k that each token is routed to."""
+
+    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"))
+    """Scores of experts. Sigmoid scores are divided by the sum of the chosen ones (DeepSeek-V3)."""
+
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, instead of over the chosen ones after it."""
+
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the weights that the chosen experts' outputs are summed with."""
+
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score plus a bias that rises while an expert gets less than its share: balance without a
+    loss (arXiv 2408.15664). Only with sigmoid scores."""
+
+    moe_router_bias_update_rate: float = 1e-3
+    """Step of the expert bias in each iteration."""
+
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+    )
+    """What the auxiliary loss balances: a global batch (its load is taken from the batch before), each sequence by
+    itself, or the mean over all batches so far."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Coefficient of the auxiliary load-balancing loss; for Switch Transformer's and Mixtral's 1e-2 is usual."""
+
+    moe_z_loss_coeff: float = 0.0
+    """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is usual."""
+
+    moe_expert_capacity_factor: float | None = None
+    """Drop what an expert gets of one sequence beyond this times an even share, the smallest weights first;
+    default: nothing is dropped."""
+
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
+    """Which tokens an expert beyond its capacity drops: those of smallest weight, or the last."""
+
+    moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
+    """How tokens travel: every rank of the expert group gets all of them, or each token goes where its experts are."""
+
+    moe_grouped_gemm: bool = False
+    """One grouped matrix multiplication for all experts of a rank instead of one for each. In fp64, and where a row
+    is no multiple of 16 bytes, there is no such kernel: then each expert has its own, with the same result."""
+
+    moe_per_layer_logging: bool = False
+    """Log the load of each expert of each layer, not only that of the layers together."""
+
+
+def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Which of the layers are MoE, from the text of --moe-layer-freq. Raises ValueError if it cannot be read."""
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        raise ValueError(f"{text!r} is neither a number nor a list of 0 and 1") from None
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{value} must be above 0")
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    if len(value) != num_layers or any(item not in (0, 1) for item in value):
+        raise ValueError(f"the list must have a 0 or 1 for each of {num_layers} layers, and has {len(value)} entries")
+    return tuple(item == 1 for item in value)
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Whole numbers, lists of them, and + and * of both: no more of Python than Megatron-LM's users write here."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List | ast.Tuple):
+        return [item for element in node.elts for item in _items(element)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
+            return left * right  # type: ignore[operator]
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+    raise TypeError(node)
+
+
+def _items(node: ast.expr) -> list[int]:
+    value = _evaluate(node)
+    if isinstance(value, list):
+        raise TypeError(node)
+    return [value]

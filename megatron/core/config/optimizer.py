@@ -1,0 +1,96 @@
+"""The optimizer, its learning-rate schedule and its loss scale. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, its learning rate and its loss scale."""
+
+    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    """Adam with decoupled weight decay (AdamW), or SGD with momentum."""
+
+    lr: float | None = flag(None, "--learning-rate")
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate that decay ends at."""
+
+    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the decay after warm-up."""
+
+    lr_decay_iters: int | None = None
+    """Iterations at which decay ends; default: train-iters."""
+
+    lr_decay_samples: int | None = None
+    """Samples at which decay ends; default: train-samples."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay length."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate that warm-up starts from."""
+
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """WSD: shape of the final anneal."""
+
+    lr_wsd_decay_iters: int | None = None
+    """WSD: iterations of the final anneal."""
+
+    lr_wsd_decay_samples: int | None = None
+    """WSD: samples of the final anneal."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and norms have none."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at the first step; default: weight-decay."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the last step; default: weight-decay."""
+
+    weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    """Shape of the ramp from start to end weight decay."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    loss_scale: float | None = None
+    """fp16: fixed loss scale in place of the dynamic one."""
+
+    initial_loss_scale: float = 2.0**32
+    """fp16: first value of the dynamic loss scale."""
+
+    min_loss_scale: float = 1.0
+    """fp16: the dynamic loss scale never falls below this."""
+
+    loss_scale_window: int = 1000
+    """fp16: good steps in a row after which the loss scale doubles."""
+
+    hysteresis: int = 2
+    """fp16: overflowing steps after which the loss scale halves."""
+
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""

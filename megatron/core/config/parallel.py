@@ -1,0 +1,129 @@
+"""How the model and the batch are sharded over ranks, and on what devices they run. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config.flag_spec import flag
+from megatron.core.config.precision import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class ModelParallelConfig(PrecisionConfig):
+    """How the model and the batch are cut over the ranks, and what they are computed on and in."""
+
+    tensor_model_parallel_size: int = flag(1, "--tp")
+    """Ranks that share each matrix multiplication (TP)."""
+
+    pipeline_model_parallel_size: int = flag(1, "--pp")
+    """Ranks that share the layers (PP)."""
+
+    context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size")
+    """Ranks that share each sequence (CP)."""
+
+    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    """Attention across context ranks: keys go round a ring (p2p), are gathered, or sequence is swapped for heads."""
+
+    expert_model_parallel_size: int = flag(1, "--ep")
+    """Ranks that share the experts of a mixture-of-experts layer (EP)."""
+
+    expert_tensor_parallel_size: int | None = flag(None, "--etp")
+    """Ranks that share each expert's matrix multiplications; default: as many as TP."""
+
+    data_parallel_size: int | None = flag(None, "--dp")
+    """Model replicas. Derived from the world size; an error if given and unequal."""
+
+    sequence_parallel: bool = False
+    """Shard norms, residuals and dropout along the sequence over the TP ranks."""
+
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel collectives with matrix products, part by part, under --sequence-parallel."""
+
+    tp_comm_overlap_method: str | None = flag(None, choices=("ring", "symmetric"))
+    """--tp-comm-overlap: parts go around by sends and receives (ring, the default), or torch's fused operations over
+    symmetric memory of the GPUs of one node (symmetric)."""
+
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+
+    pipeline_schedule: str | None = flag(None, choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"))
+    """Order of forwards and backwards over the pipeline stages; default: interleaved with virtual stages, else 1f1b."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Pipeline stages on each rank; default: as many as the schedule takes, 2 for interleaved and zb-v."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """In place of num-virtual-stages-per-pipeline-rank: as many stages as give each this many layers on average."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank, spread over its stages; under zb-v those of the first stage."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank, spread over its stages; under zb-v those of the last stage."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are split, in place of its FLOPs, which are none."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the head and the loss as one layer when layers are split, in place of their FLOPs."""
+
+    cpu: bool = False
+    """Train on the CPU even where a GPU is present."""
+
+    compile: bool | None = None
+    """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
+
+    cuda_graph_impl: str = flag("none", choices=("none", "local"))
+    """GPUs: record the forward and backward of a micro-batch as a CUDA graph, and replay it for the others (local)."""
+
+    cuda_graph_warmup_steps: int = 3
+    """--cuda-graph-impl: steps before the recording, so that kernels are compiled and chosen."""
+
+    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
+    """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Ranks that wait longer than this for one another, in a step or an evaluation, end the run."""
+
+    startup_timeout_minutes: float = 30.0
+    """The same for each phase of start-up, index building and loading among them, and for the first step."""
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether regions are compiled on devices of this type ("cuda", "cpu")."""
+        return device_type == "cuda" if self.compile is None else self.compile
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        if self.pipeline_schedule is not None:
+            return self.pipeline_schedule
+        virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
+        return "interleaved" if virtual else "1f1b"
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one model replica, context ranks included."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        given = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if given is None else given
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """How gradients are reduced over the data-parallel ranks."""
+
+    ddp_bucket_size: int | None = None
+    """Parameters in one gradient bucket; default max(40,000,000, 1,000,000 * data-parallel size)."""
+
+    overlap_grad_reduce: bool = False
+    """Start the reduction of a gradient bucket when its last gradient is complete, during the backward pass."""
+
+    overlap_param_gather: bool = False
+    """Gather the updated parameters during the next forward pass, bucket by bucket."""
+
+    grad_reduce_in_bf16: bool = False
+    """Reduce gradients in bfloat16: half the bytes, for sums over ranks that keep 8 bits. Accumulation stays fp32."""

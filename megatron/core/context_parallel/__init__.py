@@ -1,1 +1,0 @@
-"""Context parallelism: sequences cut over ranks, and attention across the cuts."""

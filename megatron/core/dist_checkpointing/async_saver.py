@@ -1,0 +1,147 @@
+"""Saves of a run, one after another: in the background or not, tried again, reported, old ones deleted.
+
+A save stalls training for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
+training never uses. A save that fails is tried again; `save` in storage raises on every rank or on none, so all ranks
+try again together, and all come to know the reason. Whatever happens, the checkpoints there are stay as they were.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.host_staging import HostStaging
+from megatron.core.dist_checkpointing.retention import Retention, retain
+from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.core.dist_checkpointing.storage import CheckpointError, on_first_rank, save
+from megatron.core.parallel_state import Axis
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What came of an attempt to save. The same on every rank but for the seconds."""
+
+    iteration: int
+    seconds: float
+    """From the call to `CheckpointSaver.save` on."""
+
+    error: str | None = None
+    attempts_left: int = 0
+    complete: bool = True
+    """Whether the checkpoint is there: if so, an error is one of deleting others."""
+
+
+class CheckpointSaver:
+    """Writes checkpoints into `root`. Every method is to be called on all ranks, in the same order.
+
+    `held`: checkpoints that retention must not delete, as the one that the run was loaded from.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        world: Axis,
+        *,
+        background: bool = True,
+        retention: Retention | None = None,
+        attempts: int = 3,
+        pause: float = 2.0,
+    ) -> None:
+        self.root, self.background = root, background
+        self.retention, self.held = retention or Retention(), list[Path]()
+        self.attempts, self.pause = attempts, pause
+        self._world = _own_group(world)
+        self._staging = HostStaging()
+        self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+
+    def prepare(self, tensors: StateDict) -> None:
+        """Takes the memory that background saves of such a state need, in the background; else the first one does."""
+        if self.background:
+            self._staging.prepare(tensors)
+
+    def save(self, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
+        """Starts a save, after waiting for the one before. In the foreground it is over when this returns.
+
+        `tensors` may change once this returns; `payload` is written as JSON and must not.
+        """
+        began = time.perf_counter()
+        self.wait()
+        if not self.background:
+            self._save(began, iteration, tensors, payload)
+            return
+        staged = self._staging.stage(tensors)
+        # A daemon: a process that leaves by an error does not wait. One that leaves in order calls wait().
+        self._thread = threading.Thread(
+            target=self._guarded, args=(began, iteration, staged, payload), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when no save is under way, nor memory being taken for one."""
+        self._staging.wait()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._crash is not None:
+            raise self._crash
+
+    def close(self) -> None:
+        """Waits, and gives the memory back."""
+        self.wait()
+        self._staging.release()
+
+    def reports(self) -> list[SaveReport]:
+        """What came of the attempts that ended since this was last asked. Does not wait. Raises whatever ended the
+        thread that was no failure to save."""
+        if self._crash is not None:
+            raise self._crash
+        found = []
+        while not self._reports.empty():
+            found.append(self._reports.get())
+        return found
+
+    def _guarded(self, *args: Any) -> None:
+        try:
+            self._save(*args)
+        except BaseException as error:
+            self._crash = error
+
+    def _save(self, began: float, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
+        def report(error: str | None = None, left: int = 0, complete: bool = True) -> None:
+            seconds = time.perf_counter() - began
+            self._reports.put(SaveReport(iteration, seconds, error, left, complete))
+
+        for left in range(self.attempts - 1, -1, -1):
+            if problem := _failure(partial(save, self.root, iteration, tensors, payload, self._world)):
+                report(problem, left, complete=False)
+                time.sleep(self.pause if left else 0)
+                continue
+            clean = partial(
+                on_first_rank, partial(retain, self.root, self.retention, iteration, self.held), self._world
+            )
+            report(_failure(clean))
+            return
+
+
+def _failure(fn: Callable[[], object]) -> str | None:
+    """The message of the failure to save in `fn`, which is the same on every rank; None if it succeeds."""
+    try:
+        fn()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _own_group(world: Axis) -> Axis:
+    """The same ranks over a gloo group of their own: two threads must not share one."""
+    return replace(world, group=dist.new_group(list(world.ranks), backend="gloo")) if world.size > 1 else world

@@ -1,0 +1,100 @@
+"""Which checkpoint to load: the newest that is complete and undamaged, and why not a newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
+from megatron.core.dist_checkpointing.storage import (
+    INDEX,
+    LATEST,
+    METADATA,
+    Checkpoint,
+    on_first_rank,
+    open_checkpoint,
+    read_latest,
+    saved_folders,
+)
+from megatron.core.dist_checkpointing.storage import gather as gather_over
+from megatron.core.parallel_state import Axis
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Folders to try, the one that is meant first, and what is odd about where they lie."""
+
+    folders: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def candidates(path: Path) -> Candidates:
+    """The checkpoints that `path` may mean: itself, or of a folder of checkpoints the latest and, going back, those
+    before it. A folder whose text file is missing or damaged has its newest as the latest.
+
+    Raises ValueError if the text file is damaged and there is nothing to go by.
+    """
+    if (path / METADATA).exists() or (path / MANIFEST).exists():
+        return Candidates((path,))
+    saved = saved_folders(path)
+    try:
+        latest, remarks = read_latest(path), []
+    except ValueError as error:
+        if not saved:
+            raise
+        latest, remarks = None, [f"{error}; taken as the latest: {max(saved)}"]
+    else:
+        if latest is None and saved:
+            remarks.append(f"there is no {LATEST} in {path}; taken as the latest: {max(saved)}")
+    numbers = sorted((number for number in saved if latest is None or number <= latest), reverse=True)
+    if latest is not None and latest not in saved:
+        remarks.append(f"skipped checkpoint {latest} that {path / LATEST} names: there is no folder of it")
+    return Candidates(tuple(saved[number] for number in numbers), tuple(remarks))
+
+
+def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+    """Opens the newest complete and undamaged checkpoint; None if there never was one. Collective over `world`.
+
+    Every file is read and compared with the manifest, each by one of the ranks. What was skipped, and why, is said
+    through `say` on every rank. Raises ValueError on every rank if there are checkpoints and none can be read.
+    """
+    found = on_first_rank(lambda: candidates(path), world)
+    reasons = list(found.remarks)
+    for remark in found.remarks:
+        say(remark)
+    for folder in found.folders:
+        problems = verify(folder, world)
+        if not problems:
+            try:
+                return open_checkpoint(folder, world)
+            except ValueError as error:
+                problems = [str(error)]
+        reasons.append(f"skipped checkpoint {folder}: {'; '.join(problems)}")
+        say(reasons[-1])
+    if reasons:
+        raise ValueError(
+            f"{path} holds no checkpoint that can be loaded: " + ". ".join(reasons) + ". Restore one from a copy, "
+            "or name another folder"
+        )
+    return None
+
+
+def verify(folder: Path, world: Axis) -> list[str]:
+    """What is wrong with a checkpoint's files, equal on every rank. The ranks share the reading."""
+
+    def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
+        try:
+            sums = read_manifest(folder)
+            needed = {METADATA, INDEX, *(path.name for path in folder.glob("*.distcp"))}
+            unlisted = ", ".join(sorted(needed - sums.keys()))
+            return sums, f"{MANIFEST} does not list {unlisted}" if unlisted else None
+        except ValueError as error:
+            return {}, str(error)
+
+    sums, reason = on_first_rank(sums_or_reason, world)
+    if reason is not None:
+        return [reason]
+    largest_first = sorted(sums, key=lambda name: -sums[name]["bytes"])
+    mine = damages(folder, sums, largest_first[world.rank :: world.size])
+    return [problem for problems in gather_over(mine, world) for problem in problems]

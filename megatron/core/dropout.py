@@ -1,0 +1,125 @@
+"""Dropout whose masks do not depend on the layout.
+
+A mask is a function of (seed, site, sample, position in the sequence, feature). No generator has a state to save, to
+share between ranks, or to rewind for recomputation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.regions import region
+
+HASH_CHUNK = 2**22
+"""Elements hashed at a time: bounds the temporary memory, and keeps it in the cache of a GPU."""
+
+
+# Dropout
+
+
+def dropout(
+    x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0, compiled: bool = False
+) -> Tensor:
+    """Dropout of hidden states: x [s, b, h] -> [s, b, h], the survivors scaled by 1 / (1 - p).
+
+    `key` is the `site_key`, `sample_index` [b] the samples' numbers in the run, and `seq_offset` the place of x[0] in
+    the whole sequence, or [s] the places of all rows, so that the parts of a sequence held by different ranks get
+    their parts of one mask.
+    """
+    if p == 0.0:
+        return x
+    sample = _absorb(key, sample_index)
+    places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
+    rows = _absorb(sample, places[:, None])  # [s, b]
+    columns = _positions(0, x.shape[2], x)
+    if compiled:
+        return region(_drop_at_once, True)(x, p, *_row_and_column_bits(rows, columns))
+    return _drop(x, p, rows, columns)
+
+
+def attention_dropout(
+    probs: Tensor,
+    p: float,
+    key: int,
+    sample_index: Tensor,
+    head_offset: int = 0,
+    query_offset: int = 0,
+    key_offset: int = 0,
+) -> Tensor:
+    """Dropout of attention probabilities: probs [b, heads, q, k] -> the same shape, scaled by 1 / (1 - p).
+
+    The offsets place probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
+    """
+    if p == 0.0:
+        return probs
+    _, heads, queries, keys = probs.shape
+    head = _absorb(_absorb(key, sample_index)[:, None], _positions(head_offset, heads, probs))  # [b, heads]
+    rows = _absorb(head[..., None], _positions(query_offset, queries, probs))  # [b, heads, q]
+    return _drop(probs, p, rows, _positions(key_offset, keys, probs))
+
+
+def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    assert 0.0 < p < 1.0, f"dropout probability {p}"
+    return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
+
+
+def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    """The same as `_drop`, to be compiled: nothing of the hash has memory of its own then."""
+    mixed = _mix_(row_bits[:, None] + column_bits)
+    return x.masked_fill((mixed < _threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
+
+
+def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Bool [rows, columns], true with probability p: a 32-bit hash of each pair, against a threshold. Rows and columns
+    come hashed in 64 bits."""
+    row_bits, column_bits = _row_and_column_bits(rows, columns)
+    dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
+    step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
+    for out, part in zip(dropped.split(step), row_bits.split(step), strict=True):
+        torch.lt(_mix_(part[:, None] + column_bits), _threshold(p), out=out)
+    return dropped
+
+
+def _threshold(p: float) -> int:
+    """Below it lies the share p of all 32-bit integers."""
+    return min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Two vectors of int32, whose sums are what is mixed."""
+    return _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """Scatters int32 numbers over their whole range, in the manner of murmur's mixer with the constants of "lowbias32";
+    its last xor-shift would not change the upper bits, which decide, and is left out."""
+    x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
+    return x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
+
+
+def _positions(start: int, length: int, like: Tensor) -> Tensor:
+    return torch.arange(start, start + length, dtype=torch.int64, device=like.device)
+
+
+def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
+    """The next hash of a chain: 64 bits of `state` and the integer `value`, through the mixer of splitmix64."""
+    x = value * _signed(0x9E3779B97F4A7C15, 64) + state
+    x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
+    return x ^ _shift_right(x, 31, 64)
+
+
+def _low_bits(x: Tensor) -> Tensor:
+    """The low 32 bits of int64 numbers, as int32."""
+    return ((x & 0xFFFFFFFF) - 2**31).to(torch.int32)
+
+
+def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
+    """Shift without the sign: torch's integers are signed, and its shift copies the sign down."""
+    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def _signed(constant: int, bits: int) -> int:
+    """The signed integer of the same bits; products wrap around alike."""
+    return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant

@@ -1,0 +1,168 @@
+"""The experts of one rank: two linear layers each, over rows that lie expert by expert.
+
+Their weights are [E, ..., in], cut over expert parallelism along E and over expert tensor parallelism along the width
+of the experts. The output of a rank is a partial sum over the latter; the dispatcher adds it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.host_copies import integers_on
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.weight_grad import (
+    WeightGradQueue,
+    add_grouped_product_,
+    main_grad_of,
+    saved_without_graph,
+)
+from megatron.core.transformer.mlp import build_activation, recomputes_activation
+from megatron.core.transformer.recompute import with_input_recomputed
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How many of the rows each local expert has, one expert after the other."""
+
+    splits: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[experts] int32: where each one's rows end."""
+        return integers_on(self.device, accumulate(self.splits), torch.int32)
+
+
+GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
+"""x [n, in], matrices [experts, in, out] -> [n, out]: each row by the matrix of its expert."""
+
+
+def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
+    """A matrix multiplication for each expert that has rows."""
+    out = x.new_empty(x.shape[0], matrices.shape[-1])
+    for rows, matrix, part in zip(x.split(segments.splits), matrices, out.split(segments.splits), strict=True):
+        if rows.shape[0]:
+            torch.mm(rows, matrix, out=part)
+    return out
+
+
+def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
+    """One kernel for all experts; `gemm_each` is its twin."""
+    if not x.shape[0]:
+        return x.new_empty(0, matrices.shape[-1])
+    return F.grouped_mm(x, matrices, offs=segments.ends)
+
+
+def has_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether torch's grouped matrix multiplication takes matrices of these widths: it wants rows of 16 bytes."""
+    return dtype != torch.float64 and all(width * dtype.itemsize % 16 == 0 for width in widths)
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """y = x Wᵀ row by row, with the W [out, in] of each row's expert. dW goes where `LinearFunction` puts it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, gemm: GroupedGemm, queue: WeightGradQueue
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.segments, ctx.gemm, ctx.queue = weight, segments, gemm, queue
+        return gemm(x, _matrices(weight).transpose(1, 2), segments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = saved_without_graph(ctx)
+        weight, segments = ctx.weight, ctx.segments
+        dy = dy.contiguous()
+        dx = ctx.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1] and main_grad_of(weight) is not None:
+            ctx.queue.accumulate_grouped(weight, dy, x, segments.splits)
+        elif ctx.needs_input_grad[1]:
+            dw = torch.zeros_like(weight)
+            add_grouped_product_(_matrices(dw), dy, x, segments.splits)
+        return dx, dw, None, None, None
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """[experts, ..., in] -> [experts, out, in]"""
+    return weight.view(weight.shape[0], -1, weight.shape[-1])
+
+
+class _WeightedActivation(torch.autograd.Function):
+    """activation(x) * weight, row by row, of which only x and the weights are kept for the backward.
+
+    The weight of a token's expert stands here, before the second layer and not behind it, as its gradient then needs
+    no output of the experts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.activation = activation
+        return activation(x) * weights[:, None].to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            active = ctx.activation(x)
+        d_weights = (grad * active.detach()).sum(-1, dtype=weights.dtype)
+        (dx,) = torch.autograd.grad(active, x, grad * weights[:, None].to(grad.dtype))
+        return dx, d_weights, None
+
+
+class GroupedLinear(nn.Module):
+    """The same linear layer of every local expert."""
+
+    def __init__(self, meta: ParamMeta, ctx: TPContext, gemm: GroupedGemm) -> None:
+        super().__init__()
+        self.weight = make_parameter(meta, ctx)
+        self.gemm, self.queue = gemm, ctx.queue
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        return GroupedLinearFunction.apply(x, self.weight, segments, self.gemm, self.queue)
+
+
+class Experts(nn.Module):
+    """fc2(weight * activation(fc1(x))) of the local experts. A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, init: Init, output_init: Init) -> None:
+        super().__init__()
+        count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
+        assert count is not None
+        fc1, dim = ((count, 2, ffn, hidden), 2) if config.swiglu else ((count, ffn, hidden), 1)
+        fc1_meta = ParamMeta(f"{name}.linear_fc1.weight", fc1, {"ep": 0, "expt_tp": dim}, init, expert=True)
+        fc2_meta = ParamMeta(
+            f"{name}.linear_fc2.weight", (count, hidden, ffn), {"ep": 0, "expt_tp": 2}, output_init, expert=True
+        )
+        grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, hidden, ffn // ctx.experts.expt_tp.size)
+        gemm = gemm_grouped if grouped else gemm_each
+        self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
+        self.activation = build_activation(config, ctx)
+        self.recompute_activation = recomputes_activation(config)
+
+    def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
+        """rows [n, h], weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
+
+        def activate(hidden: Tensor) -> Tensor:
+            return _WeightedActivation.apply(hidden, weights, self.activation)
+
+        hidden = self.linear_fc1(rows, segments)
+        if self.recompute_activation and self.training:
+            return with_input_recomputed(activate, hidden, self.linear_fc2, segments)
+        return self.linear_fc2(activate(hidden), segments)

@@ -1,0 +1,155 @@
+"""What keeps experts evenly loaded, the same at every layout.
+
+Auxiliary losses are means over the tokens of the global batch, added to the loss once: they are part of what one
+process computes, whatever the micro-batches. Two things make that possible.
+
+Their gradients are injected where they arise, while everything else here is a sum over tokens that is divided by the
+number of valid tokens at the end of the step. So the gradient carries that number, known before the first forward
+pass, in `aux_scale` = backward seed x valid tokens / tokens of the global batch.
+
+The loss of Switch Transformer (arXiv 2101.03961) is E sum_i f_i P_i with f_i the share of assignments that expert i
+gets and P_i its mean probability, over the global batch. Its gradient at the first micro-batch needs the f of the
+last one, and the pipeline has begun its backward passes by then. So "aux_loss" takes f from the global batch before
+and "global_aux_loss" from all batches before, a state of the model which checkpoints carry; the very first step knows
+none and has no gradient from this loss. "seq_aux_loss" balances each sequence by itself and is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import TPContext
+
+EXTRA_COLUMNS = 3
+"""What is known of a step beside the assignments of each expert: balancing loss, z-loss, dropped assignments."""
+
+
+class _Attach(torch.autograd.Function):
+    """Hands `weights` through; the backward injects d loss = scale and enters `entries` in the tally.
+
+    Entered in the backward, as a forward pass that is recomputed would be counted twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: Tensor, entries: Tensor, tally: Tensor) -> Tensor:
+        ctx.values = scale.to(loss.dtype), entries, tally
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale, entries, tally = ctx.values
+        tally.add_(entries)
+        return grads[0], scale, None, None, None
+
+
+class Balance(nn.Module):
+    """A router's auxiliary losses, its expert bias, and the tally of the present step."""
+
+    expert_bias: nn.Parameter | None
+    """[E] added to scores when experts are chosen."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.num_experts, self.topk = config.num_experts, config.moe_router_topk
+        self.kind = config.moe_router_load_balancing_type
+        self.coefficient = 0.0 if self.kind == "none" else config.moe_aux_loss_coeff
+        self.z_coefficient = config.moe_z_loss_coeff
+        self.bias_rate = config.moe_router_bias_update_rate
+        self.sequence = ctx.experts.sequence
+        self.load = make_state(f"{name}.load", self.num_experts, torch.float64, ctx)
+        """[E] share of assignments in the last global batch, or for global_aux_loss the sum of that over all."""
+        biased = config.moe_router_enable_expert_bias
+        self.expert_bias = make_state(f"{name}.expert_bias", self.num_experts, torch.float32, ctx) if biased else None
+        self.tally = torch.zeros(2 * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
+        """Sums over the tokens of a step so far: assignments [E], probabilities [E], extra columns."""
+
+    def forward(
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        probabilities: Tensor,
+        chosen: Tensor,
+        unbiased: Tensor,
+        kept: Tensor | None,
+        scale: Tensor,
+    ) -> Tensor:
+        """`weights`, with the auxiliary losses of these tokens attached.
+
+        logits, probabilities [s, b, E]; chosen [s, b, k], and `unbiased`, what would have been without a bias: losses
+        compare that with the probabilities. kept [s, b, k], None if nothing is dropped.
+        """
+        balancing = self.balancing_loss(probabilities, unbiased)
+        z = (logits if self.z_coefficient else logits.detach()).logsumexp(-1).square().sum()
+        loss = self.coefficient * balancing + self.z_coefficient * z
+        dropped = z.new_zeros(()) if kept is None else (~kept).sum()
+        extra = [value.detach().to(torch.float64) for value in (balancing, z, dropped)]
+        per_expert = self._assignments(chosen), probabilities.detach()
+        entries = torch.cat([*(x.sum((0, 1), dtype=torch.float64) for x in per_expert), torch.stack(extra)])
+        return _Attach.apply(weights, loss, scale, entries, self.tally)
+
+    def balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """Sum over these tokens of E sum_i f_i p_i: 1 a token if all is even, E if one expert gets all."""
+        if self.kind == "seq_aux_loss":
+            counts = all_reduce_(self._assignments(chosen).sum(0), self.sequence)  # [b, E]
+            share = counts.to(probabilities.dtype) / (self.topk * chosen.shape[0] * self.sequence.size)
+            return self.num_experts * (share * probabilities.sum(0)).sum()
+        share = (self.load / self.load.sum().clamp(min=1.0)).to(probabilities.dtype)
+        return self.num_experts * (share * probabilities.sum((0, 1))).sum()
+
+    def _assignments(self, chosen: Tensor) -> Tensor:
+        """[s, b, E]: 1 where a token goes to an expert."""
+        zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
+        return zeros.scatter_(-1, chosen, 1.0)
+
+    @torch.no_grad()
+    def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Moves the states on, given the tallies of the whole global batch summed up, unless the scalar `skip` is 1.
+        Returns its assignments [E] and the extra columns, with the balancing loss that the batch really has now that
+        its load is known."""
+        states = [self.load] if self.expert_bias is None else [self.load, self.expert_bias]
+        before = [state.clone() for state in states]
+        counts, mass, extra = sums.split((self.num_experts, self.num_experts, EXTRA_COLUMNS))
+        share = counts / counts.sum()
+        if self.kind != "seq_aux_loss":
+            extra[0] = self.num_experts * (share * mass).sum()
+        if self.kind == "global_aux_loss":
+            self.load.add_(share)
+        else:
+            self.load.copy_(share)
+        if self.expert_bias is not None:
+            self.expert_bias.add_(self.bias_rate * torch.sign(counts.mean() - counts))
+        if skip is not None:
+            for state, old in zip(states, before, strict=True):
+                state.copy_(torch.where(skip > 0, old, state))
+        self.tally.zero_()
+        return torch.cat((counts, extra))
+
+
+def make_state(name: str, size: int, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
+    """A vector that is not trained but belongs to the model, as checkpoints must carry it; whole on every rank."""
+    state = nn.Parameter(torch.zeros(size, dtype=dtype, device=ctx.device), requires_grad=False)
+    state.meta = ParamMeta(name, (size,), init=Init("zeros"))  # type: ignore[attr-defined]
+    return state
+
+
+def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
+    """Those of all mixture-of-experts layers, in order."""
+    return [part for module in modules for part in module.modules() if isinstance(part, Balance)]
+
+
+@torch.no_grad()
+def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
+    """Ends an optimizer step: sums the tallies over the ranks of the pipeline stage, moves every state on unless the
+    step updated nothing (`skip` is 1), and returns the assignments and extra columns [layers, E + 3]. Collective over
+    `stage`."""
+    table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
+    return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

@@ -1,0 +1,194 @@
+"""Which experts a token goes to, and with what weight.
+
+The choice depends on the token alone, and where experts drop tokens on its sequence: never on the micro-batch, the
+rank or the layout. Scores are fp32, or fp64 for fp64 parameters, as a choice is decided by small differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.batch import BatchContext
+from megatron.core.collectives import all_gather
+from megatron.core.config.model import TransformerConfig
+from megatron.core.moe.load_balancing import Balance
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of, saved_without_graph
+from megatron.core.transformer.norm import sequence_partial
+
+
+class RouterFunction(torch.autograd.Function):
+    """x Wᵀ in `dtype`, whatever that of x and W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.dtype, ctx.queue = weight, dtype, queue
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = saved_without_graph(ctx)
+        weight, dtype = ctx.weight, ctx.dtype
+        dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1] and main_grad_of(weight) is not None:
+            ctx.queue.accumulate(weight, lambda out: add_product_(out, grad.flatten(0, -2), x.flatten(0, -2).to(dtype)))
+        elif ctx.needs_input_grad[1]:
+            dw = grad.flatten(0, -2).t().matmul(x.flatten(0, -2).to(dtype)).to(weight.dtype)
+        return dx, dw, None, None
+
+
+class Scores(Protocol):
+    """What becomes of logits [..., E]."""
+
+    def ranked(self, logits: Tensor) -> Tensor:
+        """[..., E]: the larger, the better the expert suits the token."""
+        ...
+
+    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """[..., k] weights of the experts `chosen` [..., k]."""
+        ...
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., E] that sum to 1: what balancing losses look at."""
+        ...
+
+
+@dataclass(frozen=True)
+class SoftmaxScores:
+    """Softmax over the chosen experts, as Mixtral has it, or over all of them before the choice."""
+
+    before_choice: bool
+
+    def ranked(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        if self.before_choice:
+            return logits.softmax(-1).gather(-1, chosen)
+        return logits.gather(-1, chosen).softmax(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+
+class SigmoidScores:
+    """A score in (0, 1) for each expert by itself (DeepSeek-V3, arXiv 2412.19437); several chosen ones share out 1."""
+
+    def ranked(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        scores = logits.gather(-1, chosen).sigmoid()
+        return self._shares(scores) if chosen.shape[-1] > 1 else scores
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return self._shares(logits.sigmoid())
+
+    @staticmethod
+    def _shares(scores: Tensor) -> Tensor:
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of each token, best first, and their weights."""
+
+    experts: Tensor
+    """[s, b, k] int64; E, one past the last expert, for an expert that has dropped the token."""
+
+    weights: Tensor
+    """[s, b, k]; 0 where dropped."""
+
+
+class TopKRouter(nn.Module):
+    """Chooses k of E experts for each token, the lower number where scores tie."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.num_experts, self.topk = config.num_experts, config.moe_router_topk
+        init = Init("normal", config.init_method_std)
+        shape = (self.num_experts, config.hidden_size)
+        self.weight = make_parameter(
+            ParamMeta(f"{name}.weight", shape, init=init, partial_over=sequence_partial(ctx)), ctx
+        )
+        self.balance = Balance(name, config, ctx)
+        softmax = config.moe_router_score_function == "softmax"
+        self.scores: Scores = SoftmaxScores(config.moe_router_pre_softmax) if softmax else SigmoidScores()
+        self.scaling = config.moe_router_topk_scaling_factor
+        self.dtype = torch.float64 if ctx.dtype == torch.float64 else torch.float32
+        self.queue, self.sequence = ctx.queue, ctx.experts.sequence
+        self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.capacity_factor = config.moe_expert_capacity_factor
+        self.keep_first = config.moe_token_drop_policy == "position"
+
+    def forward(self, x: Tensor, context: BatchContext) -> Choice:
+        """x [s, b, h], this rank's own tokens"""
+        logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
+        ranked = self.scores.ranked(logits.detach())
+        unbiased = self._best(ranked)
+        bias = self.balance.expert_bias
+        chosen = unbiased if bias is None else self._best(ranked + bias)
+        weights = self.scores.weights(logits, chosen)
+        if self.scaling is not None:
+            weights = weights * self.scaling
+        kept = None if self.capacity_factor is None else self._kept(chosen, weights.detach(), context)
+        if self.training and context.aux_scale is not None:
+            probabilities = self.scores.probabilities(logits if self.balance.coefficient else logits.detach())
+            weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context.aux_scale)
+        if kept is not None:
+            chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)
+        return Choice(chosen, weights)
+
+    def _best(self, scores: Tensor) -> Tensor:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
+
+    def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext) -> Tensor:
+        """[s, b, k]: whether the expert has room for the token."""
+        length = chosen.shape[0] * self.sequence.size
+        assert self.capacity_factor is not None
+        capacity = ceil(self.capacity_factor * self.topk * length / self.num_experts)
+        places = context.places_of(chosen, self.shard)
+        priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
+        return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
+
+
+def without_rounding(weights: Tensor) -> Tensor:
+    """Weights on a grid much coarser than their rounding, which differs between layouts. Tokens that see the same
+    have equal weights, as the first ones of documents do: they have to tie, for their places to decide."""
+    grid = 2.0 ** (40 if weights.dtype == torch.float64 else 16)
+    return (weights * grid).round_().div_(grid)
+
+
+@torch.no_grad()
+def within_capacity(
+    chosen: Tensor, priorities: Tensor, places: Tensor, capacity: int, num_experts: int, sequence: Axis
+) -> Tensor:
+    """Bool [s, b, k]: of the tokens of a sequence that chose an expert, the `capacity` of highest priority >= 0, the
+    earlier ones where they tie.
+
+    chosen, priorities [s, b, k] and places [s] in the sequence are those of this rank's tokens. What counts is the
+    whole sequence, which the ranks along `sequence` hold between them.
+    """
+    rows, samples, _ = chosen.shape
+    table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
+    table, places = all_gather(table, sequence), all_gather(places, sequence)
+    in_order = places.argsort()  # of the gathered rows, which lie rank by rank
+    best = table[in_order].sort(dim=0, descending=True, stable=True).indices
+    standing = torch.empty_like(best)
+    standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))
+    kept = torch.empty_like(standing, dtype=torch.bool)
+    kept[in_order] = standing < capacity
+    return kept[sequence.rank * rows : (sequence.rank + 1) * rows].gather(-1, chosen)

@@ -1,1 +1,0 @@
-"""Mixture of experts: router, dispatcher, experts, and the layer that they make up."""

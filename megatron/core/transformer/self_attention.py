@@ -1,0 +1,81 @@
+"""Self-attention with grouped queries (arXiv:2305.13245), its query groups cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init
+from megatron.core.regions import region
+from megatron.core.seeds import site_key
+from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
+from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
+from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.rotary import rotate_queries_and_keys
+
+
+class SelfAttention(nn.Module):
+    """Projection to queries, keys and values, optional head norms, positions, core, projection back.
+
+    linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value.
+    """
+
+    def __init__(
+        self, name: str, layer: int, config: TransformerConfig, ctx: TPContext, seed: int, init: Init, output_init: Init
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.queries_per_group = layer, config.head_dim, config.queries_per_group
+        self.linear_qkv = column_parallel(ctx)(
+            f"{name}.linear_qkv",
+            config.hidden_size,
+            (config.query_groups, config.queries_per_group + 2, config.head_dim),
+            ctx,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=init,
+        )
+        self.q_layernorm, self.k_layernorm = (
+            self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
+        )
+        self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
+        self.rotate = region(rotate_queries_and_keys, ctx.compiled)
+        self.recompute_core = "core_attn" in config.recomputed_modules
+        # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
+        self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
+        self.linear_proj = row_parallel(ctx)(
+            f"{name}.linear_proj",
+            config.query_projection_size,
+            config.hidden_size,
+            ctx,
+            bias=config.add_bias_linear,
+            init=output_init,
+        )
+
+    @staticmethod
+    def _head_norm(name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
+        """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
+        if not config.qk_layernorm:
+            return nn.Identity()
+        return build_norm(config.normalization, name, config.head_dim, config.norm_epsilon, ctx, PARTIAL_OVER_TP)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
+        q, k, v = self._project(x)
+        if context.rotary is not None:
+            q, k = self.rotate(q, k, *context.rotary)
+            v = v.contiguous() if self.own_values else v
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        if self.recompute_core and self.training:
+            out = recomputed(self.core, q, k, v, context)
+        else:
+            out = self.core(q, k, v, context)
+        return self.linear_proj(out)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x -> q [s, b, heads/tp, d], k and v [s, b, groups/tp, d]"""
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=-2)
+        return self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3)), v.squeeze(3)

@@ -1,0 +1,1 @@
+"""Gloo worlds on one machine and comparisons of layouts, for our tests and for users' own parts."""

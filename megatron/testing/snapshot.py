@@ -1,0 +1,309 @@
+"""Everything that a layout computes in a few steps, as global tensors: what comparisons of layouts compare.
+
+Each rank reports fragments, boxes of global tensors, which it finds through `ParamMeta` and, for activations, through
+the samples and places that a micro-batch's context names; no layer has code here. `assemble` puts them together in the
+order in which they were computed, and insists that replicas agree and that nothing is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.boxes import boxes_of_flat_range
+from megatron.core.parallel_state import ParallelState
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from megatron.training.initialize import local_runtime, set_determinism
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.training import Interval, train_step
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """`values` at `offset` of the global tensor `key` of `shape`. Keys are sorted by `order`."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+    order: tuple[int, ...] = ()
+
+
+PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment")
+"""What a step computes, one after the other."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A step, 0 for what is there before the first, and its name in keys."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.step else "initial"
+
+    def order(self, phase: str, *place: int) -> tuple[int, ...]:
+        """Where a tensor stands among all: `place` is its place within the phase."""
+        return (self.step, PHASES.index(phase), *place)
+
+
+@dataclass
+class Snapshot:
+    """Global tensors in the order in which they were computed."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    differing_replicas: dict[str, str] = field(default_factory=dict)
+    """Tensors of which ranks that should hold equal values do not, and where."""
+
+    @property
+    def replica_errors(self) -> list[str]:
+        """`differing_replicas` in words."""
+        return list(self.differing_replicas.values())
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+
+def train_in_world(
+    world_size: int,
+    argv: Sequence[str],
+    steps: int = 2,
+    timeout: float = 120.0,
+    activations: bool = False,
+    unseen: int = 0,
+) -> Snapshot:
+    """Trains `steps` steps on `world_size` gloo ranks under the flags `argv`, after `unseen` steps more: looking at
+    parameters waits for them, so only those show what happens to steps that overlap.
+
+    Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
+    `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`, [samples,
+    s, h]: what the embedding and each layer put out. Raises ValueError if the configuration is not legal.
+    """
+    config = resolve(parse_args(argv), world_size)
+    problems = validate(config, world_size)
+    if problems:
+        raise ValueError("\n".join(map(str, problems)))
+    results = run_world(world_size, _train_on_rank, config, steps, activations, unseen, timeout=timeout)
+    return assemble([fragment for fragments in results for fragment in fragments])
+
+
+def _train_on_rank(
+    rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
+) -> list[Fragment]:
+    set_determinism(config)
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        fragments = list(_weights(run, Label(0)))
+        for _ in range(unseen):
+            train_step(run, Interval())
+        for step in range(unseen + 1, unseen + steps + 1):
+            with ExitStack() as hooks:
+                seen = _Activations(run, Label(step), hooks) if activations else None
+                fragments += train_and_snap(run, Label(step))
+            fragments += seen.found if seen is not None else []
+    return fragments
+
+
+def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
+    """One training step, and the fragments of the loss, gradients, weights and moments on this rank."""
+    interval = Interval()
+    found: list[Fragment] = []
+
+    def before_update() -> None:
+        # The gradient of the step, before clipping scales it.
+        run.ddp.gather_grads_()
+        found.extend(_gradients(run, label))
+
+    train_step(run, interval, before_update=before_update)
+    totals = interval.losses[0].clone()
+    if run.runtime.launch.world_size > 1:
+        torch.distributed.all_reduce(totals)
+    found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
+    found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))
+    return found + state_fragments(run, label)
+
+
+def state_fragments(run: TrainingRun, label: Label) -> list[Fragment]:
+    """The weights, states that have no gradient, main parameters and moments on this rank."""
+    return list(_weights(run, label)) + list(_moments(run, label))
+
+
+class _Activations:
+    """Fragments of what the embedding and the layers of this rank put out in the forward passes of one step."""
+
+    def __init__(self, run: TrainingRun, label: Label, hooks: ExitStack) -> None:
+        self.label, self.found = label, list[Fragment]()
+        self.first_sample = run.progress.consumed_samples
+        self.samples = run.batch_sizes.at(self.first_sample)
+        self.seq_length = run.config.model.seq_length
+        self.tp_rank = run.runtime.state.tp.rank if run.config.parallel.sequence_parallel else 0
+        for model in run.stages.values():
+            modules: dict[str, nn.Module] = {} if model.embedding is None else {"embedding": model.embedding}
+            modules |= {f"decoder.layers.{layer.number}": layer for layer in model.decoder.layers}
+            for name, module in modules.items():
+                place = getattr(module, "number", -1)
+                handle = module.register_forward_hook(partial(self.record, name, place))
+                hooks.callback(handle.remove)
+
+    def record(self, name: str, place: int, module: nn.Module, args: tuple[Any, ...], x: Tensor) -> None:
+        """x [n, b, h]: whatever rows of whatever samples the context says. Computing it again gives the same."""
+        context = args[-1]
+        rows = context.places_of(x, self.tp_rank).tolist()
+        samples = (context.sample_index - self.first_sample).tolist()
+        shape = (self.samples, self.seq_length, x.shape[-1])
+        key, order = f"{self.label} activation {name}", self.label.order("activation", place)
+        values = x.detach().transpose(0, 1)
+        for i, sample in enumerate(samples):
+            for run in _runs(rows):
+                part = values[i : i + 1, run.start : run.stop].clone()
+                self.found.append(Fragment(key, shape, (sample, rows[run.start], 0), part, order))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Where in a list the stretches of numbers that follow one another lie."""
+    cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
+    return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
+
+
+def _scalar(label: Label, name: str, value: float) -> Fragment:
+    return Fragment(f"{label} {name}", (), (), torch.tensor(value, dtype=torch.float64), label.order(name))
+
+
+def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
+    """Parameter -> its stage and its place there, in the order of the forward pass; of shared ones the first."""
+    places: dict[str, tuple[int, int]] = {}
+    for stage, model in run.stages.items():
+        for i, (name, (_, meta)) in enumerate(model.named_metas().items()):
+            places.setdefault(name, (meta.shared_stages[0], 0) if meta.shared_stages else (stage, i))
+    return places
+
+
+def _parameters(run: TrainingRun) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, int]]]:
+    places = _places(run)
+    for param in run.ddp.params:
+        meta = param.meta  # type: ignore[attr-defined]
+        offset, shape = meta.box(run.runtime.state.coords)
+        assert tuple(param.shape) == shape
+        yield param, offset, places[meta.name]
+
+
+def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    run.optimizer.finish_param_sync()
+    for param, offset, place in _parameters(run):
+        meta, order = param.meta, label.order("weight", *place)
+        yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone(), order)
+    for model in run.stages.values():
+        for name, (param, meta) in model.named_metas().items():
+            if not param.requires_grad:  # moved on by other rules than the optimizer's, and whole on every rank
+                origin = (0,) * param.ndim
+                order = label.order("state")
+                yield Fragment(f"{label} state {name}", meta.global_shape, origin, param.detach().clone(), order)
+
+
+def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    for param, offset, (stage, i) in _parameters(run):
+        meta, order = param.meta, label.order("gradient", -stage, -i)  # the backward goes from the end
+        yield Fragment(f"{label} gradient {meta.name}", meta.global_shape, offset, param.main_grad.clone(), order)
+
+
+def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
+    state: ParallelState = run.runtime.state
+    places = _places(run)
+    for piece in run.optimizer.sharded_state():
+        offset, shape = piece.meta.box(state.coords)
+        for box in boxes_of_flat_range(offset, shape, piece.start, piece.stop):
+            values = piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape).clone()
+            order = label.order("moment", *places[piece.meta.name])
+            key = f"{label} {piece.key} {piece.meta.name}"
+            yield Fragment(key, piece.meta.global_shape, box.offset, values, order)
+
+
+def assemble(fragments: Iterable[Fragment]) -> Snapshot:
+    """Global tensors from the fragments of all ranks, in order. Replicas that differ are noted, the first one stands.
+
+    Raises AssertionError if a tensor is not covered: a rank has not reported, or not what its metadata says.
+    """
+    snapshot = Snapshot()
+    covered: dict[str, Tensor] = {}
+    orders: dict[str, tuple[int, ...]] = {}
+    for fragment in fragments:
+        orders.setdefault(fragment.key, fragment.order)
+        if fragment.key not in snapshot.tensors:
+            snapshot.tensors[fragment.key] = torch.zeros(fragment.shape, dtype=fragment.values.dtype)
+            covered[fragment.key] = torch.zeros(fragment.shape, dtype=torch.bool)
+        place = tuple(slice(o, o + n) for o, n in zip(fragment.offset, fragment.values.shape, strict=True))
+        target, seen = snapshot.tensors[fragment.key][place], covered[fragment.key][place]
+        different = seen & (target != fragment.values) & ~(target.isnan() & fragment.values.isnan())
+        if different.any():
+            where = _first_place(different, fragment)
+            snapshot.differing_replicas.setdefault(fragment.key, f"{fragment.key}: replicas differ at {where}")
+        target.copy_(torch.where(seen, target, fragment.values))
+        seen.fill_(True)
+    for key, seen in covered.items():
+        assert seen.all(), f"{key}: no rank has reported {_first_missing(seen)}"
+    snapshot.tensors = {key: snapshot.tensors[key] for key in sorted(snapshot.tensors, key=orders.__getitem__)}
+    return snapshot
+
+
+def _first_place(different: Tensor, fragment: Fragment) -> tuple[int, ...]:
+    index = different.nonzero()[0].tolist()
+    return tuple(o + i for o, i in zip(fragment.offset, index, strict=True))
+
+
+def _first_missing(seen: Tensor) -> tuple[int, ...]:
+    return tuple((~seen).nonzero()[0].tolist())
+
+
+FLOOR = 1e-3
+"""Share of the largest norm among tensors of one kind and step below which a tensor's own norm is no measure. Some
+gradients are zero but for rounding, as those of a bias of keys, which softmax takes no notice of: all of theirs
+differs."""
+
+
+def kind_of(key: str) -> str:
+    """`step 1 gradient` of `step 1 gradient NAME`; of scalars the whole key."""
+    kind, _, name = key.rpartition(" ")
+    return key if name in PHASES else kind
+
+
+def floors_of(*snapshots: Snapshot) -> dict[str, float]:
+    """Norms below which tensors count as of that norm, by key."""
+    largest: dict[str, float] = {}
+    for snapshot in snapshots:
+        for key, value in snapshot.tensors.items():
+            norm = torch.linalg.vector_norm(value.double()).item()
+            if isfinite(norm):
+                largest[kind_of(key)] = max(norm, largest.get(kind_of(key), 0.0))
+    return {key: FLOOR * largest.get(kind_of(key), 0.0) for snapshot in snapshots for key in snapshot.tensors}
+
+
+def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the larger norm, or over `floor` if that is larger; 0 for two zeros, infinite if
+    either is not finite."""
+    difference = torch.linalg.vector_norm((a - b).double()).item()
+    scale = max(floor, *(torch.linalg.vector_norm(x.double()).item() for x in (a, b)))
+    if difference != difference or scale == float("inf"):
+        return float("inf")
+    return difference / scale if scale else 0.0
+
+
+def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
+    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
+    assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
+    floors = floors_of(a, b)
+    for key, value in a.tensors.items():
+        error = relative_difference(value, b[key], floors[key])
+        if error > tolerance:
+            return key, error
+    return None

@@ -1,0 +1,233 @@
+"""The plan of a run, printed without starting it: no GPU, no process group, no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.model_math import Stage, active_parameters, count_parameters, model_flops
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
+from megatron.planner.activations import MicroBatch, RankActivations, activations_of_ranks, layer_kept
+from megatron.planner.memory import RankStates, states_of_rank
+from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches
+from megatron.training.config.run_config import RunConfig
+
+GROUPS_SHOWN = 4
+RANKS_SHOWN = 8
+
+
+def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -> None:
+    """Prints what a resolved and validated configuration will build and do on `world_size` ranks."""
+    out = sys.stdout if file is None else file
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    for title, lines in (
+        ("Model", model_lines(config)),
+        (f"Groups, world size {world_size}", group_lines(dims)),
+        ("Pipeline stages and memory of each rank", memory_lines(config, dims)),
+        ("Batch and length", batch_lines(config, dims)),
+    ):
+        print(title, file=out)
+        for line in lines:
+            print(f"  {line}", file=out)
+
+
+def model_lines(config: RunConfig) -> Iterator[str]:
+    """Shape, parameters and FLOPs of the model."""
+    m = config.model
+    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
+    if m.query_groups != m.num_attention_heads:
+        heads += f" in {m.query_groups} groups"
+    yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
+    window = f", window {m.window_size}" if m.window_size else ""
+    yield f"sequence length {m.seq_length}, positions {m.position_embedding_type}{window}, {m.normalization}"
+    tied = "tied to" if m.tied_embeddings else "not tied to"
+    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
+    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    if m.num_experts is not None:
+        yield _experts_line(m)
+    count = count_parameters(m)
+    active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
+    yield f"parameters {count.total:,}{active}"
+    for part, number in vars(count).items():
+        if number or part not in ("router", "experts"):
+            yield f"    {part.replace('_', ' '):<14}{number:>22,}"
+    flops = model_flops(m)
+    counted = "active parameters" if m.num_experts is not None else "parameters"
+    yield (
+        f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
+        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square)"
+    )
+
+
+def _experts_line(m: TransformerConfig) -> str:
+    shared = m.moe_shared_expert_intermediate_size
+    beside = f" and a shared one of {shared}" if shared else ""
+    return (
+        f"{m.num_experts} experts of {m.moe_ffn_size} in {len(m.moe_layers)} layers, each token to "
+        f"{m.moe_router_topk} of them{beside}; {m.moe_router_score_function} scores, balanced by "
+        f"{m.moe_router_load_balancing_type}"
+    )
+
+
+def group_lines(dims: ParallelDims) -> Iterator[str]:
+    """The groups along each axis that is cut."""
+    axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
+    if dims.ep > 1 or dims.expt_tp != dims.tp:
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of the experts
+    yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
+    for name, axis in axes:
+        if dims.size(axis) > 1:
+            groups = dims.groups(axis)
+            shown = " ".join(_ranks(group) for group in groups[:GROUPS_SHOWN])
+            more = f" ... {_ranks(groups[-1])}" if len(groups) > GROUPS_SHOWN else ""
+            yield f"{name} {len(groups)} groups of {dims.size(axis)}: {shown}{more}"
+
+
+def _ranks(group: tuple[int, ...]) -> str:
+    """`[0,1]`, and for many ranks the first few and the last."""
+    if len(group) <= RANKS_SHOWN:
+        return "[" + ",".join(map(str, group)) + "]"
+    return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
+
+
+def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
+    """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
+    activations; then what is counted."""
+    plans = [
+        states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        for rank in range(dims.pp)
+    ]
+    batch = micro_batch_of(config)
+    activations = activations_of_ranks(batch, _microbatches(config, dims))
+    yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
+        f"{title:>12}" for title in ("weights", "gradients", "optimizer", "activations", "working", "total")
+    )
+    for plan, held in zip(plans, activations, strict=True):
+        memory = plan.memory
+        optimizer, working = memory.main_parameters + memory.moments, held.working + held.weight_copies
+        sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
+        stage = sum(meta.numel for meta in plan.metas)
+        shown = "".join(f"{_bytes(size):>12}" for size in (*sizes, sum(sizes)))
+        yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
+    owned = "on every rank"
+    if config.optimizer.use_distributed_optimizer:
+        experts = f" (of experts over {dims.expt_dp})" if config.model.num_experts is not None else ""
+        owned = f"sharded over {dims.dp * dims.cp} ranks{experts}"
+    yield (
+        f"states: parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
+        f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
+    )
+    yield from _activation_lines(batch, activations)
+    most = max(plans, key=lambda plan: plan.memory.total + activations[plan.pp_rank].total)
+    held, states = activations[most.pp_rank], most.memory.total
+    yield (
+        f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
+        f"about {held.total - held.peak:,} of working memory"
+    )
+
+
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What a rank has of a micro-batch of this run."""
+    device = "cpu" if config.parallel.cpu else "cuda"
+    return MicroBatch(
+        config.model, config.parallel, config.training.micro_batch_size, device, config.data.reset_position_ids
+    )
+
+
+def _microbatches(config: RunConfig, dims: ParallelDims) -> int:
+    sizes = BatchSizes.from_config(config.training)
+    return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
+
+
+def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
+    """What is counted as activations, and how much of it a layer has."""
+    model = batch.model
+    even = ", tokens even over the experts" if model.num_experts is not None else ""
+    kernels = "GPUs, where it has not been measured yet" if batch.device == "cuda" else "CPUs"
+    yield (
+        f"activations: what autograd keeps from forward to backward{even}, by the kernels of {kernels}; "
+        "logits of the loss included, tokens and labels not"
+    )
+    again = model.recompute_granularity or "none"
+    if model.recomputed_modules:
+        again += f" ({', '.join(model.recomputed_modules)})"
+    layer = "its input alone" if again == "full" else f"{layer_kept(batch, 0).total:,} bytes"
+    flight = "; ".join(
+        f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
+        for rank, held in enumerate(ranks[:RANKS_SHOWN])
+        for numbered in [list(enumerate(held.in_flight))]
+    )
+    yield f"of a micro-batch of {batch.samples} a layer keeps {layer}, recomputation {again}"
+    yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
+    yield from _fp8_line(batch)
+    yield "working: an estimate of the gradients and temporary tensors at the widest place; collectives' buffers not"
+
+
+def _fp8_line(batch: MicroBatch) -> Iterator[str]:
+    parallel, layers = batch.parallel, batch.parallel.fp8_layers(batch.model.num_layers)
+    if layers:
+        experts = "; experts are not" if batch.model.num_experts is not None else ""
+        yield (
+            f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {parallel.fp8_format}, scaled "
+            f"{parallel.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"
+        )
+
+
+def _holdings(plan: RankStates) -> str:
+    """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
+    return " | ".join(map(_holding, plan.stages))
+
+
+def _holding(stage: Stage) -> str:
+    parts = ["embedding"] if stage.first else []
+    if len(stage.layers):
+        first, last = stage.layers[0], stage.layers[-1]
+        parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
+    parts += ["norm", "head"] if stage.last else []
+    return ", ".join(parts) or "nothing"
+
+
+def _bytes(size: int) -> str:
+    """In the largest binary unit that keeps the number at or above 1."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.2f} {unit}"
+    return f"{size} B"
+
+
+def _pipeline_line(config: RunConfig, microbatches: int) -> str:
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none."""
+    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
+    costs = stage_costs(config.model, parallel)
+    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks)
+    bubble = simulate(schedule, StageCosts(forward=costs, input_grad=costs, weight_grad=costs)).bubble
+    where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
+    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"
+
+
+def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
+    t, s = config.training, config.model.seq_length
+    sizes = BatchSizes.from_config(t)
+    micro = _microbatches(config, dims)
+    yield (
+        f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
+        f"{sizes.final * s:,} tokens a step"
+    )
+    if t.rampup_batch_size:
+        yield f"ramp-up from {sizes.start} by {sizes.increment} over {sizes.ramp_samples:,} samples"
+    if dims.pp > 1:
+        yield _pipeline_line(config, micro)
+    iterations = iterations_of_run(config)
+    if iterations is None:
+        yield "length: one epoch of the training data"
+        return
+    tokens = sizes.samples(iterations) * s
+    flops = model_flops(config.model).total * tokens
+    consumed = sizes.samples(iterations)
+    yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"

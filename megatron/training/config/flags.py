@@ -1,0 +1,231 @@
+"""The command line's flags, generated from the fields of `RunConfig`. No torch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, dataclass, fields
+from functools import cache, lru_cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from megatron.core.config.flag_spec import FlagSpec
+from megatron.training.config.run_config import RunConfig
+
+SECTION_TITLES = {
+    "parallel": "parallelism and precision",
+    "model": "model",
+    "optimizer": "optimizer, learning rate and loss scale",
+    "ddp": "data parallelism",
+    "data": "data",
+    "tokenizer": "tokenizer",
+    "training": "batch size and length",
+    "checks": "skipped steps and failing ones",
+    "logging": "logging",
+    "checkpoint": "checkpoints",
+}
+
+
+def parse_int(text: str) -> int:
+    """A whole number: `1000000`, `1_000_000`, `1e6` and `1000000.0` are one and the same."""
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+    if not value.is_integer() or abs(value) > 2**53:
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)
+
+
+def parse_float(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError("not a number")
+    return value
+
+
+def parse_window(text: str) -> int:
+    """Tokens that a token sees, itself included; also Megatron's pair `(left, right)`, where right is 0."""
+    parts = text.strip("() ").split(",")
+    if len(parts) == 1:
+        return parse_int(parts[0])
+    left, right = (parse_int(part) for part in parts)
+    if left < 0 or right != 0:
+        raise ValueError("a window reaches back only: (left, 0) with left >= 0")
+    return left + 1
+
+
+PARSERS: dict[type, Callable[[str], Any]] = {int: parse_int, float: parse_float, str: str}
+FIELD_PARSERS: dict[str, Callable[[str], Any]] = {"window_size": parse_window}
+KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field as the command line knows it."""
+
+    section: str
+    field: str
+    kind: type
+    """bool, int, float or str."""
+
+    default: Any
+    spec: FlagSpec
+
+    @property
+    def name(self) -> str:
+        """The spelling that help and messages use."""
+        return self.spec.name or dashed(self.field)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Spellings that help lists."""
+        both = self.kind is bool and self.default and not self.spec.name
+        return (self.name, *self.spec.aliases, *((dashed(f"no_{self.field}"),) if both else ()))
+
+    def spellings(self) -> Iterator[tuple[str, bool]]:
+        """(spelling, whether it turns a bool on): every bool can also be turned on and off by its field's name."""
+        on = not (self.kind is bool and self.default and self.spec.name)
+        yield self.name, on
+        for alias in self.spec.aliases:
+            yield alias, on
+        if self.kind is bool:
+            for spelling, value in ((dashed(self.field), True), (dashed(f"no_{self.field}"), False)):
+                if spelling != self.name:
+                    yield spelling, value
+
+    def convert(self, texts: Sequence[str]) -> Any:
+        """The field's value. Raises ValueError that says what is wrong with the text."""
+        parse = FIELD_PARSERS.get(self.field, PARSERS[self.kind])
+        values = []
+        for text in texts:
+            try:
+                values.append(parse(text))
+            except (ValueError, OverflowError) as error:
+                special = self.field in FIELD_PARSERS
+                raise ValueError(str(error) if special else f"must be {KIND_NAMES[self.kind]}") from None
+        return tuple(values) if self.spec.many else values[0]
+
+
+def dashed(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+@lru_cache(maxsize=1)
+def all_flags() -> tuple[Flag, ...]:
+    """Every field of every section, in order."""
+    found = []
+    for section, cls in sections().items():
+        hints = get_type_hints(cls)
+        for field in _fields_in_order(cls):
+            spec = field.metadata.get("flag", FlagSpec())
+            found.append(Flag(section, field.name, _kind(hints[field.name]), field.default, spec))
+    return tuple(found)
+
+
+def _fields_in_order(cls: type) -> list[Field]:
+    """The fields of a section, those that it inherits behind its own."""
+    inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
+    return sorted(fields(cls), key=lambda field: field.name in inherited)
+
+
+@lru_cache(maxsize=1)
+def sections() -> dict[str, type]:
+    """Attribute of `RunConfig` -> its dataclass."""
+    hints = get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in fields(RunConfig)}
+
+
+def _kind(hint: Any) -> type:
+    """`tuple[str, ...] | None` -> str."""
+    if get_origin(hint) in (UnionType, Union):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    assert isinstance(hint, type), hint
+    return hint
+
+
+@lru_cache(maxsize=1)
+def spelling_table() -> dict[str, tuple[Flag, bool]]:
+    """Spelling -> (flag, whether it turns a bool on)."""
+    table: dict[str, tuple[Flag, bool]] = {}
+    for flag in all_flags():
+        for spelling, on in flag.spellings():
+            assert spelling not in table, f"{spelling} stands for two fields"
+            table[spelling] = (flag, on)
+    return table
+
+
+@lru_cache(maxsize=1)
+def field_table() -> dict[str, Flag]:
+    """Field name -> flag; names are unique over the sections."""
+    return {flag.field: flag for flag in all_flags()}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """`Class.field` -> the string below it in the source, inherited fields too; empty where there is no source."""
+    bases = reversed(cls.__mro__[:-1])
+    return {f"{cls.__name__}.{name}": text for base in bases for name, text in _own_docs(base).items()}
+
+
+@cache
+def _own_docs(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    except OSError:
+        return {}
+    docs: dict[str, str] = {}
+    for node in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__):
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                docs[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
+    return docs
+
+
+def help_text(extra: Sequence[tuple[str, str]], width: int = 110) -> str:
+    """All flags by section, with defaults. `extra` are (spelling, help) of what is not configuration."""
+    lines = [
+        "usage: pretrain_gpt.py [--config FILE] [flags]",
+        "",
+        "Every flag can also stand in a YAML file given by --config, without its dashes; flags win.",
+        "A switch --x is turned off by --no-x.",
+    ]
+    lines += ["", "command line:"]
+    for spelling, text in extra:
+        lines += _entry(spelling, text, width)
+    for section, cls in sections().items():
+        docs = field_docs(cls)
+        lines += ["", f"{SECTION_TITLES.get(section, section)}:"]
+        for flag in (f for f in all_flags() if f.section == section):
+            lines += _entry(_usage(flag), docs.get(f"{cls.__name__}.{flag.field}", "") + _default(flag), width)
+    return "\n".join(lines) + "\n"
+
+
+def _usage(flag: Flag) -> str:
+    if flag.kind is bool:
+        value = ""
+    elif flag.spec.choices:
+        value = " {" + ",".join(flag.spec.choices) + "}"
+    else:
+        value = f" {flag.kind.__name__.upper()}" + (" ..." if flag.spec.many else "")
+    return ", ".join(flag.shown) + value
+
+
+def _default(flag: Flag) -> str:
+    if flag.kind is bool:
+        return " (default: on)" if flag.default and not flag.spec.name else ""
+    return "" if flag.default is None else f" (default: {flag.default})"
+
+
+def _entry(usage: str, text: str, width: int) -> list[str]:
+    indent = " " * 34
+    body = textwrap.wrap(text, width - len(indent)) or [""]
+    if len(usage) + 4 > len(indent):
+        return [f"  {usage}", *(indent + line for line in body)]
+    return [f"  {usage}".ljust(len(indent)) + body[0], *(indent + line for line in body[1:])]

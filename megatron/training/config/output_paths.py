@@ -1,0 +1,43 @@
+"""Whether what the flags want to write can be written, tried before anything is built. No torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why no file can be made in a folder, which need not be there yet; None if one can. Leaves nothing behind."""
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return f"{nearest} is a file, not a folder"
+    try:
+        Path(tempfile.mkdtemp(prefix=".written-", dir=nearest)).rmdir()
+    except OSError as error:
+        return f"nothing can be written to {nearest} ({error.strerror})"
+    return None
+
+
+def unwritable(config: RunConfig) -> Iterator[Problem]:
+    """A problem for each flag that names a place that cannot be written, or a file where a folder belongs."""
+    logging, checkpoint = config.logging, config.checkpoint
+    for flag, folder in (
+        ("--save", checkpoint.save),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--data-cache-path", config.data.data_cache_path),
+    ):
+        if folder and (why := why_unwritable(Path(folder))):
+            yield Problem(flag, folder, why, "name a folder that can be written")
+    metrics = logging.metrics_file
+    if metrics and Path(metrics).is_dir():
+        yield Problem("--metrics-file", metrics, "is a folder", "name a file in it")
+    elif metrics and (why := why_unwritable(Path(metrics).parent)):
+        yield Problem("--metrics-file", metrics, why, "name a file in a folder that can be written")
+    if checkpoint.load and Path(checkpoint.load).is_file():
+        yield Problem("--load", checkpoint.load, "is a file", "name the folder of the checkpoints, or one checkpoint")

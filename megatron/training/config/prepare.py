@@ -1,0 +1,65 @@
+"""From a command line to a configuration that can run, or to every problem with it at once. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.config.arguments import CommandLine, print_problems
+from megatron.training.config.dry_run import print_plan
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import Problem, resolve, validate
+from megatron.training.reliability.launch import Launch
+
+TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
+"""Where one of these is wrong there is no tokenizer to read."""
+
+
+def prepare(command: CommandLine, launch: Launch) -> RunConfig:
+    """The resolved configuration for the world this process is in.
+
+    Raises SystemExit: with code 2 after printing every problem, with code 0 after printing the plan of a dry run.
+    One rank prints.
+    """
+    world_size = command.world_size or launch.world_size
+    if launch.rank == 0:
+        for note in command.notes:
+            print(note, file=sys.stderr)
+    config, problems, vocab_size = command.config, [], None
+    if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
+        try:
+            vocab_size = tokenizer_vocabulary(config)
+        except (ValueError, OSError) as error:
+            problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
+    config = resolve(config, world_size, vocab_size)
+    problems += validate(config, world_size)
+    if not command.dry_run:
+        problems += too_short_a_job(config, os.environ)
+    if problems:
+        if launch.rank == 0:
+            print_problems(problems)
+        raise SystemExit(2)
+    if command.dry_run:
+        if launch.rank == 0:
+            print_plan(config, world_size)
+        raise SystemExit(0)
+    return config
+
+
+def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
+    """A problem where the SLURM job would be over before it begins, each time that it is put back into the queue."""
+    start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
+    margin = config.training.exit_margin_in_mins
+    if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:
+        return []
+    rule = f"must be below {minutes:g}, the minutes that the SLURM job has in all"
+    return [Problem("--exit-margin-in-mins", margin, rule, f"{minutes / 4:g}, or a longer --time for the job")]
+
+
+def tokenizer_vocabulary(config: RunConfig) -> int | None:
+    """Tokens of the tokenizer that the flags name; None where they name none."""
+    if config.tokenizer.tokenizer_type is None:
+        return None
+    return build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size

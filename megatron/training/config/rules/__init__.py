@@ -1,0 +1,50 @@
+"""The rules of a configuration: each a generator of problems, over a resolved `RunConfig` and a world size.
+
+A rule must not raise on any values, as all of them run whatever is wrong; one that needs positive numbers asks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron.training.config.problem import Problem
+from megatron.training.config.rules.checkpoints import checkpoints, garbage, skipping
+from megatron.training.config.rules.context import heads_over_context, sequence
+from megatron.training.config.rules.cuda_graphs import graphs
+from megatron.training.config.rules.data import data, tokenizer
+from megatron.training.config.rules.length import batch, length, schedule
+from megatron.training.config.rules.model import attention, positions, tensor_parallel
+from megatron.training.config.rules.moe import experts
+from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation
+from megatron.training.config.rules.precision import fp8, fp8_scaling, fp8_shapes, precision
+from megatron.training.config.rules.world import world
+from megatron.training.config.run_config import RunConfig
+
+Rule = Callable[[RunConfig, int], Iterator[Problem]]
+
+
+RULES: tuple[Rule, ...] = (
+    world,
+    attention,
+    tensor_parallel,
+    sequence,
+    heads_over_context,
+    positions,
+    experts,
+    pipeline,
+    recomputation,
+    overlap,
+    precision,
+    fp8,
+    fp8_scaling,
+    fp8_shapes,
+    batch,
+    length,
+    schedule,
+    data,
+    tokenizer,
+    checkpoints,
+    skipping,
+    garbage,
+    graphs,
+)

@@ -1,0 +1,45 @@
+"""Rules of how sequences are cut over ranks, in the manner of `megatron.training.config.rules.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.attention.partition import sequence_divisor
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+
+def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The sequence length must suit context and sequence parallelism together."""
+    p, s = c.parallel, c.model.seq_length
+    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
+    if cp < 1 or tp < 1:
+        return
+    divisor = sequence_divisor(cp, tp, p.sequence_parallel)
+    if divides(divisor, s):
+        return
+    if cp == 1:
+        rule = f"must be a multiple of --tensor-model-parallel-size {tp} under --sequence-parallel"
+    elif not p.sequence_parallel:
+        rule = f"must be a multiple of 2 * --context-parallel-size {cp} = {divisor}"
+    else:
+        rule = (
+            f"must be a multiple of 2 * --context-parallel-size {cp} and, under --sequence-parallel, "
+            f"of --context-parallel-size {cp} * --tensor-model-parallel-size {tp}: of {divisor}"
+        )
+    yield Problem("--seq-length", s, rule, multiples(s, divisor))
+
+
+def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """With a2a each context rank computes some of the heads that its tensor-parallel rank has."""
+    m, p = c.model, c.parallel
+    cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
+    if p.cp_comm_type != "a2a" or cp <= 1 or tp < 1:
+        return
+    rule = f"must be a multiple of --tensor-model-parallel-size {tp} * --context-parallel-size {cp} = {tp * cp} for a2a"
+    flags = [("--num-attention-heads", m.num_attention_heads)]
+    if m.group_query_attention:
+        flags.append(("--num-query-groups", m.num_query_groups or 0))
+    for flag, value in flags:
+        if not divides(tp * cp, value):
+            yield Problem(flag, value, rule, f"{multiples(value, tp * cp)}, or use --cp-comm-type p2p or all_gather")

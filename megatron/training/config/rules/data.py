@@ -1,0 +1,74 @@
+"""Rules of data sets and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+
+def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    d = c.data
+    names = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    own = [n for n, v in zip(names, (d.train_data_path, d.valid_data_path, d.test_data_path), strict=True) if v]
+    kinds = [
+        n for n, given in (("--data-path", d.data_path), (", ".join(own), own), ("--mock-data", d.mock_data)) if given
+    ]
+    if not kinds:
+        yield Problem("--data-path", None, "no data is named", "give --data-path, --train-data-path or --mock-data")
+    if len(kinds) > 1:
+        yield Problem(kinds[0], None, f"and {' and '.join(kinds[1:])} exclude each other", "keep one kind")
+    if own and not d.train_data_path:
+        yield Problem("--train-data-path", None, f"is required beside {own[0]}", "name the training data")
+    yield from _blends(c)
+
+
+def _blends(c: RunConfig) -> Iterator[Problem]:
+    # Reading these flags needs numpy, which help and parsing do without.
+    from megatron.core.datasets.build import parse_blend
+    from megatron.core.datasets.indices import parse_split
+
+    d = c.data
+    for flag, values in (
+        ("--data-path", d.data_path),
+        ("--train-data-path", d.train_data_path),
+        ("--valid-data-path", d.valid_data_path),
+        ("--test-data-path", d.test_data_path),
+    ):
+        if values:
+            try:
+                parse_blend(flag, values)
+            except ValueError as error:
+                yield Problem.of_message(flag, values, str(error))
+    if d.data_path:
+        try:
+            shares = parse_split(d.split)
+        except ValueError as error:
+            yield Problem.of_message("--split", d.split, str(error))
+        else:
+            if shares[0] <= 0:
+                yield Problem("--split", d.split, "leaves nothing to train on", "give training a share, as 969,30,1")
+
+
+def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    from megatron.core.tokenizers.build import NEEDED_FILES
+
+    t = c.tokenizer
+    if t.tokenizer_type is None:
+        if c.model.vocab_size is None:
+            remedy = "give --tokenizer-type, or --vocab-size for data that is tokenized already"
+            yield Problem("--tokenizer-type", None, "the size of the vocabulary is not known", remedy)
+        for field in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(c.data, field):
+                name = f"--{field.replace('_', '-')}"
+                rule = "needs the end-of-document token, which only the tokenizer knows"
+                yield Problem(name, None, rule, "give --tokenizer-type")
+        return
+    for field in NEEDED_FILES.get(t.tokenizer_type, ()):
+        if not getattr(t, field):
+            name = f"--{field.replace('_', '-')}"
+            yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", "name the file")
+    if t.tokenizer_type == "NullTokenizer" and c.model.vocab_size is None:
+        remedy = "say how many token ids the data has"
+        yield Problem("--vocab-size", None, "is required by --tokenizer-type NullTokenizer", remedy)

@@ -1,0 +1,129 @@
+"""Rules of batch size, length and learning-rate schedule, in the manner of `megatron.training.config.rules.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.batch_size import samples_of_run
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+
+def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    t = c.training
+    model = c.parallel.model_parallel_size
+    if t.micro_batch_size < 1 or model < 1 or world_size % model:
+        return
+    dp = world_size // model
+    step = t.micro_batch_size * dp
+    shown = f"--micro-batch-size {t.micro_batch_size} * data-parallel size {dp} = {step}"
+    if not divides(step, t.global_batch_size):
+        remedy = multiples(t.global_batch_size or step, step)
+        yield Problem("--global-batch-size", t.global_batch_size, f"must be a multiple of {shown}", remedy)
+    elif t.num_microbatches and t.global_batch_size and t.num_microbatches * step != t.global_batch_size:
+        rule = f"must be --global-batch-size {t.global_batch_size} / ({shown})"
+        remedy = f"leave it out, or use {t.global_batch_size // step}"
+        yield Problem("--num-microbatches", t.num_microbatches, rule, remedy)
+    if t.rampup_batch_size is not None:
+        yield from _rampup(c, step, shown)
+
+
+def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
+    values, final = c.training.rampup_batch_size or (), c.training.global_batch_size or 0
+    name = "--rampup-batch-size"
+    if len(values) != 3:
+        yield Problem(name, values, "takes three numbers", "give START INCREMENT SAMPLES")
+        return
+    start, increment, _ = values
+    if min(values) < 1 or final < 1:
+        return
+    if c.training.train_iters is not None:
+        remedy = "use --train-samples or --train-tokens instead"
+        yield Problem(name, values, "cannot go with --train-iters, as iterations differ in samples", remedy)
+    if start % step:
+        yield Problem(name, values, f"START {start} must be a multiple of {shown}", multiples(start, step))
+    if increment % step:
+        yield Problem(name, values, f"INCREMENT {increment} must be a multiple of {shown}", multiples(increment, step))
+    if start > final:
+        rule = f"START {start} must be at most --global-batch-size {final}"
+        yield Problem(name, values, rule, f"nearest: {final}")
+    elif (final - start) % increment:
+        rule = f"--global-batch-size {final} - START {start} must be a multiple of INCREMENT {increment}"
+        near = start + (final - start) // increment * increment
+        yield Problem(name, values, rule, f"nearest: --global-batch-size {near} or {near + increment}")
+
+
+def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    t = c.training
+    given = {"--train-iters": t.train_iters, "--train-samples": t.train_samples, "--train-tokens": t.train_tokens}
+    if t.train_tokens is not None and t.train_samples == samples_of_run(c):
+        del given["--train-samples"]  # derived
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        yield Problem(names[0], given[names[0]], f"and {', '.join(names[1:])} exclude each other", "keep one of them")
+    if not names and c.data.mock_data:
+        remedy = "give --train-iters, --train-samples or --train-tokens"
+        yield Problem("--mock-data", None, "made-up data has no epoch to end after", remedy)
+    samples, size = samples_of_run(c), t.global_batch_size
+    if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
+        size = t.rampup_batch_size[0]
+    if names and samples is not None and size and 0 <= samples < size:
+        unit = c.model.seq_length if names[0] == "--train-tokens" else 1
+        rule = f"is less than one step of {size} samples"
+        yield Problem(names[0], given[names[0]], rule, f"nearest: {size * unit}")
+
+
+def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, t = c.optimizer, c.training
+    by_samples = t.train_samples is not None or t.train_tokens is not None
+    by_iters = t.train_iters is not None
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    if by_samples or by_iters:
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            value = getattr(o, f"{stem}_{wrong}")
+            if value:
+                name = f"--{stem.replace('_', '-')}"
+                rule = f"the length of this run is given in {'samples or tokens' if by_samples else 'iterations'}"
+                yield Problem(f"{name}-{wrong}", value, rule, f"use {name}-{right}")
+    warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(o, n)]
+    if o.lr_warmup_fraction is not None and warmups:
+        name = f"--{warmups[0].replace('_', '-')}"
+        yield Problem(
+            "--lr-warmup-fraction", o.lr_warmup_fraction, f"and {name} exclude each other", "keep one of them"
+        )
+    if o.lr is not None and o.lr > 0:
+        for flag, value in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
+            if value > o.lr:
+                yield Problem(flag, value, f"must be at most --lr {o.lr:g}", f"nearest: {o.lr:g}")
+    yield from _decay_length(c, right, by_samples or by_iters)
+    yield from _weight_decay(c)
+
+
+def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
+    o = c.optimizer
+    whole = samples_of_run(c) if unit == "samples" else c.training.train_iters
+    decay = getattr(o, f"lr_decay_{unit}") or whole
+    warmup, anneal = getattr(o, f"lr_warmup_{unit}"), getattr(o, f"lr_wsd_decay_{unit}")
+    if known and decay and warmup >= decay > 0:
+        rule = f"must be below the length of the decay, {decay}"
+        yield Problem(f"--lr-warmup-{unit}", warmup, rule, f"nearest: {decay - 1}, or raise --lr-decay-{unit}")
+    given = o.lr_wsd_decay_iters or o.lr_wsd_decay_samples
+    if o.lr_decay_style == "WSD":
+        if not given:
+            remedy = f"give --lr-wsd-decay-{unit}"
+            yield Problem("--lr-decay-style", "WSD", "needs the length of its final anneal", remedy)
+        elif known and decay and anneal and anneal > decay:
+            rule = f"must be at most the length of the decay, {decay}"
+            yield Problem(f"--lr-wsd-decay-{unit}", anneal, rule, f"nearest: {decay}")
+    elif given:
+        name = "--lr-wsd-decay-iters" if o.lr_wsd_decay_iters else "--lr-wsd-decay-samples"
+        yield Problem(name, given, "counts only with --lr-decay-style WSD", "add that, or leave this out")
+
+
+def _weight_decay(c: RunConfig) -> Iterator[Problem]:
+    o = c.optimizer
+    start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
+    end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
+    if o.weight_decay_incr_style == "constant" and start != end:
+        rule = f"keeps weight decay as it is, but it starts at {start:g} and ends at {end:g}"
+        yield Problem("--weight-decay-incr-style", "constant", rule, "use linear or cosine, or equal values")

@@ -1,0 +1,100 @@
+"""Rules of the model's shape and of tensor parallelism over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+
+def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, tp = c.model, c.parallel.tensor_model_parallel_size
+    rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
+    if not divides(tp, m.num_attention_heads):
+        yield Problem("--num-attention-heads", m.num_attention_heads, rule, multiples(m.num_attention_heads, tp))
+    if not divides(tp, m.hidden_size):
+        step = math.lcm(tp, m.num_attention_heads) if m.num_attention_heads > 0 and not m.kv_channels else tp
+        yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, step))
+    if m.group_query_attention and not divides(tp, m.num_query_groups):
+        remedy = f"{multiples(m.num_query_groups or 1, tp)}, or a TP size that divides it"
+        yield Problem("--num-query-groups", m.num_query_groups, rule, remedy)
+    if m.hidden_size > 0 and not divides(tp, m.ffn_size):
+        yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
+    yield from _vocabulary(c, tp)
+    if c.parallel.sequence_parallel and tp == 1:
+        remedy = "leave it out, or raise --tensor-model-parallel-size"
+        yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
+    yield from _tensor_overlap(c.parallel)
+
+
+def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
+    method = p.tp_comm_overlap_method
+    if p.tp_comm_overlap and not p.sequence_parallel:
+        remedy = "add --sequence-parallel, which sends as many bytes, or leave it out"
+        yield Problem("--tp-comm-overlap", None, "cuts along the sequence: needs --sequence-parallel", remedy)
+    if method is not None and not p.tp_comm_overlap:
+        remedy = "add that, or leave this out"
+        yield Problem("--tp-comm-overlap-method", method, "counts only with --tp-comm-overlap", remedy)
+    if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
+        rule = "is memory that GPUs share under nccl, and --cpu or gloo is given"
+        yield Problem("--tp-comm-overlap-method", method, rule, "use ring, on any device")
+
+
+def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
+    """The padded vocabulary is cut over TP. Where it is not known yet, its divisor must do."""
+    divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
+    if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
+        return
+    padded = c.model.padded_vocab_size if vocabulary else divisor
+    if padded % tp:
+        shown = f"the vocabulary of {vocabulary} padded to {padded}" if vocabulary else "the padded vocabulary"
+        rule = f"{shown} must be a multiple of --tensor-model-parallel-size {tp}"
+        yield Problem("--make-vocab-size-divisible-by", divisor, rule, f"nearest: {math.lcm(divisor, tp)}")
+
+
+def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m = c.model
+    heads, groups = m.num_attention_heads, m.num_query_groups
+    if m.kv_channels is None and not divides(heads, m.hidden_size):
+        tp = c.parallel.tensor_model_parallel_size
+        remedy = f"{multiples(m.hidden_size, math.lcm(heads, max(tp, 1)))}, or give --kv-channels"
+        yield Problem("--hidden-size", m.hidden_size, f"must be a multiple of --num-attention-heads {heads}", remedy)
+    if m.group_query_attention and groups is None:
+        remedy = f"give --num-query-groups, a divisor of --num-attention-heads {heads}"
+        yield Problem("--group-query-attention", None, "needs --num-query-groups", remedy)
+    if m.group_query_attention and not divides(groups, heads):
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        near = sorted(sorted(legal, key=lambda n: abs(n - (groups or 0)))[:2])
+        rule = f"must divide --num-attention-heads {heads}"
+        yield Problem("--num-query-groups", groups, rule, f"nearest: {' or '.join(map(str, near))}")
+    if not m.group_query_attention and groups not in (None, heads):
+        remedy = "add --group-query-attention, or leave it out"
+        yield Problem("--num-query-groups", groups, "counts only with --group-query-attention", remedy)
+    if m.swiglu and m.squared_relu:
+        yield Problem("--swiglu", None, "and --squared-relu exclude each other", "keep one of them")
+
+
+def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m = c.model
+    longest = m.max_position_embeddings
+    if longest is not None and 0 < longest < m.seq_length:
+        rule = f"must be at least --seq-length {m.seq_length}"
+        yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
+    if m.position_embedding_type == "rope":
+        if m.kv_channels and m.kv_channels > 0 and 0 < m.rotary_percent <= 1:
+            rotated = int(m.kv_channels * m.rotary_percent)
+            if rotated < 2 or rotated % 2:
+                rule = f"a head of {m.kv_channels} rotates {rotated} channels, which must be an even number above 0"
+                near = max(2, rotated // 2 * 2)
+                shown = f"--kv-channels {m.kv_channels + 1}, or " if m.rotary_percent == 1 else ""
+                yield Problem("--rotary-percent", m.rotary_percent, rule, f"nearest: {shown}{near / m.kv_channels:g}")
+        low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
+        if m.use_rope_scaling and low >= high:
+            rule = f"must be below --rope-scaling-high-freq-factor {high}"
+            yield Problem("--rope-scaling-low-freq-factor", low, rule, "Llama 3.1 has 1 and 4")
+    elif m.use_rope_scaling:
+        remedy = "add --position-embedding-type rope, or leave it out"
+        yield Problem("--use-rope-scaling", None, "scales rotary embeddings, which this model has not", remedy)

@@ -1,0 +1,96 @@
+"""Rules of mixture of experts, in the manner of `megatron.training.config.rules.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron.core.config.moe import MoEConfig
+from megatron.training.config.flags import field_table
+from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.run_config import RunConfig
+
+
+def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    if c.model.num_experts is None:
+        yield from _without_experts(c)
+        return
+    m, p = c.model, c.parallel
+    if m.num_experts is not None and m.moe_router_topk > m.num_experts:
+        rule = f"must be at most --num-experts {m.num_experts}"
+        yield Problem("--moe-router-topk", m.moe_router_topk, rule, f"nearest: {m.num_experts}")
+    try:
+        if m.num_layers > 0 and not m.moe_layers:
+            yield Problem("--moe-layer-freq", m.moe_layer_freq, "leaves no layer with experts", "drop --num-experts")
+    except ValueError as error:
+        yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "for example 1, 2 or ([0]*1+[1]*3)")
+    if m.add_bias_linear:
+        yield Problem("--num-experts", m.num_experts, "experts have no biases", "add --disable-bias-linear")
+    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        rule = "with TP needs --sequence-parallel, so that each rank routes tokens of its own"
+        yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
+    yield from _expert_parallel(c, world_size)
+    yield from _router(c)
+
+
+def _without_experts(c: RunConfig) -> Iterator[Problem]:
+    """Nothing that only experts give a meaning to may be given."""
+    for field in fields(MoEConfig):
+        value = getattr(c.model, field.name)
+        if value != field.default:
+            shown = None if value is True else value
+            name = field_table()[field.name].name
+            yield Problem(name, shown, "counts only with --num-experts", "give that, or leave this out")
+    p = c.parallel
+    if p.expert_model_parallel_size > 1:
+        rule = "shares out experts, and there is no --num-experts"
+        yield Problem("--expert-model-parallel-size", p.expert_model_parallel_size, rule, "leave it out")
+    if p.expert_tensor_parallel_size not in (None, 1, p.tensor_model_parallel_size):
+        rule = "shares out experts, and there is no --num-experts"
+        yield Problem("--expert-tensor-parallel-size", p.expert_tensor_parallel_size, rule, "leave it out")
+
+
+def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, p = c.model, c.parallel
+    ep, etp = p.expert_model_parallel_size, p.expert_tp
+    if not divides(ep, m.num_experts):
+        rule = f"must be a multiple of --expert-model-parallel-size {ep}"
+        yield Problem("--num-experts", m.num_experts, rule, multiples(m.num_experts or 1, ep))
+    if m.hidden_size > 0 and not divides(etp, m.moe_ffn_size):
+        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}"
+        yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, etp))
+    shared, tp = m.moe_shared_expert_intermediate_size, p.tensor_model_parallel_size
+    if shared is not None and not divides(tp, shared):
+        rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
+        yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, tp))
+    pp = p.pipeline_model_parallel_size
+    stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
+    if stage and ep > 0 and etp > 0 and stage % (ep * etp):
+        rule = f"times --expert-tensor-parallel-size {etp} must divide the {stage} ranks of a pipeline stage"
+        legal = [n for n in range(1, stage // etp + 1) if stage % (n * etp) == 0]
+        remedy = f"nearest: {min(legal, key=lambda n: abs(n - ep))}" if legal else "use --expert-tensor-parallel-size 1"
+        yield Problem("--expert-model-parallel-size", ep, rule, remedy)
+
+
+def _router(c: RunConfig) -> Iterator[Problem]:
+    m = c.model
+    softmax = m.moe_router_score_function == "softmax"
+    if m.moe_router_enable_expert_bias and softmax:
+        remedy = "add --moe-router-score-function sigmoid"
+        yield Problem("--moe-router-enable-expert-bias", None, "needs sigmoid scores, which lie in (0, 1)", remedy)
+    if m.moe_router_pre_softmax and not softmax:
+        rule = "counts only with --moe-router-score-function softmax"
+        yield Problem("--moe-router-pre-softmax", None, rule, "leave it out")
+    if m.moe_router_topk == 1 and softmax and not m.moe_router_pre_softmax:
+        rule = "gives every token's one expert weight 1, which no router learns from"
+        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
+    if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type == "none":
+        rule = "counts only with a --moe-router-load-balancing-type other than none"
+        yield Problem("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, rule, "keep one of them")
+    if not m.moe_router_enable_expert_bias and m.moe_router_bias_update_rate != MoEConfig.moe_router_bias_update_rate:
+        rule = "counts only with --moe-router-enable-expert-bias"
+        remedy = "add that, or leave this out"
+        yield Problem("--moe-router-bias-update-rate", m.moe_router_bias_update_rate, rule, remedy)
+    if m.moe_expert_capacity_factor is None and m.moe_token_drop_policy != "probs":
+        rule = "counts only with --moe-expert-capacity-factor"
+        yield Problem("--moe-token-drop-policy", m.moe_token_drop_policy, rule, "add that, or leave this out")

@@ -1,0 +1,106 @@
+"""Rules of pipeline stages, recomputation and overlap, in the manner of `megatron.training.config.rules.model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.stages import FIRST_LAYERS, LAST_LAYERS, fixed_layers, pipeline_layout
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+
+
+def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    p, layers = c.parallel, c.model.num_layers
+    pp, chunks, per_stage = (
+        p.pipeline_model_parallel_size,
+        p.num_virtual_stages_per_pipeline_rank,
+        p.num_layers_per_virtual_pipeline_stage,
+    )
+    if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
+        return
+    if chunks is not None and per_stage is not None:
+        yield Problem(PER_STAGE, per_stage, f"and {VIRTUAL} exclude each other", "keep one of them")
+        return
+    if per_stage is not None and per_stage * pp > layers:
+        rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
+        near = f"nearest: {layers // pp}" if layers >= pp else "leave it out"
+        yield Problem(PER_STAGE, per_stage, rule, near)
+        return
+    try:
+        layout = pipeline_layout(c.model, p)
+    except ValueError as error:
+        if per_stage is None:
+            yield Problem.of_message(VIRTUAL, chunks, str(error))
+        else:
+            made = -(-layers // (per_stage * pp))
+            rule = f"makes {made} stage{'s' if made > 1 else ''} on each rank, which" + _rule_of(str(error))
+            yield Problem(PER_STAGE, per_stage, rule, "leave it out, or use --pipeline-schedule interleaved")
+        return
+    yield from _enough_layers(layout, layers)
+    yield from _fixed_ends(c, layout)
+
+
+def _rule_of(message: str) -> str:
+    """` must be ...` of `--flag value: must be ...; remedy`."""
+    return message.partition(":")[2].partition(";")[0]
+
+
+def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
+    """Every stage must have something to hold."""
+    if layout.num_stages <= layers + 2:
+        return
+    rule = f"{layers} layers, the embedding and the head fill at most {layers + 2} stages"
+    chunks = (layers + 2) // layout.pp
+    if layout.chunks == 1 or chunks == 0 or layout.v_shaped:
+        most = (layers + 2) // layout.chunks
+        near = next(pp for pp in range(most, 0, -1) if layout.pp % pp == 0)  # that divides the world where this does
+        rule += f", {layout.chunks} on each rank" if layout.chunks > 1 else ""
+        yield Problem("--pipeline-model-parallel-size", layout.pp, rule, f"nearest: {near}")
+    else:
+        yield Problem(VIRTUAL, layout.chunks, f"{rule}, on {layout.pp} ranks", f"nearest: {chunks}")
+
+
+def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
+    p = c.parallel
+    try:
+        fixed_layers(c.model, p, layout)
+    except ValueError as error:
+        flag = FIRST_LAYERS if str(error).startswith(FIRST_LAYERS) else LAST_LAYERS
+        first = flag == FIRST_LAYERS
+        value = p.decoder_first_pipeline_num_layers if first else p.decoder_last_pipeline_num_layers
+        yield Problem.of_message(flag, value, str(error))
+    for name, given, flag, fixed in (
+        ("embedding", p.account_for_embedding_in_pipeline_split, FIRST_LAYERS, p.decoder_first_pipeline_num_layers),
+        ("loss", p.account_for_loss_in_pipeline_split, LAST_LAYERS, p.decoder_last_pipeline_num_layers),
+    ):
+        if given and fixed is not None:
+            rule = f"changes nothing where {flag} fixes that end"
+            yield Problem(f"--account-for-{name}-in-pipeline-split", None, rule, "keep one of them")
+
+
+def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m = c.model
+    for granularity, flag, value in (
+        ("full", "--recompute-method", m.recompute_method),
+        ("full", "--recompute-num-layers", m.recompute_num_layers),
+        ("selective", "--recompute-modules", m.recompute_modules),
+    ):
+        if value is not None and m.recompute_granularity != granularity:
+            rule = f"counts only with --recompute-granularity {granularity}"
+            yield Problem(flag, value, rule, "add that, or leave this out")
+    modules = m.recompute_modules or ()
+    if {"mlp", "mlp_act"} <= set(modules):
+        yield Problem("--recompute-modules", modules, "mlp includes mlp_act", "name one of them")
+
+
+def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    if c.ddp.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
+        rule = "needs the distributed optimizer: without it every rank updates whole parameters"
+        yield Problem("--overlap-param-gather", None, rule, "leave it out, or drop --no-use-distributed-optimizer")
+    if c.ddp.grad_reduce_in_bf16 and c.parallel.fp64:
+        rule = "rounds gradients to 8 bits, and --fp64 asks for all of them"
+        yield Problem("--grad-reduce-in-bf16", None, rule, "keep one of them")

@@ -1,0 +1,75 @@
+"""Rules of one flag at a time: required values and ranges of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.training.config.flags import Flag, all_flags
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+REQUIRED = {
+    "num_layers": "say how many layers the model has",
+    "hidden_size": "say how wide the model is",
+    "num_attention_heads": "say how many heads attention has",
+    "seq_length": "say how many tokens a sample has",
+}
+
+MAY_BE_ZERO = {
+    "clip_grad",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "end_weight_decay",
+    "eval_iters",
+    "exit_margin_in_mins",
+    "init_method_std",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_workers",
+    "start_weight_decay",
+    "weight_decay",
+}
+"""Numbers that may be 0 beside those that are 0 by default. All others must be above 0, unless they have a range."""
+
+RANGES: dict[str, tuple[float, float, str]] = {
+    "attention_dropout": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "hidden_dropout": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "adam_beta1": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "adam_beta2": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "sgd_momentum": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "fp8_margin": (0, 16, "in [0, 16], as e4m3 has 18 powers of two"),
+    "rotary_percent": (math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
+    "lr_warmup_fraction": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "seed": (0, 2**32 - 1, "in [0, 2^32 - 1]"),
+    "spiky_loss_factor": (math.nextafter(1.0, 2.0), math.inf, "above 1"),
+    "large_grads_factor": (math.nextafter(1.0, 2.0), math.inf, "above 1"),
+}
+
+
+def single_values(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with a value whatever the others are."""
+    for flag in all_flags():
+        value = getattr(getattr(config, flag.section), flag.field)
+        if flag.field in REQUIRED and value == 0:
+            yield Problem(flag.name, None, "is required, and must be at least 1", REQUIRED[flag.field])
+        elif flag.kind in (int, float) and value is not None:
+            values = value if flag.spec.many else (value,)
+            broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
+            if broken:
+                yield Problem(flag.name, value, *broken)
+    if config.optimizer.lr is None:
+        yield Problem("--lr", None, "is required", "give the peak learning rate, for example --lr 3e-4")
+
+
+def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
+    """(rule, remedy) of a number that is out of bounds."""
+    default = f"the default is {flag.default}" if flag.default not in (None, 0) else "leave it out for the default"
+    if not math.isfinite(value):
+        return "must be finite", default
+    if flag.field in RANGES:
+        low, high, text = RANGES[flag.field]
+        return None if low <= value <= high else (f"must be {text}", default)
+    if flag.field in MAY_BE_ZERO or (flag.default == 0 and flag.field not in REQUIRED):
+        return None if value >= 0 else ("must not be negative", default)
+    return None if value > 0 else ("must be above 0", default)

@@ -1,0 +1,201 @@
+"""Configuration of a training run beyond the library's: batches, length, logging, checkpoints.
+
+`RunConfig` gathers every section; `megatron.training.config.arguments` turns it into flags and back. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.config.model import TransformerConfig, flag
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch size and length of the run."""
+
+    micro_batch_size: int = 1
+    """Samples in one forward pass of one model replica."""
+
+    global_batch_size: int | None = None
+    """Samples in one optimizer step; default: micro-batch-size * data-parallel size."""
+
+    num_microbatches: int | None = None
+    """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
+
+    rampup_batch_size: tuple[int, ...] | None = flag(None, many=True)
+    """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
+
+    train_iters: int | None = None
+    """Iterations to train."""
+
+    train_samples: int | None = None
+    """Samples to train, in place of train-iters."""
+
+    train_tokens: int | None = None
+    """Tokens to train, in place of train-iters. With none of the three: one epoch."""
+
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+
+    exit_interval: int | None = None
+    """Save and exit when the iteration is a multiple of this."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and exit after this many minutes."""
+
+    exit_signal_handler: bool = True
+    """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second one exits at once."""
+
+    exit_margin_in_mins: float = 3.0
+    """Save and exit this many minutes before the end of the SLURM job."""
+
+    eval_interval: int = 1000
+    """Iterations between evaluations on the validation set."""
+
+    eval_iters: int = 100
+    """Global batches in one evaluation; 0 turns evaluation off."""
+
+    check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
+    """Every so many iterations, compare replicated parameters and optimizer state bit by bit; stop if any differ."""
+
+    manual_gc: bool = False
+    """Collect Python's garbage between steps only, on all ranks at the same ones, and not when thresholds say so."""
+
+    manual_gc_interval: int = 0
+    """--manual-gc: steps from one collection to the next; 0 for none between steps."""
+
+    manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval")
+    """--manual-gc: do not collect before and after each evaluation."""
+
+    deterministic: bool = flag(False, "--deterministic-mode")
+    """Deterministic kernels only; an error where there is none."""
+
+
+@dataclass(frozen=True)
+class ChecksConfig:
+    """Which steps change nothing, and which end the run."""
+
+    check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan")
+    """End the run at a loss or gradient that is not finite, name the module and samples, and save the step in
+    SAVE/nan; else such steps are skipped and counted."""
+
+    check_for_spiky_loss: bool = False
+    """Report losses that are far above the mean of the last steps."""
+
+    spiky_loss_factor: float = 2.0
+    """How many times the mean a loss is far above it."""
+
+    check_for_large_grads: bool = False
+    """Report gradient norms that are far above the mean of the last steps."""
+
+    large_grads_factor: float = 10.0
+    """How many times the mean a gradient norm is far above it."""
+
+    max_skipped_iterations: int = 0
+    """Skip so many iterations of a run whose loss or gradient is not finite or reported as far too large; the next
+    one ends the run."""
+
+    iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
+    """Iterations, as the log numbers them from 1 on, whose samples are passed over without training."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is reported, how often, and where."""
+
+    log_interval: int = 100
+    """Iterations between progress lines."""
+
+    log_throughput: bool = False
+    """Accepted for Megatron's sake: throughput is always logged."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard event files."""
+
+    metrics_file: str | None = None
+    """Where metrics go, one JSON object a line; default: metrics.jsonl in --save."""
+
+    sample_log: str | None = None
+    """Write which samples of the training data each step took to this file, one JSON object a line."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project, where the wandb package is installed."""
+
+    wandb_exp_name: str | None = None
+    """Weights & Biases run name."""
+
+    log_straggler: bool = False
+    """Report the slowest ranks of each phase of a step."""
+
+    straggler_minmax_count: int = 1
+    """How many ranks of each phase --log-straggler names."""
+
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of a device for MFU; default: known from its name, unknown on CPU."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and loaded."""
+
+    save: str | None = None
+    """Folder for checkpoints, metrics and the resolved configuration."""
+
+    load: str | None = None
+    """Folder to load the latest checkpoint from; training starts anew if it holds none."""
+
+    save_interval: int | None = flag(None, "--persistent-save-interval")
+    """Iterations between checkpoints; one is always written at the end when --save is given."""
+
+    load_optim: bool = flag(True, name="--no-load-optim")
+    """Do not load optimizer state."""
+
+    load_rng: bool = flag(True, name="--no-load-rng")
+    """Do not load random-number state."""
+
+    finetune: bool = False
+    """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
+
+    async_save: bool = True
+    """Write checkpoints in the background; training waits for a copy to host memory only."""
+
+    fatal_save_errors: bool = False
+    """Stop when a checkpoint cannot be saved, after trying again; default: go on to the next."""
+
+    keep_last: int | None = None
+    """Delete all but the newest so many checkpoints; 1 if only others of these flags are given."""
+
+    keep_every: int | None = flag(None, "--save-retain-interval")
+    """Keep checkpoints whose iteration is a multiple of this, and the newest."""
+
+    save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"))
+    """Keep the checkpoint with the lowest of this metric, measured at its iteration, and the newest."""
+
+    override_data_fingerprint: bool = False
+    """Go on from a checkpoint with other training data than it was saved with."""
+
+    save_optim: bool = flag(True, name="--no-save-optim")
+    """Do not save optimizer state."""
+
+    exit_on_missing_checkpoint: bool = False
+    """An error if --load holds no checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one command line says."""
+
+    parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
+    model: TransformerConfig = field(default_factory=TransformerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ddp: DDPConfig = field(default_factory=DDPConfig)
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

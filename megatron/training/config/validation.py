@@ -1,0 +1,89 @@
+"""Whether a configuration can run, decided from integers before anything starts. No torch, no process group.
+
+`resolve` fills in what follows from other values, `validate` reports every broken rule at once, each with the nearest
+legal value. The rules are in `megatron.training.config.rules.model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.training.config.batch_size import samples_of_run
+from megatron.training.config.problem import Problem
+from megatron.training.config.rules import RULES
+from megatron.training.config.rules.single_values import single_values
+from megatron.training.config.run_config import RunConfig
+
+__all__ = ["MOCK_VOCAB_SIZE", "Problem", "resolve", "validate"]
+
+MOCK_VOCAB_SIZE = 50257
+"""Vocabulary of a run on made-up data that names neither a tokenizer nor a size: GPT-2's."""
+
+
+def validate(config: RunConfig, world_size: int) -> list[Problem]:
+    """Every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
+    problems = list(single_values(config))
+    flagged = {problem.flag for problem in problems}
+    resolved = resolve(config, world_size)
+    for rule in RULES:
+        # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
+        problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
+    return problems
+
+
+def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
+    """The configuration with derived values filled in; what is given stays as it is, also where it is illegal.
+
+    `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
+    """
+    return replace(
+        config,
+        parallel=_resolve_parallel(config, world_size),
+        model=_resolve_model(config, vocab_size),
+        training=_resolve_training(config, world_size),
+    )
+
+
+def _filled(section: Any, **values: Any) -> Any:
+    """`section` with `values` in those fields that are None."""
+    return replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
+
+
+def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
+    model = config.parallel.model_parallel_size
+    return world_size // model if model > 0 and world_size % model == 0 else None
+
+
+def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
+    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
+
+
+def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
+    model = config.model
+    if vocab_size is None and config.data.mock_data and config.tokenizer.tokenizer_type is None:
+        vocab_size = model.vocab_size or MOCK_VOCAB_SIZE
+    if vocab_size is not None:
+        model = replace(model, vocab_size=max(vocab_size, model.vocab_size or 0))
+    if model.hidden_size <= 0 or model.num_attention_heads <= 0:
+        return model
+    kv_channels = model.hidden_size // model.num_attention_heads
+    return _filled(
+        model,
+        ffn_hidden_size=model.ffn_size,
+        kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 else None,
+        max_position_embeddings=model.seq_length or None,
+    )
+
+
+def _resolve_training(config: RunConfig, world_size: int) -> Any:
+    training = config.training
+    replicas = _data_parallel_size(config, world_size)
+    if replicas and training.micro_batch_size > 0:
+        step = training.micro_batch_size * replicas
+        training = _filled(training, global_batch_size=step * (training.num_microbatches or 1))
+        if training.global_batch_size % step == 0:
+            training = _filled(training, num_microbatches=training.global_batch_size // step)
+    if training.train_tokens is not None and config.model.seq_length > 0:
+        training = _filled(training, train_samples=samples_of_run(config) or None)
+    return training

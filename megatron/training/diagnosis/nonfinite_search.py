@@ -1,0 +1,248 @@
+"""Runs a step again to find where a value first was not finite.
+
+The forward passes come first, with a hook on every module: each rank notes, for each of its stages and micro-batches,
+the first module that puts out an infinity or a NaN. If there is none, the backward passes are run with hooks on the
+gradients of every module's inputs, and the weight gradients are looked at after each action. Of all ranks' notes the
+first counts: forward before backward, then in the order of the model, then by sample; so it does not depend on the
+layout. Random numbers are functions of the seed and a position, so the second time computes what the first did.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.batch import Batch
+from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.training.forward_backward import Step, loss_seed, read_batches, with_scale
+
+if TYPE_CHECKING:
+    from megatron.training.setup import TrainingRun
+
+FORWARD, BACKWARD, WEIGHT_GRADIENT = "forward", "backward", "weight gradient"
+PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
+LOSS = "loss"
+"""How the cross entropy is named, which is no module."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first place at which a value was not finite."""
+
+    where: str
+    """One of `PASSES`."""
+
+    module: str
+    """Name in the whole model; of a weight gradient the parameter's."""
+
+    samples: tuple[int, ...]
+    """Numbers in the run of the samples with such values; all of the micro-batch where a tensor does not tell."""
+
+    microbatch: int
+    rank: int
+    stage: int
+    sources_finite: bool
+    """Whether all that the module was given was finite: then it made the value itself."""
+
+    largest: float = 0.0
+    """Largest absolute value among what it was given."""
+
+    place: int = 0
+    """In the order of this pass, within the stage."""
+
+    weights: tuple[str, ...] = ()
+    """Parameters that were not finite before the step."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The smallest is the first."""
+        stage = self.stage if self.where == FORWARD else -self.stage
+        return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
+
+    def same_as(self, other: Finding | None) -> bool:
+        """Whether another layout found the same."""
+        return other is not None and (self.where, self.module) == (other.where, other.module)
+
+    def describe(self) -> str:
+        samples = ("sample " if len(self.samples) == 1 else "samples ") + ", ".join(map(str, self.samples))
+        given = "inputs" if self.where == FORWARD else "gradients"
+        if self.where == WEIGHT_GRADIENT:
+            made = "the gradients of all activations were finite"
+        elif self.sources_finite:
+            made = f"the {given} it was given were finite, the largest {self.largest:.3g}"
+        else:
+            made = f"the {given} it was given were not finite already: the operation before it made them"
+        weights = f"not finite before the step: {', '.join(self.weights)}" if self.weights else "all finite"
+        return (
+            f"first in the {self.where}{'' if self.where == WEIGHT_GRADIENT else ' pass'}: {self.module} "
+            f"(rank {self.rank}, pipeline stage {self.stage}), micro-batch {self.microbatch}, {samples}; {made}; "
+            f"weights: {weights}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Finding:
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**known)
+
+
+def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
+    """The first place at which a value of a step is not finite, the same on every rank; None if all are finite this
+    time. `loss_scale` is the one the step had. Collective; drops the gradients that are there."""
+    run.ddp.finish_grad_sync()  # reductions of the gradients that are there may be under way
+    run.optimizer.finish_param_sync()
+    weights = _bad_weights(run)
+    batches = read_batches(run, step)
+    seed = loss_seed(run, loss_scale)
+    run.ddp.begin_step(0)  # nothing is reduced
+    scaled, _ = with_scale(run, step, batches, seed)
+    first = None
+    for look in (_look_forward, _look_backward):
+        notes = _Notes(run, scaled)
+        with look(run, notes):
+            if look is _look_forward:
+                run.pipeline.evaluate(scaled)
+            else:
+                run.pipeline.train(scaled, seed, replay=False)
+        found = [note for notes_of_rank in gather(notes.found, run.runtime.state.world) for note in notes_of_rank]
+        first = min(found, key=lambda note: note.order, default=None)
+        if first is not None:
+            break
+    run.ddp.zero_grad_buffer()
+    run.experts.forget_step()
+    run.scaling.forget_step()
+    return None if first is None else replace(first, weights=weights)
+
+
+class _Notes:
+    """What this rank has found: of each stage and micro-batch the first."""
+
+    def __init__(self, run: TrainingRun, batches: list[Batch]) -> None:
+        self.run, self.batches = run, batches
+        self.found: list[Finding] = []
+        self._calls: dict[tuple[int, int], int] = {}
+
+    def look(self, where: str, module: str, results: Any, sources: Any) -> None:
+        """A module has put out `results` of `sources`, in the action that is being run."""
+        action = self.run.pipeline.executor.current
+        assert action is not None
+        key = action.stage, action.microbatch
+        self._calls[key] = self._calls.get(key, 0) + 1
+        bad = [tensor for tensor in _tensors(results) if not _finite(tensor)]
+        if bad and not any((note.stage, note.microbatch) == key for note in self.found):
+            largest = max((_largest(tensor) for tensor in _tensors(sources)), default=0.0)
+            self.add(where, module, action, self._samples(bad[0], action), largest, self._calls[key])
+
+    def add(
+        self, where: str, module: str, action: Action, samples: tuple[int, ...], largest: float, place: int
+    ) -> None:
+        rank, fine = self.run.runtime.launch.rank, math.isfinite(largest)
+        self.found.append(Finding(where, module, samples, action.microbatch, rank, action.stage, fine, largest, place))
+
+    def _samples(self, tensor: Tensor, action: Action) -> tuple[int, ...]:
+        """Those with a value that is not finite: activations are [s, b, ...]."""
+        numbers = self.samples_of(action)
+        if tensor.ndim < 3 or tensor.shape[1] != len(numbers):
+            return numbers
+        bad = ~torch.isfinite(tensor).transpose(0, 1).flatten(1).all(1)
+        return tuple(number for number, is_bad in zip(numbers, bad.tolist(), strict=True) if is_bad)
+
+    def samples_of(self, action: Action) -> tuple[int, ...]:
+        return tuple(self.batches[action.microbatch].sample_index.tolist())
+
+
+@contextmanager
+def _look_forward(run: TrainingRun, notes: _Notes) -> Iterator[None]:
+    def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        notes.look(FORWARD, name, output, args)
+
+    with ExitStack() as handles:
+        for name, module in _modules(run):
+            handles.callback(module.register_forward_hook(partial(hook, name)).remove)
+        yield
+
+
+@contextmanager
+def _look_backward(run: TrainingRun, notes: _Notes) -> Iterator[None]:
+    def hook(name: str, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        notes.look(BACKWARD, name, grad_inputs, grad_outputs)
+
+    executor = run.pipeline.executor
+    with ExitStack() as handles, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing|For backward hooks to be called")
+        for name, module in _modules(run):
+            handles.callback(module.register_full_backward_hook(partial(hook, name)).remove)
+        handles.callback(partial(setattr, executor, "after", executor.after))
+        executor.after = _look_at_gradients(run, notes)
+        yield
+
+
+def _look_at_gradients(run: TrainingRun, notes: _Notes) -> Callable[[Action], None]:
+    """To be called after each action: notes the last parameter in the model whose gradient has become bad."""
+
+    def after(action: Action) -> None:
+        if notes.found or action.kind not in (Kind.B, Kind.W):
+            return
+        for place, param in enumerate(reversed(run.ddp.params)):
+            if not _finite(param.main_grad):  # type: ignore[attr-defined]
+                name = param.meta.name  # type: ignore[attr-defined]
+                notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
+                return
+
+    return after
+
+
+def _modules(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
+    """(name in the whole model, module) of this rank's stages."""
+    for stage, model in run.stages.items():
+        for name, module in model.named_modules():
+            yield _global_name(model, name, stage), module
+
+
+def _global_name(model: GPTModel, name: str, stage: int) -> str:
+    """`decoder.layers.0.mlp` of a stage that starts with layer 6 is `decoder.layers.6.mlp`."""
+    if not name:
+        return LOSS if model.last else f"stage {stage}"
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
+        parts[2] = str(model.decoder.layers[int(parts[2])].number)
+    return ".".join(parts)
+
+
+def _bad_weights(run: TrainingRun) -> tuple[str, ...]:
+    """Names of parameters that are not finite, of all ranks."""
+    bad = [param.meta.name for param in run.ddp.params if not _finite(param)]  # type: ignore[attr-defined]
+    return tuple(sorted({name for names in gather(bad, run.runtime.state.world) for name in names}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name))
+
+
+def _largest(tensor: Tensor) -> float:
+    """Largest absolute value; NaN or infinite if there is such a value."""
+    return tensor.detach().abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,129 @@
+"""A training step on disk, to be run again elsewhere.
+
+    SAVE/nan/iter_0000012/finding.json              which step, and where a value first was not finite
+    SAVE/nan/iter_0000012/run_config.yaml           the configuration
+    SAVE/nan/iter_0000012/samples-00000.npz         the samples, a file for each data-parallel rank
+    SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the step before
+
+The folder can be given to --load too: the run then goes on from right before the step.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import Sample
+from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank, save
+from megatron.training.checkpointing import checkpoint_contents
+from megatron.training.config.arguments import save_config
+from megatron.training.config.run_config import RunConfig
+from megatron.training.diagnosis.nonfinite_search import Finding
+from megatron.training.forward_backward import Step
+
+if TYPE_CHECKING:
+    from megatron.training.setup import TrainingRun
+
+FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What `finding.json` says."""
+
+    step: Step
+    loss_scale: float
+    finding: Finding | None
+    """None where nothing was found when the step was run again."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedStep:
+        """Raises ValueError if the folder holds no step."""
+        try:
+            values = json.loads((folder / FINDING).read_text())
+            finding = values["finding"]
+            return cls(Step(**values["step"]), values["loss_scale"], finding and Finding.from_json(finding))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
+
+
+def save_step(run: TrainingRun, step: Step, loss_scale: float, finding: Finding | None) -> Path:
+    """Writes a step that has changed nothing. Collective. Raises CheckpointError where that fails."""
+    config, world, state = run.config, run.runtime.state.world, run.runtime.state
+    assert config.checkpoint.save is not None
+    if run.saver is not None:
+        run.saver.wait()
+    folder = Path(config.checkpoint.save) / "nan" / f"iter_{step.iteration:07d}"
+    on_first_rank(partial(_begin, folder, config, SavedStep(step, loss_scale, finding)), world)
+    problem = None
+    if state.tp.first and state.pp.first and state.cp.first:
+        problem = _write_samples(run, step, folder / f"samples-{state.dp.rank:05d}.npz")
+    if problems := [found for found in gather(problem, world) if found]:
+        raise CheckpointError(problems[0])
+    before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
+    save(folder, before.iteration, *checkpoint_contents(config, state, run.stages, run.optimizer, before), world)
+    return folder
+
+
+def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    save_config(config, folder / CONFIG)
+    (folder / FINDING).write_text(step.to_json())
+
+
+def _write_samples(run: TrainingRun, step: Step, path: Path) -> str | None:
+    """Writes what this data-parallel rank has of the step; returns the problem if that fails."""
+    batches = run.data.train.next_step(step.first_sample, step.samples)
+    arrays = {}
+    for name in batches[0]:
+        parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]
+        if parts:
+            arrays[name] = np.concatenate(parts)
+    try:
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        return str(error)
+    return None
+
+
+class SavedSamples:
+    """The samples of a saved step, under their numbers in the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples: dict[int, Sample] = {}
+        for path in sorted(folder.glob(SAMPLES)):
+            with np.load(path, allow_pickle=False) as arrays:
+                columns = {name: arrays[name] for name in arrays.files}
+            for row, number in enumerate(columns.pop("sample_index").tolist()):
+                self.samples[number] = {name: column[row] for name, column in columns.items()}
+        if not self.samples:
+            raise ValueError(f"{folder} holds no samples: {SAMPLES}")
+        self.fingerprint = str(folder)
+
+    def __len__(self) -> int:
+        return max(self.samples) + 1
+
+    def __getitem__(self, index: int) -> Sample:
+        optional: Sample = {"position_ids": None, "document_ids": None}
+        return optional | self.samples[index]
+
+    def origin(self, index: int) -> str:
+        return f"{self.fingerprint}:{index}+0"
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        sample = self.samples[index]
+        tokens, labels = sample["tokens"], sample["labels"]
+        assert tokens is not None and labels is not None
+        return np.append(tokens, labels[-1:])

@@ -1,0 +1,96 @@
+"""Runs a saved step again, at any layout (`tools/replay_step.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from math import lcm
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.precision import PrecisionConfig
+from megatron.core.datasets.samplers import DataIterator
+from megatron.core.parallel_state import ParallelState
+from megatron.testing.local_world import run_world
+from megatron.training.config.arguments import parse_args, save_config
+from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.diagnosis.nonfinite_search import Finding, search
+from megatron.training.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
+from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
+from megatron.training.reliability.launch import Launch
+from megatron.training.setup import TrainingRun, build_run
+
+Prepare = Callable[[TrainingRun], None]
+"""Called with the run before the step, on every rank: for hooks of one's own."""
+
+
+def replay(
+    folder: Path, flags: Sequence[str] = (), world_size: int | None = None, prepare: Prepare | None = None
+) -> Finding | None:
+    """Runs the step saved in `folder` again, and returns where a value first is not finite; None if all are finite.
+
+    `flags` say the layout, by default one process; several ranks run on this machine's CPU. Raises ValueError, with
+    every problem, if the flags do not fit or the folder holds no step.
+    """
+    saved, config = SavedStep.read(folder), config_of(folder, flags)
+    parallel = config.parallel
+    ranks = world_size or lcm(
+        parallel.model_parallel_size,
+        parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp,
+    )
+    config = resolve(config, ranks)
+    if problems := validate(config, ranks):
+        raise ValueError("\n".join(map(str, problems)))
+    if ranks == 1:
+        set_determinism(config)
+        runtime = Runtime(Launch(), choose_device(parallel, Launch()), ParallelState())
+        return _search(config, runtime, folder, saved, prepare)
+    return run_world(ranks, _replay_on_rank, config, folder, saved, prepare, timeout=3600.0)[0]
+
+
+def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
+    """The configuration that a step is replayed under, not resolved: that of its run with the layout left out, all but
+    the precision, and `flags` added. Raises ValueError for what is wrong with them."""
+    config = parse_args(["--config", str(folder / CONFIG)])
+    precision = [each.name for each in fields(PrecisionConfig)]
+    kept = {name: getattr(config.parallel, name) for name in (*precision, "cpu")}
+    config = replace(
+        config,
+        parallel=ModelParallelConfig(**kept),
+        data=DatasetConfig(mock_data=True, num_workers=0),  # in whose place the saved samples come
+        tokenizer=TokenizerConfig(),
+        training=replace(config.training, eval_iters=0, num_microbatches=None),
+        checks=ChecksConfig(),
+        logging=LoggingConfig(),
+        checkpoint=CheckpointConfig(load=str(folder), load_optim=False, override_data_fingerprint=True),
+    )
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / CONFIG
+        save_config(config, path)
+        return parse_args(["--config", str(path), *flags])
+
+
+def _replay_on_rank(
+    rank: int, world_size: int, config: RunConfig, folder: Path, saved: SavedStep, prepare: Prepare | None
+) -> Finding | None:
+    return _search(config, local_runtime(config, rank, world_size), folder, saved, prepare)
+
+
+def _search(
+    config: RunConfig, runtime: Runtime, folder: Path, saved: SavedStep, prepare: Prepare | None
+) -> Finding | None:
+    run = build_run(config, runtime)
+    run.data.close()
+    run.data.train = DataIterator(
+        SavedSamples(folder),
+        micro_batch_size=config.training.micro_batch_size,
+        dp_rank=runtime.state.dp.rank,
+        dp_size=runtime.state.dp.size,
+        name="saved",
+    )
+    if prepare is not None:
+        prepare(run)
+    return search(run, saved.step, saved.loss_scale)

@@ -1,0 +1,143 @@
+"""Which ranks are slow, phase by phase.
+
+Ranks that wait for each other all take the same time, so what counts is what a rank does by itself. On the CPU that
+is the time of a phase without the waits for messages and collectives in it. On CUDA it is the time between events on
+the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
+(TP, CP, EP) do not, so there a slow rank shows as its whole group.
+
+The end of the gradients' reduction alone is timed with its waits: who is there least is whom the others wait for.
+Nothing here waits for the device: events are read once they have passed.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.parallel_state import Axis
+from megatron.training.config.run_config import LoggingConfig
+
+GRAD_SYNC = "grad_sync"
+PHASES = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
+"""Reading samples, the passes through the model, the end of the reduction of gradients, and the update."""
+
+
+class Waits:
+    """Seconds that the training thread has waited in torch.distributed. Blocking collectives wait there too."""
+
+    seconds = 0.0
+
+    @classmethod
+    @functools.cache
+    def install(cls) -> None:
+        """Times every wait of this thread from now on; without effect the second time."""
+        wait, thread = dist.Work.wait, threading.get_ident()
+
+        @functools.wraps(wait)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                if threading.get_ident() == thread:  # and not the one that writes checkpoints
+                    cls.seconds += time.perf_counter() - start
+
+        dist.Work.wait = timed  # type: ignore[method-assign]
+
+
+class PhaseClock:
+    """Adds up this rank's own seconds of each phase, where `enabled`; else it costs nothing."""
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self.enabled, self.cuda = enabled, device.type == "cuda"
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        if enabled and dist.is_initialized():
+            Waits.install()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Times what is in here as a part of `phase`."""
+        if not self.enabled:
+            yield
+        elif self.cuda and phase != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((phase, start, end))
+            self._read(wait=False)
+        else:
+            start_time, waited = time.perf_counter(), Waits.seconds
+            yield
+            waiting = 0.0 if phase == GRAD_SYNC else Waits.seconds - waited
+            self.seconds[phase] += time.perf_counter() - start_time - waiting
+
+    def take(self) -> list[float]:
+        """Seconds of each of PHASES since the last time. For where the device is waited for anyway."""
+        self._read(wait=True)
+        taken = [self.seconds[phase] for phase in PHASES]
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _read(self, wait: bool) -> None:
+        while self._events:
+            phase, start, end = self._events[0]
+            if not end.query():
+                if not wait:
+                    return
+                end.synchronize()
+            self.seconds[phase] += start.elapsed_time(end) / 1e3
+            self._events.popleft()
+
+
+def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, float]]:
+    """(rank, its seconds, times the median) of the `count` slowest ranks, the slowest first."""
+    median = statistics.median(seconds)
+    ranks = sorted(range(len(seconds)), key=lambda rank: (-seconds[rank], rank))[:count]
+    return [(rank, seconds[rank], seconds[rank] / median if median > 0 else 1.0) for rank in ranks]
+
+
+def straggler_record(table: Sequence[Sequence[float]], steps: int, config: LoggingConfig) -> dict[str, Any]:
+    """What is logged of a table [rank][phase] of seconds in an interval of `steps` steps: seconds are per step."""
+    record: dict[str, Any] = {}
+    if not config.log_straggler or not steps:
+        return record
+    for number, phase in enumerate(PHASES):
+        found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)
+        rank, seconds, ratio = found[0]
+        record[f"straggler_{phase}_rank"] = rank
+        record[f"straggler_{phase}_seconds"] = seconds
+        record[f"straggler_{phase}_ratio"] = ratio
+        record[f"straggler_{phase}"] = [list(entry) for entry in found]
+    return record
+
+
+def hosts_of_ranks(world: Axis) -> list[str]:
+    """Where each rank runs. Collective."""
+    return gather(socket.gethostname(), world)
+
+
+def straggler_line(record: dict[str, Any], hosts: Sequence[str]) -> list[str]:
+    """A line for a person, if ranks were compared: of each phase its slowest ones."""
+    if f"straggler_{PHASES[0]}" not in record:
+        return []
+    parts = []
+    for phase in PHASES:
+        entries = [
+            f"rank {rank} on {hosts[rank]} {1e3 * seconds:.1f} ms (x{ratio:.2f})"
+            for rank, seconds, ratio in record[f"straggler_{phase}"]
+        ]
+        parts.append(f"{phase}: {', '.join(entries)}")
+    return [" slowest ranks, own time per step (x of the median) | " + " | ".join(parts)]

@@ -1,0 +1,82 @@
+"""Runs a step's micro-batches through this rank's pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.batch import Batch
+from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.training.config.run_config import RunConfig
+from megatron.training.cuda_graphs import CudaRecorder, GraphedMicrobatches
+from megatron.training.initialize import Runtime
+
+
+class Pipeline:
+    """Runs a step's micro-batches through the stages, in the order of the schedule for however many there are."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        stages: dict[int, GPTModel],
+        queue: WeightGradQueue,
+        casts: WeightCasts,
+    ) -> None:
+        self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
+        self.layout = pipeline_layout(config.model, config.parallel)
+        self.executor = PipelineExecutor(
+            stages,
+            self.layout,
+            self.pp,
+            hidden_shape=hidden_shape(config, runtime.state.tp.size),
+            dtype=getattr(torch, config.parallel.params_dtype),
+            device=runtime.device,
+            queue=queue,
+            casts=casts,
+            lanes=runtime.state.lanes,
+        )
+        self.graph: GraphedMicrobatches | None = None
+        if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
+            warm_up, dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
+            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, dtype)
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self.layout.rank_of(self.layout.num_stages - 1)
+
+    def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
+        """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
+
+        Without `replay` no graph takes the place of modules and their hooks."""
+        if self.graph is not None and replay:
+            return self.graph.train(batches, seed)
+        return self.executor.run(self._actions(len(batches), False), batches, loss_scale_seed=seed)
+
+    def _one(self, batch: Batch, seed: torch.Tensor) -> torch.Tensor:
+        (loss,) = self.executor.run(self._actions(1, False), [batch], loss_scale_seed=seed)
+        return loss
+
+    def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Forward only."""
+        return self.executor.run(self._actions(len(batches), True), batches)
+
+    def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
+        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, self.layout.chunks, evaluate)
+        return lists[self.pp.rank]
+
+
+def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
+    """Shape of what one stage sends to the next: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+    s = config.model.seq_length // config.parallel.context_parallel_size
+    if config.parallel.sequence_parallel:
+        s //= tp_size
+    return s, config.training.micro_batch_size, config.model.hidden_size

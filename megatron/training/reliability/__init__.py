@@ -1,0 +1,1 @@
+"""Signals, failures and hangs of a run, over all its ranks."""

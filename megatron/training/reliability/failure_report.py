@@ -1,0 +1,155 @@
+"""What is said when a run fails: one report, of the rank that failed first. No process groups in here."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from megatron.training.reliability.run_status import ExitCode
+
+PACKAGE = str(Path(__file__).parents[1])
+RULE = "=" * 60
+
+CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|time-?out|gloo|nccl|failed to (recv|send)",
+    re.IGNORECASE,
+)
+"""What an error says that another rank's end may have caused."""
+
+ADVICE = {
+    "memory": "make --micro-batch-size smaller, raise the model-parallel sizes, or recompute: "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "died": "a crash or a kill from outside leaves no traceback: see the launcher's lines for the signal, and `dmesg` "
+    "for the kernel's out-of-memory killer",
+    "stopped": "the process or its node hangs or is stopped: look at it there, or exclude the node and start again",
+    "collective": "see why this rank took another branch than the others, or was slow; if it was only slow, and may "
+    "be, raise --distributed-timeout-minutes, and before the second step --startup-timeout-minutes",
+    "kernel": "leave out --deterministic, or the option that calls for this kernel",
+    "no store": "see whether rank 0 has come up and its address can be reached from here, and whether its port is free "
+    "(MASTER_ADDR, MASTER_PORT); if ranks may come up later than the others by more than that, raise "
+    "--startup-timeout-minutes",
+    "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The root cause, as the rank that found it says it. Travels between ranks as JSON."""
+
+    reporter: int
+    """Rank that prints."""
+
+    who: str
+    """The rank that failed, of how many, and its host."""
+
+    phase: str
+    title: str
+    """In a few words, for one line."""
+
+    what: str
+    """The traceback, or a sentence."""
+
+    advice: str
+    code: int = ExitCode.FAILED
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        return cls(**json.loads(text))
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, who: str, phase: str) -> Failure:
+        """The report on an exception."""
+        title = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        if is_users(error):
+            return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
+        if hasattr(error, "advice"):  # its message says all
+            return cls(rank, who, phase, title, str(error), str(error.advice))
+        what = "".join(traceback.format_exception(error))
+        if is_out_of_memory(error):
+            return cls(rank, who, phase, title, what, ADVICE["memory"])
+        if "deterministic implementation" in str(error):
+            return cls(rank, who, phase, title, what, ADVICE["kernel"])
+        return cls(rank, who, phase, title, what, ADVICE["collective" if is_consequence(error) else "error"])
+
+    def advised(self, kind: str) -> Failure:
+        """The same with other advice."""
+        return replace(self, advice=ADVICE[kind])
+
+    def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
+        """The report. `others`: where the other ranks were. A configuration's error needs no more than itself."""
+        if self.code == ExitCode.BAD_CONFIGURATION:
+            return f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  ")
+        lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
+        lines += [f"{ranks}: {place}" for place, ranks in _grouped(others or {}).items()]
+        if stacks is not None:
+            lines.append(f"stacks of all ranks: {stacks}")
+        return "\n".join([*lines, f"what to do: {self.advice}", RULE])
+
+    def line(self) -> str:
+        """In one line, for ranks that end because of it."""
+        return f"ended because {self.who} failed ({self.phase}): {self.title}"
+
+
+def _grouped(places: dict[int, str]) -> dict[str, str]:
+    """Place -> the ranks that were there, those with the fewest ranks last."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        ranks.setdefault(place, []).append(rank)
+    ordered = sorted(ranks.items(), key=lambda item: -len(item[1]))
+    return {place: ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) for place, who in ordered}
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether this is a value that the user gave: a ValueError raised by this package itself."""
+    if not isinstance(error, ValueError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(PACKAGE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the end of another rank may be the cause of this error."""
+    return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left. torch says the latter in a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def hung(error: BaseException) -> bool:
+    """Whether ranks waited for one another for too long, as against one that has ended."""
+    return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
+
+
+def raised_in_message(error: BaseException) -> bool:
+    """Whether it came while waiting for a message between pipeline stages, and not in a collective."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+    return bool(frames) and frames[-1].filename.endswith("p2p.py")
+
+
+def place_in(error: BaseException) -> str:
+    """The innermost line of this package that an error came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else ""
+
+
+def place_of(thread_id: int) -> str:
+    """The innermost line of this package that a thread of this process is in."""
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith(("watch.py", "ending.py")):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return "outside of the package"

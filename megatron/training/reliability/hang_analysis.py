@@ -1,0 +1,167 @@
+"""Who is at fault where ranks wait for one another: decided from what each rank says of itself. No process groups.
+
+A rank waits for those of a group that have not entered a collective that it has entered, and for the sender of a
+message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong.
+So is, where more wait in a circle, the one that has left out what all others have done. Where there is no circle,
+those are at fault that are waited for and wait for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from megatron.training.reliability.flight_recorder import Entered
+
+ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
+"""Collectives in which ranks may bring tensors of different sizes."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself when the run fails."""
+
+    phase: str
+    place: str
+    """Line of code."""
+
+    stack: str = ""
+    entered: tuple[Entered, ...] = ()
+    message_from: int | None = None
+    """The rank whose message it waits for."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Standing:
+        values = json.loads(text)
+        entered = tuple(Entered(**(each | {"ranks": tuple(each["ranks"])})) for each in values.pop("entered"))
+        return cls(**values, entered=entered)
+
+    @property
+    def waits_in(self) -> Entered | None:
+        return next((each for each in self.entered if each.pending), None)
+
+    def in_group(self, of: Entered) -> Entered | None:
+        """The last collective of the same group."""
+        return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The ranks at fault, and one line that says what they did."""
+
+    ranks: tuple[int, ...]
+    title: str
+    why: str
+
+
+def blame(standings: Mapping[int, Standing]) -> Blame | None:
+    """Who is at fault; None if what the ranks say does not show it."""
+    waits = {rank: _waits_for(rank, standings) for rank in standings}
+    if found := _other_branch(standings, waits):
+        return found
+    waited_for = set().union(*waits.values()) if waits else set()
+    late = tuple(sorted(rank for rank in waited_for if not waits.get(rank)))
+    if not late:
+        return _left_out(standings)
+    waiting = sorted(rank for rank, peers in waits.items() if peers)
+    why = f"{_named(waiting)} waited for {_named(late)}, which did not come: " + "; ".join(
+        f"rank {rank} was at {standings[rank].place}" for rank in late
+    )
+    return Blame(late, "did not come to where the others waited", why)
+
+
+def _left_out(standings: Mapping[int, Standing]) -> Blame | None:
+    """The one rank that waits elsewhere than in a collective that all others have entered, each over its group of one
+    axis."""
+    found: dict[int, str] = {}
+    for rank, me in standings.items():
+        others = [standing for other, standing in standings.items() if other != rank]
+        for axis in {each.axis for other in others for each in other.entered}:
+            numbers = {each.number for other in others for each in other.entered if each.axis == axis}
+            everywhere = all(any(each.axis == axis for each in other.entered) for other in others)
+            mine = max((each.number for each in me.entered if each.axis == axis), default=0)
+            if me.waits_in and everywhere and len(others) > 1 and len(numbers) == 1 and mine < min(numbers):
+                theirs = next(each.what for each in others[0].entered if each.axis == axis)
+                found[rank] = f"rank {rank} entered {me.waits_in} and left out what all others entered over {axis}: "
+                found[rank] += f"{theirs} (number {numbers.pop()})"
+    if len(found) != 1:
+        return None
+    [(rank, why)] = found.items()
+    return Blame((rank,), "entered another collective than the others", why)
+
+
+def _waits_for(rank: int, standings: Mapping[int, Standing]) -> set[int]:
+    me = standings[rank]
+    found = {me.message_from} if me.message_from in standings else set()
+    for mine in me.entered:
+        if mine.pending:
+            found |= {peer for peer in mine.ranks if peer in standings and _behind(standings[peer], mine)}
+    return {peer for peer in found if peer is not None} - {rank}
+
+
+def _behind(other: Standing, mine: Entered) -> bool:
+    theirs = other.in_group(mine)
+    return theirs is None or theirs.number < mine.number
+
+
+def _other_branch(standings: Mapping[int, Standing], waits: Mapping[int, set[int]]) -> Blame | None:
+    guilty: dict[int, str] = {}
+    undecided: dict[int, str] = {}
+    for a in sorted(standings):
+        for b in sorted(standings):
+            if a < b and (clash := _clash(a, b, standings, waits)):
+                followed = [_followed(rank, clash[rank], standings) for rank in (a, b)]
+                what = {
+                    rank: f"rank {rank} entered {clash[rank]} while rank {peer} entered {clash[peer]}"
+                    for rank, peer in ((a, b), (b, a))
+                }
+                if followed[0] == followed[1]:
+                    undecided |= what
+                else:
+                    rank = a if followed[0] < followed[1] else b
+                    guilty.setdefault(rank, what[rank])
+    found = guilty or undecided
+    if not found:
+        return None
+    lines = list(found.values()) if guilty else list(found.values())[:1]
+    return Blame(tuple(sorted(found)), "entered another collective than the others", "; ".join(lines))
+
+
+def _clash(
+    a: int, b: int, standings: Mapping[int, Standing], waits: Mapping[int, set[int]]
+) -> dict[int, Entered] | None:
+    """The collectives in which two ranks wait for each other, or that they take for the same one."""
+    mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
+    theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
+    for x in standings[a].entered:
+        y = standings[b].in_group(x)
+        if y and x.number == y.number and (x.pending or y.pending) and _kind(x) != _kind(y):
+            return {a: x, b: y}
+    for x in mine:
+        for y in theirs:
+            if _behind(standings[b], x) and _behind(standings[a], y):
+                return {a: x, b: y}
+    return None
+
+
+def _kind(entered: Entered) -> str:
+    operation = entered.what.split(" ")[0]
+    return operation if operation in ANY_SIZES else entered.what
+
+
+def _followed(rank: int, entered: Entered, standings: Mapping[int, Standing]) -> tuple[int, float]:
+    """How many ranks have come as far on this axis, in whichever group, and what part of this rank's own group."""
+
+    def has(other: Entered) -> bool:
+        return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))
+
+    ranks = {r for r, s in standings.items() for other in s.entered if other.axis == entered.axis and has(other)}
+    return len(ranks), len(ranks & set(entered.ranks)) / len(entered.ranks)
+
+
+def _named(ranks: list[int] | tuple[int, ...]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

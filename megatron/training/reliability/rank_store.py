@@ -1,0 +1,192 @@
+"""What the ranks of a run tell each other beside the collectives, through the store in which they met.
+
+The keys:
+    peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
+    cause       the failure of the run, first come            place/R  where R stood when it saw the cause
+    told        the report that is printed                    left/R   R has read that, and asks nothing more
+    over/R      R has left in peace
+    came/W      how many ranks have come to meeting W         came/W/R R has
+    ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
+    agreed/N    the tick at which all ranks do it
+No call blocks for longer than the store takes to answer, so that ranks that are gone hold up nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.training.reliability.failure_report import Failure
+from megatron.training.reliability.launch import Launch
+
+
+class NoStoreError(ConnectionError):
+    """This rank cannot talk to the others."""
+
+
+def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
+    """A connection to the store of this world. Rank 0 opens the store unless the launcher has one.
+
+    A store of torchrun's outlives the ranks that it starts again, and would tell them where their predecessors were:
+    the keys of each start are apart. Where rank 0 opens it, each start has a port and so a store of its own; nodes
+    then need not agree on the number of the start, which torchrun counts for each of them.
+    Raises NoStoreError if there is none within `timeout`, or if rank 0 cannot open it.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = launch.rank == 0 and not has_one
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            launch.world_size,
+            is_master=opens,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # rank 0 opens it again for the process groups
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        does = "cannot open" if opens else "did not find"
+        raise NoStoreError(f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {error}") from error
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if has_one else ""
+    return dist.PrefixStore(f"{name}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{start}", store)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process, as others on its machine can look it up."""
+
+    host: str
+    pid: int
+    namespace: str
+    started: str
+    """Tells the process from a later one of the same number."""
+
+    @classmethod
+    def here(cls) -> Peer:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        if not boot.exists():
+            return cls(socket.gethostname(), os.getpid(), "", "")
+        namespace = boot.read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return cls(socket.gethostname(), os.getpid(), namespace, _stat(os.getpid())[1])
+
+    def state(self) -> str:
+        """`R`, `S`, ... as the kernel says; `T` for stopped, empty for gone."""
+        state, started = _stat(self.pid)
+        return state if started == self.started and state not in ("Z", "X") else ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start time of a process; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+def out_of_memory_kills() -> int:
+    """Processes that the kernel of this machine has ended for want of memory since it started."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something that all ranks shall do after the same tick."""
+
+    kind: str
+    """`save`, `stop`, or `resume`: stop, and be started again."""
+
+    why: str
+
+
+class Board:
+    """A rank's view of the store."""
+
+    def __init__(self, store: dist.Store, launch: Launch) -> None:
+        self.store, self.launch, self.peers = store, launch, dict[int, Peer]()
+        self.ranks = range(launch.world_size)
+        self.me = Peer.here()
+        self._beats = 0
+        store.set(f"peer/{launch.rank}", json.dumps(asdict(self.me)))
+
+    def get(self, key: str) -> str | None:
+        """A value, None where there is none yet."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def get_all(self, name: str) -> dict[int, str]:
+        """Rank -> value, of the ranks that have one."""
+        keys = [f"{name}/{rank}" for rank in self.ranks]
+        if self.store.check(keys):
+            return dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(keys)), strict=True))
+        found = {rank: self.get(key) for rank, key in zip(self.ranks, keys, strict=True)}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def neighbours(self) -> dict[int, Peer]:
+        """The other ranks on this machine, once all have come."""
+        if not self.peers and self.store.check([f"peer/{rank}" for rank in self.ranks]):
+            self.peers = {rank: Peer(**json.loads(text)) for rank, text in self.get_all("peer").items()}
+        rank, space = self.launch.rank, self.me.namespace
+        return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
+
+    def post_cause(self, failure: Failure) -> Failure:
+        """Makes `failure` the report unless there is one; returns what is."""
+        return Failure.from_json(self.store.compare_set("cause", "", failure.to_json()).decode())
+
+    def cause(self) -> Failure | None:
+        text = self.get("cause")
+        return Failure.from_json(text) if text else None
+
+    def ask(self, number: int, request: Request) -> None:
+        """Makes `request` the one of this number unless there is one."""
+        self.store.compare_set(f"ask/{number}", "", json.dumps(asdict(request)))
+
+    def asked(self, number: int) -> Request | None:
+        text = self.get(f"ask/{number}")
+        return Request(**json.loads(text)) if text else None
+
+    def say_position(self, number: int, tick: int) -> None:
+        self.store.set(f"at/{number}/{self.launch.rank}", str(tick))
+
+    def agreed(self, number: int) -> int | None:
+        """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
+        if self.launch.rank == 0 and not self.store.check([f"agreed/{number}"]):
+            positions = self.get_all(f"at/{number}")
+            if len(positions) == len(self.ranks):
+                self.store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
+        text = self.get(f"agreed/{number}")
+        return int(text) if text else None
+
+    def beat(self, phase: str) -> None:
+        """A sign of life."""
+        self._beats += 1
+        self.store.set(f"beat/{self.launch.rank}", f"{self._beats} {phase}")
+
+    def last_phase(self, rank: int) -> str:
+        """The phase that a rank was in at its last sign of life; empty if it gave none."""
+        return (self.get(f"beat/{rank}") or "").partition(" ")[2]
+
+    def come(self, meeting: str) -> None:
+        """Says that this rank has come to a meeting of all ranks."""
+        self.store.set(f"came/{meeting}/{self.launch.rank}", "")
+        self.store.add(f"came/{meeting}", 1)
+
+    def all_came(self, meeting: str) -> bool:
+        return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
+
+    def missing(self, meeting: str) -> list[int]:
+        """The ranks that have not come."""
+        came = self.get_all(f"came/{meeting}")
+        return [rank for rank in self.ranks if rank not in came]
