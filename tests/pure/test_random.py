@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import dropout as random
+from megatron.core import init
 from megatron.core.dropout import attention_dropout, dropout
 from megatron.core.init import initialize_parameters_
 from megatron.core.param_meta import Init, ParamMeta
@@ -29,7 +30,7 @@ def shard(meta: ParamMeta, rank: int, size: int, seed: int = 7, dtype: torch.dty
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks far smaller than a tensor, which begin and end anywhere in a row."""
-    monkeypatch.setattr(random, "BLOCK", 37)
+    monkeypatch.setattr(init, "BLOCK", 37)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_two_sharded_dims() -> None:
 
 def test_real_blocks_agree_too() -> None:
     meta = ParamMeta("w", (3, 700, 1024), {"tp": 1}, Init("normal", 0.02))
-    assert meta.numel > 2 * random.BLOCK
+    assert meta.numel > 2 * init.BLOCK
     whole = shard(meta, 0, 1)
     assert torch.equal(torch.cat([shard(meta, rank, 2) for rank in range(2)], 1), whole)
     assert whole.std().item() == pytest.approx(0.02, rel=0.01)
@@ -111,14 +112,14 @@ def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
     param.meta = meta
     with LargestTensor([param]) as seen:
         initialize_parameters_([param], 7, coords)
-    assert 0 < seen.largest <= random.BLOCK
+    assert 0 < seen.largest <= init.BLOCK
 
 
 def test_only_blocks_of_the_shard_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    original = random._normal_block
-    monkeypatch.setattr(random, "BLOCK", 100)
-    monkeypatch.setattr(random, "_normal_block", lambda *args: drawn.append(args[2]) or original(*args))
+    original = init._normal_block
+    monkeypatch.setattr(init, "BLOCK", 100)
+    monkeypatch.setattr(init, "_normal_block", lambda *args: drawn.append(args[2]) or original(*args))
     shard(ParamMeta("w", (80, 10), {"tp": 0}, Init("normal", 1.0)), 1, 4)
     assert drawn == [2, 3]
 
