@@ -53,14 +53,14 @@ class Row:
     seconds: Spread
 
 
-def seconds_of(command: Sequence[str], until: str | None = None) -> tuple[float, str]:
+def seconds_of(command: Sequence[str], until: str | None = None, folder: Path = ROOT) -> tuple[float, str]:
     """Wall time until a line with `until` comes, or until the end; and the output up to there."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     lines = []
     taken = None
     with subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
