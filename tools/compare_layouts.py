@@ -215,7 +215,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 def run_side(side: Side, steps: int) -> Snapshot:
     """Trains a side, and says how long it took."""
     start = time.perf_counter()
-    snapshot = train_in_world(side.world_size, side.argv, steps, timeout=600.0, activations=True)
+    snapshot = train_in_world(side.world_size, side.argv, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"
     seconds = time.perf_counter() - start
     length = f"{steps} step{'s' if steps > 1 else ''}"

@@ -29,14 +29,14 @@ import torch._dynamo  # torch.optim imports it on first use: once here instead o
 import torch.distributed as dist
 
 
-def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """Returns [fn(rank, world_size, *args) for each rank]. Raises RuntimeError with the first failing rank's
     traceback, or TimeoutError with all stacks. Results must pickle."""
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), os.getpid(), fn, args))
+            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), os.getpid(), timeout, fn, args))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -89,7 +89,13 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: Path, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    parent: int,
+    timeout: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     _die_with_parent(parent)
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
@@ -102,7 +108,7 @@ def _rank_main(
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeout),
         )
         result = fn(rank, world_size, *args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))

@@ -78,7 +78,7 @@ def train_in_world(
     world_size: int,
     argv: Sequence[str],
     steps: int = 2,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     activations: bool = False,
     unseen: int = 0,
 ) -> Snapshot:

@@ -15,6 +15,7 @@ import pytest
 
 from megatron.core.tensor_parallel.layers import LOCAL
 from megatron.core.transformer.layer import TransformerLayer
+from tests.limits import HANG
 from tools.compare_layouts import main
 
 ROOT = Path(__file__).parents[2]
@@ -167,8 +168,8 @@ def children_of(pid: int) -> list[str]:
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    for _ in range(600):
-        if found := condition():
-            return found
+    deadline = time.monotonic() + HANG
+    while not (found := condition()):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    raise AssertionError("did not happen within 30 s")
+    return found

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "megatron_order"
@@ -23,7 +24,7 @@ BYTES = ("--tokenizer-type", "ByteTokenizer")
 def tool(name, *flags, code=0):
     """Runs a tool outside the repository, and returns what it printed."""
     command = [sys.executable, str(ROOT / "tools" / name), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=HANG)
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -165,11 +166,11 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
     with open(tmp_path / "endless.jsonl", "w") as pipe:
         pipe.write('{"text": "x"}\n' * 50_000)
         pipe.flush()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG
         while not list(tmp_path.glob(".out*")) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(number)
-        _, shown = process.communicate(timeout=30)
+        _, shown = process.communicate(timeout=HANG)
     assert process.returncode == code, shown
     assert [path.name for path in tmp_path.iterdir()] == ["endless.jsonl"]
     assert "Traceback" not in shown

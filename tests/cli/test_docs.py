@@ -20,6 +20,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import resolve, validate
+from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -56,7 +57,7 @@ def run_page(page: str, clone: Path, **environ: str) -> str:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=280
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
 WRONG = (
@@ -25,7 +27,7 @@ RIGHT = (
 def pretrain(flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | environ
     command = [sys.executable, "pretrain_gpt.py", *flags.split()]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def test_all_problems_at_once() -> None:

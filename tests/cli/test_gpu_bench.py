@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
 from tools.bench.profile_groups import GPU_CATEGORIES, IDLE, OTHER, Span, busy_time, group_of, groups_of, spans_of
 
@@ -20,7 +21,7 @@ TRIAL = "--cpu --config tiny --steps 1 --rounds 2 --warm-up 1"
 def bench(flags: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/bench/gpu.py", *TRIAL.split(), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def test_whole_run(tmp_path: Path) -> None:
@@ -29,9 +30,9 @@ def test_whole_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "TFLOP/s (causal), MFU unknown (causal)" in done.stdout
     (row,) = json.loads(found.read_text())["rows"]
-    assert row["layers"] == 4 and row["micro_batch_size"] == 2 and row["tokens_per_second"]["rounds"] == 2
+    assert row["layers"] == 2 and row["micro_batch_size"] == 2 and row["tokens_per_second"]["rounds"] == 2
     names = [ceiling["name"] for ceiling in row["ceilings"]]
-    assert names[:2] == ["256^3 bf16", "qkv bf16"] and names[-1] == "copy" and "fc1 fp8" in names
+    assert names[:2] == ["64^3 bf16", "qkv bf16"] and names[-1] == "copy" and "fc1 fp8" in names
     groups = {group["name"]: group for group in row["groups"]}
     for name in ("GEMM", "attention", "norm", "optimizer", "copies", "elementwise", "fp8 casts", IDLE):
         assert groups[name]["share"] > 0, name

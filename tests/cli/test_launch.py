@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.reliability.launch import Launch, first_host
+from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -42,7 +43,7 @@ def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for process in (alone, *tasks):
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=HANG)
         assert process.returncode == 0, out
     assert losses(tmp_path / "two.jsonl") == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)
 

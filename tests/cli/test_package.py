@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,9 +26,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "."], cwd=source, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-m", "pip", "install", *options, "."]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
 
@@ -46,7 +47,7 @@ def test_installed_command_trains(installed: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(installed / "bin/pretrain_gpt"), *flags.split()]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = str(installed)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

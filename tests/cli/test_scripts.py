@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(ROOT.glob("scripts/*.sh"))
 
@@ -19,7 +21,7 @@ def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
     return subprocess.run(
-        [str(word) for word in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [str(word) for word in command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
     )
 
 

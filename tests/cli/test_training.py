@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 MODEL = (
     "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 200 "
@@ -28,7 +30,7 @@ def launch(processes: int, *argv: str, check: bool = True) -> subprocess.Complet
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG,
     )
     assert not check or result.returncode == 0, result.stderr[-4000:]
     return result

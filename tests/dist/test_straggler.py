@@ -19,6 +19,9 @@ from megatron.training.training import Interval, summarize, train_step
 from tests.harness import run_world
 from tests.parity.test_bad_steps import config_of
 
+DELAY = 0.5
+"""Seconds a micro-batch: much more than a busy machine takes from a process."""
+
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:
     parallel = config.parallel
@@ -29,9 +32,9 @@ def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int
         (model,) = run.stages.values()
         module = model.decoder.layers[0].mlp
         if rank == slow.get("forward"):
-            module.register_forward_hook(lambda *_: time.sleep(0.2))
+            module.register_forward_hook(lambda *_: time.sleep(DELAY))
         if rank == slow.get("backward"):
-            module.register_full_backward_hook(lambda *_: time.sleep(0.2))
+            module.register_full_backward_hook(lambda *_: time.sleep(DELAY))
         interval = Interval()
         for _ in range(2):
             train_step(run, interval)

@@ -20,6 +20,7 @@ import torch._dynamo  # torch.optim imports it on first use: once here instead o
 
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
+from tests.limits import HANG
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def forked_ranks(
             process.join()
 
 
-def join(ranks: Sequence[Any], seconds: float) -> list[int]:
+def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
     """Exit codes. Raises TimeoutError if a rank has not ended in that time."""
     limit = time.monotonic() + seconds
     for process in ranks:

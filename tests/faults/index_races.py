@@ -25,9 +25,9 @@ from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
+from tests.limits import HANG
 
 NOBODY = 65534
-BOUND = 120.0
 FORK = mp.get_context("fork")
 
 
@@ -79,16 +79,16 @@ def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = 
             os.setgid(user)
             os.setuid(user)
         _count_stores(stored)
-        barrier.wait(BOUND)
+        barrier.wait(HANG)
         results.put((seed, digest_of(prefix, cache, seed)))
 
     processes: list[Any] = [FORK.Process(target=run, args=(seed,)) for seed in seeds]
     began = time.monotonic()
     for process in processes:
         process.start()
-    found = [results.get(timeout=BOUND) for _ in processes]
+    found = [results.get(timeout=HANG) for _ in processes]
     for process in processes:
-        process.join(BOUND)
+        process.join(HANG)
     digests = {seed: {digest for other, digest in found if other == seed} for seed in set(seeds)}
     names = []
     while not stored.empty():
@@ -178,8 +178,8 @@ def killed_builder(folder: Path, rounds: int, processes: int) -> str:
         time.sleep(0.3)
         assert waiting.is_alive(), "the others wait for the builder"
         os.kill(victim.pid, signal.SIGKILL)
-        victim.join(BOUND)
-        waiting.join(BOUND)
+        victim.join(HANG)
+        waiting.join(HANG)
         assert waiting.exitcode == 0 and digest_of(prefix, cache, 1) == expected
         half = list(cache.glob(".*.tmp"))
         assert len(half) == 1
@@ -191,14 +191,14 @@ def killed_builder(folder: Path, rounds: int, processes: int) -> str:
 def _build_slowly(prefix: Path, cache: Path) -> None:
     def half(array: Any, path: Path) -> None:
         path.write_bytes(array.tobytes()[: array.nbytes // 2])
-        time.sleep(BOUND)
+        time.sleep(HANG)
 
     index_cache._save = half
     digest_of(prefix, cache, 1)
 
 
 def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + BOUND
+    deadline = time.monotonic() + HANG
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -219,7 +219,7 @@ def two_nodes(folder: Path, rounds: int, processes: int) -> str:
 
     flags = [flag for flag in MODEL if flag != "--mock-data"] + ["--train-iters", "2", "--data-path", str(prefix)]
     with forked_ranks(4, [*flags, "--data-cache-path", "cache"], folder / "screen", place) as ranks:
-        assert join(ranks, BOUND) == [0] * 4, (folder / "screen").read_text()
+        assert join(ranks) == [0] * 4, (folder / "screen").read_text()
     names = []
     while not stored.empty():
         names.append(stored.get())

@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training import checkpointing, training
 from tests.faults.forked import forked_ranks, join
+from tests.limits import HANG
 from tools.inspect_checkpoint import first_difference
 
 WORLD = 8
@@ -50,8 +51,6 @@ MODEL = (
     "--save-interval 2 --keep-last 2 --tp 2 --pp 2"
 ).split()
 PHASES = ("between saves", "copying", "clearing", "writing", "publishing", "deleting", "loading")
-LAUNCH_LIMIT = 120.0
-"""Seconds after which a start that has not ended counts as hanging."""
 
 
 class Marks:
@@ -141,7 +140,7 @@ def start(folder: Path, iterations: int, moment: Moment | None, flags: Sequence[
     began = time.monotonic()
     with forked_ranks(WORLD, argv, screen, marks.install) as ranks:
         if moment is None or not _reaches(moment, ranks, marks, began):
-            codes, text = join(ranks, LAUNCH_LIMIT), screen.read_text()
+            codes, text = join(ranks), screen.read_text()
             if any(codes):
                 raise RuntimeError(f"exit codes {codes}:\n{text}")
             return Started(False, text, time.monotonic() - began)
@@ -152,7 +151,7 @@ def start(folder: Path, iterations: int, moment: Moment | None, flags: Sequence[
         after = time.monotonic() - began
         step, phase = marks.steps[moment.victim], PHASES[marks.phases[moment.victim]]
         if moment.others is None:
-            join(ranks, LAUNCH_LIMIT)
+            join(ranks)
         else:
             time.sleep(moment.others)
     return Started(True, screen.read_text(), after, step, phase if step else f"start-up, {phase}", latest)
@@ -164,8 +163,8 @@ def _reaches(moment: Moment, ranks: Sequence[Any], marks: Marks, began: float) -
     while due is None or time.monotonic() < due:
         if any(process.exitcode is not None for process in ranks):
             return False
-        if time.monotonic() > began + LAUNCH_LIMIT:
-            raise TimeoutError(f"{WORLD} ranks did not come to a first step within {LAUNCH_LIMIT} s")
+        if time.monotonic() > began + HANG:
+            raise TimeoutError(f"{WORLD} ranks did not come to a first step within {HANG} s")
         if due is None and all(marks.steps):
             due = time.monotonic() + moment.delay
         time.sleep(0.001)

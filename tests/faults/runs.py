@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 MODEL = (
     "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
@@ -72,7 +74,7 @@ def run_with_fault(
     command = [*launcher, "tests/faults/broken_pretrain.py", *MODEL, "--save", str(folder / "save")]
     command += ["--load", str(folder / "save"), *KINDS[kind][1], *flags]
     with (folder / "screen").open("w+") as screen:
-        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=screen, stderr=screen, timeout=200)
+        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=screen, stderr=screen, timeout=HANG)
         ended = time.time()
         screen.seek(0)
         text = screen.read()

@@ -18,9 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.faults.runs import MODEL, ROOT
-
-BOUND = 120.0
-"""Seconds that a test waits for anything at most."""
+from tests.limits import HANG
 
 
 @dataclass
@@ -67,7 +65,7 @@ class World:
 
     def wait_for(self, said: Callable[[], object] | str) -> None:
         """Until something is true, or on the screen."""
-        deadline = time.monotonic() + BOUND
+        deadline = time.monotonic() + HANG
         while not (said in self.text if isinstance(said, str) else said()):
             assert time.monotonic() < deadline, self.text
             assert any(process.poll() is None for process in self.processes), self.text
@@ -78,7 +76,7 @@ class World:
 
     def codes(self) -> list[int]:
         """The exit codes of all, when all have ended."""
-        return [process.wait(timeout=BOUND) for process in self.processes]
+        return [process.wait(timeout=HANG) for process in self.processes]
 
     @property
     def saved(self) -> int | None:
@@ -183,7 +181,7 @@ def interrupt(folder: Path) -> tuple[list[int], str]:
             time.sleep(0.1)
         time.sleep(1)
         os.killpg(process.pid, signal.SIGINT)
-        code = process.wait(timeout=BOUND)
+        code = process.wait(timeout=HANG)
     text = (folder / "screen").read_text()
     saved = int((folder / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert f"exiting at iteration {saved}: SIGINT on rank" in text, text

@@ -16,8 +16,8 @@ from megatron.training.reliability.run_status import ExitCode
 from tests.faults.broken_pretrain import slow_down
 from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
+from tests.limits import HANG
 
-BOUND = 60.0
 RESUME = ExitCode.TO_BE_RESUMED
 
 
@@ -43,7 +43,7 @@ class World:
         return int(found[1])
 
     def wait_for(self, said: str | Callable[[], object]) -> None:
-        deadline = time.monotonic() + BOUND
+        deadline = time.monotonic() + HANG
         while not (said in self.text if isinstance(said, str) else said()):
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)
@@ -52,7 +52,7 @@ class World:
         os.kill(self.ranks[rank].pid, number)
 
     def codes(self) -> list[int]:
-        return join(self.ranks, BOUND)
+        return join(self.ranks)
 
 
 def world(folder: Path, *flags: str, slow: str = "") -> Any:

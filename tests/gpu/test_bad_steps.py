@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.gpu.test_training import FLAGS, ROOT
+from tests.limits import HANG
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("precision", ["--fp32", "--bf16"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.test_training import losses
+from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +86,7 @@ print("agree")
 def test_products_are_those_of_the_cpu() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")

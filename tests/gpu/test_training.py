@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import HANG
+
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +29,7 @@ def losses(metrics: Path, processes: int, *flags: str) -> list[float]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
 
@@ -61,7 +63,7 @@ def test_graphs_over_data_parallelism(on_cpu: list[float], tmp_path: Path) -> No
 
 def test_attention_kernels_are_compared() -> None:
     done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, done.stderr
     assert " attention by flash (" in done.stdout or " attention by cudnn (" in done.stdout, done.stdout

@@ -169,9 +169,7 @@ class Grid:
         """Source -> what was wrong when it was loaded at the layout `name`, after training there if asked."""
         world_size, home = LAYOUTS[self.family][name][0], self.root / self.family / name
         wanted = {source: self.saved[source] for source in sources}
-        visits: list[Visit] = run_world(
-            world_size, visit, argv_of(self.family, name), home if train else None, wanted, timeout=300.0
-        )
+        visits: list[Visit] = run_world(world_size, visit, argv_of(self.family, name), home if train else None, wanted)
         if train:
             truth = assemble([fragment for each in visits for fragment in each.trained])
             assert not truth.replica_errors, truth.replica_errors

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.samplers import DataIterator, microbatch_samples
+from tests.limits import HANG
 
 
 class Numbers:
@@ -86,7 +87,7 @@ def test_workers_read_ahead_of_the_step():
     dataset = Numbers(1000)
     with DataIterator(dataset, micro_batch_size=1, num_workers=2, name="training") as iterator:
         iterator.next_step(0, 1)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG
         while len(dataset.read) < 9 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sorted(dataset.read) == list(range(9))

@@ -16,6 +16,7 @@ from megatron.core.datasets.build import build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.limits import HANG
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
 ALPHA = str(FOLDER / "alpha")
@@ -251,12 +252,12 @@ def test_eight_processes_race_for_one_cache(tmp_path):
     ]
     for process in processes:
         process.start()
-    sums = [results.get(timeout=60) for _ in processes]
+    sums = [results.get(timeout=HANG) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(HANG)
         assert process.exitcode == 0
     assert set(sums) == {499_999_500_000}
-    built.get(timeout=10)
+    built.get(timeout=HANG)
     assert built.empty(), "one process builds, the others read"
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".npy", ".txt"]
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import VARIABLE, ExitCode, Outcome, code_for_launcher, early_end_told
+from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,5 +98,5 @@ assert seen == [signal.SIGUSR1], seen
 
 
 def test_signals_that_come_before_the_watch_are_held_where_they_were_ignored() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 
 # What decides by integers and text runs on a login node, where torch may be missing or slow to import.
@@ -56,7 +58,7 @@ sys.exit("\\n".join(failed) or 0)
 
 def test_what_plans_and_schedules_need_imports_without_torch() -> None:
     command = [sys.executable, "-c", BLOCK_TORCH, *WITHOUT_TORCH]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
 
 

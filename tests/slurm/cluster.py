@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 MISSING = [
     name
@@ -64,7 +66,7 @@ class Job:
         return self.fields()
 
 
-def wait_until(condition: Callable[[], bool], job: Job, seconds: float = 250.0) -> None:
+def wait_until(condition: Callable[[], bool], job: Job, seconds: float = HANG) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         logs = [path for path in (job.folder / "log", *job.folder.glob("logs/node-*.log")) if path.exists()]
@@ -73,7 +75,7 @@ def wait_until(condition: Callable[[], bool], job: Job, seconds: float = 250.0) 
 
 
 def command(*words: str) -> str:
-    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=HANG).stdout.strip()
 
 
 class Cluster:
@@ -100,7 +102,7 @@ class Cluster:
         words += ["--time=20", f"--output={folder}/log", f"--job-name={name}", *options.split()]
         words += ["scripts/train_gpt_slurm.sh", *MODEL, f"--save={folder}/save", f"--load={folder}/save", *flags]
         done = subprocess.run(
-            words, cwd=ROOT, env=outer | environ, check=True, capture_output=True, text=True, timeout=60
+            words, cwd=ROOT, env=outer | environ, check=True, capture_output=True, text=True, timeout=HANG
         )
         return Job(done.stdout.strip(), folder)
 
@@ -111,11 +113,11 @@ def running_cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, as the path of a socket has to be
     script, before = str(ROOT / "tests/slurm/start_slurm.sh"), os.environ.get("SLURM_CONF")
     try:
-        subprocess.run(["bash", script, "start", f"{folder}/run"], check=True, timeout=60)
+        subprocess.run(["bash", script, "start", f"{folder}/run"], check=True, timeout=HANG)
         os.environ["SLURM_CONF"] = f"{folder}/run/slurm.conf"
         yield Cluster(folder)
     finally:
-        subprocess.run(["bash", script, "stop", f"{folder}/run"], check=True, timeout=120)
+        subprocess.run(["bash", script, "stop", f"{folder}/run"], check=True, timeout=HANG)
         os.environ.pop("SLURM_CONF", None)
         if before is not None:
             os.environ["SLURM_CONF"] = before

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parents[2]
 STANDINS = {
     "scontrol": """
@@ -59,7 +61,7 @@ class Batch:
             "SAVES": saves,
         } | environ
         command = ["bash", "scripts/train_gpt_slurm.sh", "pretrain_gpt.py", "--flag"]
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG)
         self.starts += 1
         assert not done.stderr.strip(), done.stderr
         return done.returncode, requeued.exists(), done.stdout.splitlines()[-1]

@@ -28,7 +28,7 @@ class Ceiling:
     unit: str
 
 
-def timed_calls(call: Callable[[], Any], device: Any, work: float, rounds: int = 5, calls: int = 10) -> Spread:
+def timed_calls(call: Callable[[], Any], device: Any, work: float, calls: int, rounds: int = 5) -> Spread:
     """`work`, which each call does, per second."""
     call()
     wait_for(device)
@@ -94,20 +94,24 @@ def products_in_fp8(rows: int, out: int, size_in: int, device: Any) -> Callable[
 
 
 def ceilings(config: RunConfig, device: Any) -> Iterator[Ceiling]:
-    """A large cube and each product of the model, forward and backward, then a copy within memory."""
+    """A large cube and each product of the model, forward and backward, then a copy within memory. On CPU a small cube
+    and few calls: fp8 products may take a second each there."""
     import torch
 
-    side = 8192 if device.type == "cuda" else 256
+    on_gpu = device.type == "cuda"
+    side, calls = (8192, 10) if on_gpu else (64, 1)
     for kind, make in (("bf16", products_in_bf16), ("fp8", products_in_fp8)):
         for name, shape in {f"{side}^3": (side,) * 3, **products(config)}.items():
             if kind == "bf16" or (config.parallel.fp8_format is not None and name != "head"):
                 rows, out, size_in = shape
-                work = 6e-12 * rows * out * size_in
-                yield Ceiling(f"{name} {kind}", timed_calls(make(rows, out, size_in, device), device, work), "TFLOP/s")
-    size = 2**30 if device.type == "cuda" else 2**24
+                call, work = make(rows, out, size_in, device), 6e-12 * rows * out * size_in
+                yield Ceiling(f"{name} {kind}", timed_calls(call, device, work, calls), "TFLOP/s")
+    size = 2**30 if on_gpu else 2**24
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    yield Ceiling("copy", timed_calls(lambda: target.copy_(source), device, 2e-9 * size), "GB/s, read and written")
+    yield Ceiling(
+        "copy", timed_calls(lambda: target.copy_(source), device, 2e-9 * size, calls), "GB/s, read and written"
+    )
 
 
 def ceiling_tokens(config: RunConfig, found: Sequence[Ceiling]) -> float:

@@ -82,12 +82,12 @@ SHAPES = {
         most_samples=1,
     ),
     "tiny": Shape(
-        "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --seq-length 64 "
+        "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --seq-length 32 "
         f"--vocab-size 512 --untie-embeddings-and-output-weights {LLAMA}",
         None,
         micro_batches=2,
         most_samples=2,
-        most_layers=4,
+        most_layers=2,
     ),
 }
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format {format} --fp8-recipe {recipe}"}
