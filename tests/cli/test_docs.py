@@ -104,7 +104,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_flags_and_files_in_text_exist(page: str) -> None:
     """Flags in backticks are flags of pretrain_gpt.py or of a tool, paths in backticks are files."""
     text = (ROOT / page).read_text()
-    sources = [*ROOT.glob("megatron/training/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/*.sh")]
+    sources = [*ROOT.glob("megatron/training/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/*.sh")]
     known = "".join(source.read_text() for source in sources)
     spellings = set(spelling_table())
     for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
