@@ -7,15 +7,14 @@ serve it under the names that Megatron-LM's users know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 
 from megatron.core.parallel_dims import ParallelDims
-
-__all__ = ["Axis", "ParallelDims", "ParallelState", "initialize_model_parallel"]
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 # Groups along several axes: gradients are reduced over the data axes, norms over what cuts the model.
@@ -141,34 +140,35 @@ def initialize_model_parallel(
 def build_parallel_state(
     dims: ParallelDims, rank: int, timeout: timedelta | None = None, lanes: bool | None = None
 ) -> ParallelState:
-    """The groups of `rank`. Groups of equal membership share one communicator; each rank creates only its own.
+    """The groups of `rank`. With `lanes`, the default under NCCL, a pipeline has as many groups as `LANES` names.
 
-    With `lanes`, the default under NCCL, a pipeline has as many groups as `LANES` names."""
-    created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    Every rank calls `new_group` equally often, and the n-th calls of all ranks cut the world into disjoint groups.
+    torch relies on it: it names a group after the number of groups made before, and NCCL with a bound device makes
+    each group by an `ncclCommSplit`, which is collective over the whole world. So a rank that stands alone in a cut
+    makes a group too. Equal cuts share one communicator.
+    """
+    cuts = {name: dims.groups(*JOINT_AXES.get(name, (name,))) for name in (*SINGLE_AXES, *JOINT_AXES)}
+    cuts["embd"] = [  # both ends of each pipeline, and each rank in between alone
+        part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
+    ]
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
-    def axis_of(ranks: tuple[int, ...]) -> Axis:
-        if len(ranks) == 1:
-            return Axis(None, 0, 1, ranks)
-        if ranks not in created:
-            created[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        return Axis(created[ranks], ranks.index(rank), len(ranks), ranks)
+    def group_of(name: str) -> tuple[int, ...]:
+        return next(ranks for ranks in cuts[name] if rank in ranks)
 
-    def mine(*names: str) -> tuple[int, ...]:
-        return next(ranks for ranks in dims.groups(*names) if rank in ranks)
+    def new_group(name: str) -> dist.ProcessGroup | None:
+        covered = sorted(chain.from_iterable(cuts[name]))
+        assert covered == list(range(dims.world_size)), f"the groups along {name} must hold each rank once: {covered}"
+        return dist.new_group(list(group_of(name)), timeout=timeout, use_local_synchronization=True)
 
-    axes = {name: axis_of(mine(name)) for name in SINGLE_AXES}
-    axes |= {name: axis_of(mine(*parts)) for name, parts in JOINT_AXES.items()}
-    pipeline = mine("pp")
-    ends = (pipeline[0], pipeline[-1]) if dims.pp > 1 else (rank,)
-    if dims.pp > 2 and rank not in ends:
-        # torch names a group after the number of groups that its ranks have made. Ranks in between have no use for one
-        # here, but without it their next group would not find its peers.
-        dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
-    axes["embd"] = axis_of(ends if rank in ends else (rank,))
+    axes = {}
+    for name, cut in cuts.items():
+        ranks, key = group_of(name), tuple(cut)
+        if key not in made:
+            made[key] = new_group(name) if max(map(len, cut)) > 1 else None
+        axes[name] = Axis(made[key] if len(ranks) > 1 else None, ranks.index(rank), len(ranks), ranks)
     if dims.pp > 1 and ("nccl" in dist.get_backend() if lanes is None else lanes):
-        for name in LANES[1:]:
-            group = dist.new_group(list(pipeline), timeout=timeout, use_local_synchronization=True)
-            axes[name] = replace(axes["pp"], group=group)
+        axes |= {name: replace(axes["pp"], group=new_group("pp")) for name in LANES[1:]}
     size = dims.world_size
     world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
     return ParallelState(dims, rank, axes, world)
@@ -189,65 +189,20 @@ def get_parallel_state() -> ParallelState:
     return _STATE
 
 
-def model_parallel_is_initialized() -> bool:
-    return _STATE is not None
+def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
+    """This rank's number in its group along an axis, the size of the group, and the group."""
+    return (
+        lambda: get_parallel_state().axis(axis).rank,
+        lambda: get_parallel_state().axis(axis).size,
+        lambda: get_parallel_state().axis(axis).group,
+    )
 
 
-def get_tensor_model_parallel_rank() -> int:
-    return get_parallel_state().tp.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    return get_parallel_state().tp.size
-
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    return get_parallel_state().tp.group
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return get_parallel_state().pp.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return get_parallel_state().pp.size
-
-
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    return get_parallel_state().pp.group
-
-
-def get_context_parallel_rank() -> int:
-    return get_parallel_state().cp.rank
-
-
-def get_context_parallel_world_size() -> int:
-    return get_parallel_state().cp.size
-
-
-def get_data_parallel_rank() -> int:
-    return get_parallel_state().dp.rank
-
-
-def get_data_parallel_world_size() -> int:
-    return get_parallel_state().dp.size
-
-
-def get_data_parallel_group() -> dist.ProcessGroup | None:
-    return get_parallel_state().dp.group
-
-
-def get_expert_model_parallel_rank() -> int:
-    return get_parallel_state().axis("ep").rank
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return get_parallel_state().axis("ep").size
-
-
-def is_pipeline_first_stage() -> bool:
-    return get_parallel_state().pp.first
-
-
-def is_pipeline_last_stage() -> bool:
-    return get_parallel_state().pp.last
+# Megatron-LM's names, for entry points and users' scripts.
+get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tensor_model_parallel_group = _readers("tp")
+get_pipeline_model_parallel_rank, get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_group = _readers(
+    "pp"
+)
+get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _readers("dp")
+get_context_parallel_rank, get_context_parallel_world_size, get_context_parallel_group = _readers("cp")
+get_expert_model_parallel_rank, get_expert_model_parallel_world_size, get_expert_model_parallel_group = _readers("ep")

@@ -68,6 +68,25 @@ class ParamMeta:
         """Elements of the global tensor."""
         return prod(self.global_shape)
 
+    @property
+    def data_axis(self) -> str:
+        """The data-parallel axis over which the gradient is summed."""
+        return "expt_dp" if self.expert else "dp_cp"
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The tensor- and expert-parallel axes along which ranks hold replicas: those that do not cut the tensor."""
+        return tuple(axis for axis in (("ep", "expt_tp") if self.expert else ("tp",)) if axis not in self.sharded)
+
+    def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is saved.
+
+        It is the first along `replica_axes` and, for a parameter of several stages, on the first of them. Data-parallel
+        ranks get the same answer: they share the work out among themselves.
+        """
+        first_stage = not self.shared_stages or coords["pp"][0] == 0
+        return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
+
     def box(self, coords: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) in the global tensor of the part held at `coords`, a map axis -> (rank, size)."""
         offset = [0] * len(self.global_shape)

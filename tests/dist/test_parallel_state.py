@@ -1,20 +1,28 @@
 """Process groups: membership on real worlds, and published grids rehearsed with a fake process group."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core import parallel_state as ps
 from megatron.core.parallel_dims import ParallelDims
 from tests.harness import run_world
 
 
+READERS = {"tp": "tensor_model", "pp": "pipeline_model", "dp": "data", "cp": "context", "ep": "expert_model"}
+
+
 def _sums_along_axes(rank: int, world_size: int) -> dict[str, float]:
     state = ps.initialize_model_parallel(2, 2)
-    assert ps.get_tensor_model_parallel_rank() == state.tp.rank == rank % 2
-    assert ps.get_pipeline_model_parallel_rank() == state.pp.rank == rank // 4
-    assert ps.get_data_parallel_world_size() == state.dp.size == 2
-    assert ps.is_pipeline_first_stage() == (rank < 4)
+    assert (state.tp.rank, state.pp.rank, state.dp.size) == (rank % 2, rank // 4, 2)
+    for name, prefix in READERS.items():
+        axis = state.axis(name)
+        found = [getattr(ps, f"get_{prefix}_parallel_{what}")() for what in ("rank", "world_size", "group")]
+        assert found == [axis.rank, axis.size, axis.group], name
     sums = {}
     for name in ("tp", "dp", "pp", "dp_cp", "mp", "embd"):
         value = torch.tensor([2.0**rank])
@@ -61,6 +69,30 @@ def test_grid_of_mt_nlg_530b(rank: int) -> None:
     assert state.tp.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
     assert state.pp.ranks == tuple(range(rank % 56, 1960, 56))
     assert state.dp.ranks == tuple(rank // 56 * 56 + rank % 8 + 8 * i for i in range(7))
+
+
+SIZES = st.sampled_from([1, 2, 3])
+
+
+@given(tp=SIZES, pp=st.integers(1, 4), cp=SIZES, dp=SIZES, expert=st.booleans(), swapped=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_all_ranks_make_their_groups_together(
+    tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool
+) -> None:
+    """NCCL makes each group by a split of the world that every rank must join: the n-th groups of all ranks must cut
+    the world into disjoint parts, whatever the layout."""
+    dims = ParallelDims(tp, pp, cp, dp, ep=dp * cp if expert else 1, expt_tp=tp, tp_pp_dp=swapped)
+    made: list[list[tuple[int, ...]]] = []
+    for rank in range(dims.world_size):
+        calls: list[tuple[int, ...]] = []
+        with mock.patch.object(dist, "new_group", lambda ranks, calls=calls, **kwargs: calls.append(tuple(ranks))):
+            state = ps.build_parallel_state(dims, rank, lanes=True)
+        assert all(rank in ranks for ranks in calls)
+        assert len(state.lanes) == (len(ps.LANES) if pp > 1 else 1 if "pp" in state.axes else 0)
+        made.append(calls)
+    assert len({len(calls) for calls in made}) == 1
+    for groups in zip(*made, strict=True):
+        assert sorted(rank for group in set(groups) for rank in group) == list(range(dims.world_size))
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused() -> None:

@@ -29,7 +29,6 @@ from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.moe import dispatcher
 from megatron.core.moe import load_balancing as balance
-from megatron.core.optimizer import clip_grads
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
@@ -160,7 +159,7 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
         [Combination.of(world="2", tp="2")],
     ),
     "gradient norm counts every replica": (
-        [(clip_grads, "counts_in_norm", _count_all)],
+        [(ParamMeta, "is_first_replica", _count_all)],
         [Combination.of(world="2", tp="2"), Combination.of(world="2", pp="2")],
     ),
     "ring attention loses gradients of keys and values": (

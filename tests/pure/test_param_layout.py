@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron.core.distributed.param_layout import (
     ALIGNMENT,
     buffer_bytes,
-    counts_in_norm,
     default_bucket_size,
     launch_order,
     plan_buffers,
@@ -138,10 +137,10 @@ def test_one_replica_counts_in_the_norm():
     whole, _ = matrix("whole", (4, 4))
     tied, _ = matrix("tied", (4, 4), sharded={"tp": 0}, shared_stages=(0, 1))
     expert, _ = matrix("expert", (4, 4), sharded={"ep": 0}, expert=True)
-    assert counts_in_norm(split, coords(tp=1)) and counts_in_norm(split, coords(pp=1))
-    assert counts_in_norm(whole, coords()) and not counts_in_norm(whole, coords(tp=1))
-    assert counts_in_norm(tied, coords(tp=1)) and not counts_in_norm(tied, coords(pp=1))
-    assert counts_in_norm(expert, coords(ep=1, tp=1)) and not counts_in_norm(expert, coords(expt_tp=1))
+    assert split.is_first_replica(coords(tp=1)) and split.is_first_replica(coords(pp=1))
+    assert whole.is_first_replica(coords()) and not whole.is_first_replica(coords(tp=1))
+    assert tied.is_first_replica(coords(tp=1)) and not tied.is_first_replica(coords(pp=1))
+    assert expert.is_first_replica(coords(ep=1, tp=1)) and not expert.is_first_replica(coords(expt_tp=1))
 
 
 def test_names_must_differ():

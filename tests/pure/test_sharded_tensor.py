@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.dist_checkpointing.host_staging import HostStaging
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, save
 from megatron.core.parallel_state import Axis
 

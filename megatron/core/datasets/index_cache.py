@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.indexed_dataset import sync_folder
+from megatron.core.fsync import sync_folder
 
 logger = logging.getLogger(__name__)
 

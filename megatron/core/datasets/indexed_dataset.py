@@ -27,6 +27,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.fsync import sync_folder
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -348,12 +350,3 @@ def _append(out: BinaryIO, path: str) -> None:
 def _sync(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,7 @@
 """Sharded checkpoints that any layout loads: see `state_dict` for what is saved and `storage` for how."""
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint, verify
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes, boxes_of_flat_range
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_state
 from megatron.core.dist_checkpointing.storage import (
     Checkpoint,
@@ -16,7 +16,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ShardedBoxes",
-    "boxes_of_flat_range",
     "checkpoint_folder",
     "choose_checkpoint",
     "find_checkpoint",

@@ -10,60 +10,12 @@ DCP takes boxes from an object through three methods that are private to torch. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-
-@dataclass(frozen=True)
-class FlatBox:
-    """The box at `offset` of `shape` in the global tensor, elements [start, stop) of the flat local shard."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def boxes_of_flat_range(
-    local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
-) -> list[FlatBox]:
-    """Cuts elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
-
-    They come in flat order and tile the range, and there are at most 2 * ndim - 1 of them: a partial row at either
-    end costs one box for each inner dimension, and the whole rows between them are one box.
-    """
-    assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
-    if start == stop:
-        return []
-    if not local_shape:
-        return [FlatBox((), (), 0, 1)]
-    row = prod(local_shape[1:])
-
-    def whole_rows(first: int, last: int) -> list[FlatBox]:
-        offset = (local_offset[0] + first, *local_offset[1:])
-        return [FlatBox(offset, (last - first, *local_shape[1:]), first * row, last * row)] if first < last else []
-
-    def within_row(index: int, begin: int, end: int) -> list[FlatBox]:
-        base = index * row
-        inner = boxes_of_flat_range(local_offset[1:], local_shape[1:], begin - base, end - base)
-        head = local_offset[0] + index
-        return [FlatBox((head, *box.offset), (1, *box.shape), box.start + base, box.stop + base) for box in inner]
-
-    first, last = -(-start // row), stop // row
-    if first > last:
-        return within_row(last, start, stop)
-    return [
-        *(within_row(first - 1, start, first * row) if start < first * row else []),
-        *whole_rows(first, last),
-        *(within_row(last, last * row, stop) if last * row < stop else []),
-    ]
-
 
 LocalBox = tuple[tuple[int, ...], Tensor]
 """(offset in the global tensor, live data of the box)."""

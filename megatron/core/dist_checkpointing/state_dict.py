@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes, boxes_of_flat_range
+from megatron.core.boxes import boxes_of_flat_range
+from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -131,18 +132,12 @@ class _Writers:
 
     def mine(self, key: str, meta: ParamMeta) -> bool:
         if key not in self.decided:
-            self.decided[key] = self._first_of_model(meta) and (self.data_sharded or self._my_turn(meta))
+            self.decided[key] = meta.is_first_replica(self.state.coords) and (self.data_sharded or self._my_turn(meta))
         return self.decided[key]
 
-    def _first_of_model(self, meta: ParamMeta) -> bool:
-        axes = ("ep", "expt_tp") if meta.expert else ("tp",)
-        first_stage = meta.shared_stages[0] if meta.shared_stages and self.state.pp.size > 1 else self.state.pp.rank
-        uncut = [axis for axis in axes if axis not in meta.sharded]
-        return self.state.pp.rank == first_stage and all(self.state.axis(axis).first for axis in uncut)
-
     def _my_turn(self, meta: ParamMeta) -> bool:
-        axis = "expt_dp" if meta.expert else "dp_cp"
-        loads = self.loads.setdefault(axis, [0] * self.state.axis(axis).size)
+        data = self.state.axis(meta.data_axis)
+        loads = self.loads.setdefault(meta.data_axis, [0] * data.size)
         turn = loads.index(min(loads))
         loads[turn] += meta.numel
-        return turn == self.state.axis(axis).rank
+        return turn == data.rank

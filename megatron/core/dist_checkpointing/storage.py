@@ -15,7 +15,6 @@ and tensors with `weights_only`.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from megatron.core.dist_checkpointing.integrity import SummedFiles, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -265,7 +265,7 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
     """Makes a written checkpoint visible, and then the latest."""
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
     write_manifest(scratch, sums | {METADATA: metadata})
-    _sync_folder(scratch)
+    sync_folder(scratch)
     final = checkpoint_folder(root, iteration)
     replaced = final.with_suffix(".old")
     if final.exists() or final.is_symlink():
@@ -274,22 +274,13 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
             remove(replaced)
         final.rename(replaced)
     scratch.rename(final)
-    _sync_folder(root)
+    sync_folder(root)
     with suppress(OSError):
         remove(replaced)
     beside = root / f"{LATEST}.tmp"
     write_summed(beside, str(iteration))
     beside.replace(root / LATEST)
-    _sync_folder(root)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to disk: a rename is durable only after it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(root)
 
 
 def gather(value: T, world: Axis) -> list[T]:

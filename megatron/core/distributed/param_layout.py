@@ -12,7 +12,7 @@ operands) and a bucket is padded so that its shards are equal and aligned too; p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -201,15 +201,3 @@ def buffer_bytes(
         main_parameters=0 if params_dtype == main_dtype else owned * main,
         moments=owned * main * MOMENTS[optimizer],
     )
-
-
-def counts_in_norm(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether the rank at `coords` (axis -> (rank, size)) is the one among the replicas of a parameter that counts it.
-
-    Replicas lie along the model axes that do not cut the parameter and, for a parameter shared by two stages, on
-    both; the first of each counts. Data-parallel axes are shared out by the shards.
-    """
-    axes = ("ep", "expt_tp") if meta.expert else ("tp",)
-    if any(axis not in meta.sharded and coords[axis][0] != 0 for axis in axes):
-        return False
-    return not meta.shared_stages or coords["pp"][0] == 0

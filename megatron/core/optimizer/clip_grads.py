@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import counts_in_norm
 from megatron.core.parallel_state import ParallelState
 
 ROW = 4096
@@ -31,7 +30,7 @@ class GradNorm:
         for bucket in buckets:
             runs: list[tuple[bool, int, int]] = []
             for piece in bucket.layout.pieces(*bucket.shard_range):
-                counts, stop = counts_in_norm(piece.meta, state.coords), piece.offset + piece.stop - piece.start
+                counts, stop = piece.meta.is_first_replica(state.coords), piece.offset + piece.stop - piece.start
                 if runs and runs[-1][0] == counts:
                     runs[-1] = (counts, runs[-1][1], stop)  # padding in between is zero
                 else:

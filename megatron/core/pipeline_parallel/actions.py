@@ -29,7 +29,6 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
 class Action(NamedTuple):

@@ -71,9 +71,9 @@ def replicas_of(run: TrainingRun) -> Iterator[Replica]:
 def _replica(
     label: str, values: Tensor, meta: ParamMeta, data_replicated: bool, state: ParallelState
 ) -> Iterator[Replica]:
-    axes = [axis for axis in (("ep", "expt_tp") if meta.expert else ("tp",)) if axis not in meta.sharded]
+    axes = list(meta.replica_axes)
     if data_replicated:
-        axes.append("expt_dp" if meta.expert else "dp_cp")
+        axes.append(meta.data_axis)
     if len(set(meta.shared_stages)) > 1:
         axes.append("embd")
     axes = [axis for axis in axes if state.axis(axis).size > 1]
@@ -84,14 +84,19 @@ def _replica(
 def bit_hash(x: Tensor) -> Tensor:
     """Scalar int64: sum of the elements' bits times position-dependent odd numbers, modulo 2^64. Any single bit that
     differs changes it, and the order of summation cannot."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.contiguous().view(-1).view(integers[x.element_size()])
+    bits = _bits(x)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
         position = torch.arange(start, start + part.numel(), device=x.device)
         total += (part * (position * _GOLDEN | 1)).sum()
     return total
+
+
+def _bits(x: Tensor) -> Tensor:
+    """[n] integers of the same size and bits as the elements, in which NaNs are comparable too."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(-1).view(integers[x.element_size()])
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
@@ -109,8 +114,7 @@ def _describe(replica: Replica, name: str, state: ParallelState) -> str:
     values = replica.values.contiguous().view(-1)
     copies = [torch.empty_like(values) for _ in axis.ranks]
     dist.all_gather(copies, values, group=axis.group)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    unequal = torch.stack([copy.view(integers) != copies[0].view(integers) for copy in copies]).any(dim=0)
+    unequal = torch.stack([_bits(copy) != _bits(copies[0]) for copy in copies]).any(dim=0)
     index = int(unequal.nonzero()[0])
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), replica.values.shape))
     shown = ", ".join(f"rank {rank}: {copy[index].item()!r}" for rank, copy in zip(axis.ranks, copies, strict=True))
