@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from megatron.testing.snapshot import Snapshot, floors_of, kind_of, relative_difference, train_in_world
+from megatron.testing.snapshot import Snapshot, differences, kind_of, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -154,7 +154,7 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
     for name, own, world in (("a", args.a, args.world_a), ("b", args.b, args.world_b)):
         argv = (*common, *batch, *shlex.split(own))
         try:
-            side = Side(name, own, argv, world or ranks_of(parse_args(argv)))
+            side = Side(name, own, argv, world or parse_args(argv).parallel.smallest_world_size)
         except ValueError as error:
             problems += [f"--{name}: {line}" for line in str(error).split("\n")]
             continue
@@ -194,10 +194,6 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     return [*added, *flags]
 
 
-def ranks_of(config: RunConfig) -> int:
-    return max(1, config.parallel.model_parallel_size * (config.parallel.data_parallel_size or 1))
-
-
 def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
     """Where no side says how large the batch is: two micro-batches of both, as the default would differ."""
     rows, given = [], False
@@ -207,7 +203,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
         except ValueError:
             return []  # reported with the side
         given |= config.training.global_batch_size is not None
-        replicas = (world or ranks_of(config)) // max(1, config.parallel.model_parallel_size)
+        replicas = (world or config.parallel.smallest_world_size) // max(1, config.parallel.model_parallel_size)
         rows.append(max(1, replicas * config.training.micro_batch_size))
     return [] if given else ["--global-batch-size", str(2 * lcm(*rows))]
 
@@ -243,14 +239,12 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
     """Prints the first difference, of the sides or of replicas within one, or that there is none."""
     a, b = snapshots
     largest, where = 0.0, ""
-    floors = floors_of(a, b)
-    for key in a.tensors:
+    for key, relative in differences(a, b):
         torn = [
             (side.name, s.differing_replicas[key])
             for side, s in zip(sides, snapshots, strict=True)
             if key in s.differing_replicas
         ]
-        relative = relative_difference(a[key], b[key], floors[key])
         if torn or relative > tolerance:
             print(f"first difference: {key}")
             for name, message in torn:

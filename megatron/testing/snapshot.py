@@ -22,6 +22,7 @@ from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.parallel_state import ParallelState
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.setup import TrainingRun, build_run
@@ -76,20 +77,23 @@ class Snapshot:
 
 def train_in_world(
     world_size: int,
-    argv: Sequence[str],
+    flags: Sequence[str] | RunConfig,
     steps: int = 2,
     timeout: float = 600.0,
     activations: bool = False,
     unseen: int = 0,
 ) -> Snapshot:
-    """Trains `steps` steps on `world_size` gloo ranks under the flags `argv`, after `unseen` steps more: looking at
-    parameters waits for them, so only those show what happens to steps that overlap.
+    """Trains `steps` steps on `world_size` forked gloo ranks and returns the global tensors of each step.
+
+    `flags`: a command line, or a configuration, resolved or not. `unseen` steps are trained first and not recorded:
+    reading the parameters waits for their gather, so only unrecorded steps overlap with one another.
 
     Keys, for step k = 1, 2, ...: `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
-    `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`, [samples,
-    s, h]: what the embedding and each layer put out. Raises ValueError if the configuration is not legal.
+    `step k exp_avg NAME`, ... and `initial weight NAME`; with `activations` also `step k activation MODULE`
+    [samples, s, h], the outputs of the embedding and of each layer. Raises ValueError for an illegal configuration,
+    RuntimeError with the traceback of a rank that fails, TimeoutError with all stacks.
     """
-    config = resolve(parse_args(argv), world_size)
+    config = resolve(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     problems = validate(config, world_size)
     if problems:
         raise ValueError("\n".join(map(str, problems)))
@@ -298,12 +302,13 @@ def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     return difference / scale if scale else 0.0
 
 
-def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
-    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
+def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
+    """(key, relative difference) of every tensor of two snapshots, in the order in which they were computed."""
     assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
     floors = floors_of(a, b)
-    for key, value in a.tensors.items():
-        error = relative_difference(value, b[key], floors[key])
-        if error > tolerance:
-            return key, error
-    return None
+    return ((key, relative_difference(value, b[key], floors[key])) for key, value in a.tensors.items())
+
+
+def first_difference(a: Snapshot, b: Snapshot, tolerance: float) -> tuple[str, float] | None:
+    """The first tensor, in order of computation, in which two snapshots differ by more than `tolerance` relative."""
+    return next((found for found in differences(a, b) if found[1] > tolerance), None)

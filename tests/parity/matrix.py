@@ -21,11 +21,10 @@ from functools import lru_cache
 from itertools import combinations, product
 from random import Random
 
+from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-
-TOLERANCE = 1e-9
 
 COMMON = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "

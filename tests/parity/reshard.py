@@ -3,10 +3,9 @@
     python -m tests.parity.reshard            all pairs of layouts, a line for each layout loaded at
     python -m tests.parity.reshard --list     the layouts
 
-At each layout a model is trained for one step in bf16 and saved: its own rounding makes each checkpoint different from
-the others. Then each layout loads them all into memory filled with NaN. What lies in memory after that (parameters,
-fp32 main parameters, both moments of Adam, biases of experts) is compared with what lay in memory where it was saved,
-neither of them read through the code of checkpoints. CI loads each layout's checkpoint at one other, see
+At each layout a model is trained for one step in bf16 and saved: rounding makes each checkpoint different from the
+others. Then each layout loads them all (`megatron.testing.reshard`): parameters, fp32 main parameters, both moments of
+Adam and biases of experts must have the same bits. CI loads each layout's checkpoint at one other, see
 test_reshard.py.
 """
 
@@ -16,22 +15,13 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.testing.local_world import run_world
-from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.testing.reshard import Checkpoints, Saved, kinds
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
-from megatron.training.initialize import local_runtime
-from megatron.training.setup import TrainingRun, build_run
-from megatron.training.training import Interval, train_step
+from megatron.training.config.run_config import RunConfig
 
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --make-vocab-size-divisible-by 8 "
@@ -82,113 +72,26 @@ LAYOUTS: dict[str, dict[str, tuple[int, str]]] = {
     },
 }
 
-NOW = Label(0)
-Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""(key, offset, shape) of what a rank holds."""
 
-
-@dataclass
-class Visit:
-    """What one rank saw at one layout."""
-
-    trained: list[Fragment] = field(default_factory=list)
-    """What was saved, as it lay in memory."""
-
-    wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Source -> what was not as it was saved."""
-
-    boxes: list[Box] = field(default_factory=list)
-    """What was looked at, of every source."""
-
-
-def argv_of(family: str, name: str) -> list[str]:
-    return f"{COMMON} {MODELS[family]} {LAYOUTS[family][name][1]}".split()
-
-
-def visit(
-    rank: int, world_size: int, argv: list[str], home: Path | None, sources: Mapping[str, tuple[Path, Snapshot]]
-) -> Visit:
-    """Trains and saves into `home`, if given, and then loads the sources, one after another."""
-    config = resolve(parse_args([*argv, *(["--save", str(home)] if home else [])]), world_size)
-    assert not validate(config, world_size), validate(config, world_size)
-    found = Visit()
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
-        if home is not None:
-            train_step(run, Interval())
-            save_checkpoint(config, run.runtime.state, run.stages, run.optimizer, run.progress)
-            found.trained = state_fragments(run, NOW)
-        for name, (folder, truth) in sources.items():
-            forget(run)
-            options = replace(config, checkpoint=replace(config.checkpoint, load=str(folder)))
-            progress = load_checkpoint(
-                options, run.runtime.state, run.stages, run.optimizer, data_fingerprint=run.data.fingerprint
-            )
-            fragments = state_fragments(run, NOW)
-            found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(truth, f))]
-            if (progress.iteration, progress.consumed_samples, run.optimizer.step_count) != (1, 12, 1):
-                found.wrong[name].append(f"{progress}")
-            found.boxes = [(f.key, f.offset, tuple(f.values.shape)) for f in fragments]
-    return found
-
-
-def forget(run: TrainingRun) -> None:
-    """Fills everything that a checkpoint holds with NaN."""
-    run.optimizer.finish_param_sync()
-    with torch.no_grad():
-        for stage in run.stages.values():
-            for param in stage.parameters():
-                param.fill_(torch.nan)
-        for piece in run.optimizer.sharded_state():
-            piece.data.fill_(torch.nan)
-    run.optimizer.step_count = -1
-
-
-def part_of(truth: Snapshot, fragment: Fragment) -> torch.Tensor:
-    place = tuple(slice(o, o + n) for o, n in zip(fragment.offset, fragment.values.shape, strict=True))
-    return truth[fragment.key][place]
-
-
-def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
-    """Tensors of which some element was on no rank."""
-    seen = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in truth.tensors.items()}
-    for key, offset, shape in boxes:
-        seen[key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
-    return [key for key, mask in seen.items() if not mask.all()]
+def config_of(family: str, name: str) -> RunConfig:
+    return parse_args(f"{COMMON} {MODELS[family]} {LAYOUTS[family][name][1]}".split())
 
 
 class Grid:
     """The checkpoints of one family, below `root`."""
 
     def __init__(self, family: str, root: Path) -> None:
-        self.family, self.root = family, root
-        self.saved: dict[str, tuple[Path, Snapshot]] = {}
+        self.family = family
+        self.checkpoints = Checkpoints(root / family)
+
+    @property
+    def saved(self) -> dict[str, Saved]:
+        return self.checkpoints.saved
 
     def visit(self, name: str, sources: Sequence[str], train: bool) -> dict[str, list[str]]:
         """Source -> what was wrong when it was loaded at the layout `name`, after training there if asked."""
-        world_size, home = LAYOUTS[self.family][name][0], self.root / self.family / name
-        wanted = {source: self.saved[source] for source in sources}
-        visits: list[Visit] = run_world(world_size, visit, argv_of(self.family, name), home if train else None, wanted)
-        if train:
-            truth = assemble([fragment for each in visits for fragment in each.trained])
-            assert not truth.replica_errors, truth.replica_errors
-            self.saved[name] = (home, truth)
-        wrong: dict[str, list[str]] = {}
-        boxes = [box for each in visits for box in each.boxes]
-        for source in sources:
-            missing = [f"{key} is on no rank" for key in uncovered(self.saved[source][1], boxes)]
-            wrong[source] = missing + sorted({key for each in visits for key in each.wrong[source]})
-        return wrong
-
-
-def kinds(truth: Snapshot) -> dict[str, int]:
-    """How many tensors of each kind a snapshot has."""
-    counts: dict[str, int] = {}
-    for key in truth.tensors:
-        kind = key.split()[1]
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
+        world_size = LAYOUTS[self.family][name][0]
+        return self.checkpoints.visit(name, world_size, config_of(self.family, name), sources, train)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             grid = Grid(family, Path(root))
             for name in names:
                 grid.visit(name, [], train=True)
-            said: Any = ", ".join(f"{n} {kind}" for kind, n in kinds(grid.saved[names[0]][1]).items())
+            said: Any = ", ".join(f"{n} {kind}" for kind, n in kinds(grid.saved[names[0]].truth).items())
             print(f"{family}: saved at {len(names)} layouts; tensors of each: {said}", flush=True)
             for name in names:
                 wrong = grid.visit(name, names, train=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.precision import PrecisionConfig
@@ -104,6 +105,13 @@ class ModelParallelConfig(PrecisionConfig):
     def model_parallel_size(self) -> int:
         """Ranks that hold one model replica, context ranks included."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def smallest_world_size(self) -> int:
+        """The fewest ranks that this layout runs on; --dp counts where it is given."""
+        dense = self.model_parallel_size * (self.data_parallel_size or 1)
+        experts = self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tp
+        return lcm(max(1, dense), max(1, experts))
 
     @property
     def expert_tp(self) -> int:

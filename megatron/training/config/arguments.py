@@ -21,7 +21,7 @@ from megatron.training.config.tokenizer import vocab_size_flag
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 
-__all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "to_flat_dict"]
+__all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "to_flat_dict", "with_flags"]
 
 OPTIONS = (
     ("--config FILE", "YAML file of flags; may be given more than once, later files win."),
@@ -95,6 +95,14 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
     if reading.problems:
         raise ValueError("\n".join(str(problem) for problem in reading.problems))
     return _config_of(reading.values)
+
+
+def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
+    """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one a line."""
+    reading = _read(argv)
+    if reading.problems:
+        raise ValueError("\n".join(str(problem) for problem in reading.problems))
+    return _config_of(to_flat_dict(config) | reading.values)
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:

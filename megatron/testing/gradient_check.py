@@ -1,0 +1,85 @@
+"""Compare gradients with finite differences of the loss, parameter by parameter, on one process.
+
+Layouts that agree with one process prove nothing where one process is wrong. For each parameter p with gradient g and
+a random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal <g, d>.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.core.batch import Batch
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import FLOOR
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve
+from megatron.training.forward_backward import Step, forward_backward, read_batches
+from megatron.training.initialize import local_runtime, set_determinism
+from megatron.training.setup import TrainingRun, build_run
+
+STEP_SIZE = 1e-5
+"""e above: in fp64 the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far below
+the tolerance."""
+
+TOLERANCE = 1e-4
+"""Relative difference that is still an error of the finite difference. The kink of a ReLU costs the most."""
+
+
+def gradient_differences(config: RunConfig, timeout: float = 600.0) -> list[tuple[str, float]]:
+    """(parameter, relative difference between gradient and finite difference) in the order of the backward pass.
+
+    `config` is one of a single process in fp64. Auxiliary losses are left out, as they add to gradients but not to the
+    loss that is reported."""
+    config = resolve(config, 1)
+    batch = config.training.global_batch_size
+    assert batch is not None and config.parallel.fp64
+    model = replace(config.model, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+    training = replace(config.training, micro_batch_size=batch, num_microbatches=1)
+    config = replace(config, model=model, training=training)
+    return run_world(1, _gradient_differences, config, timeout=timeout)[0]
+
+
+def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list[tuple[str, float]]:
+    set_determinism(config)
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        step = Step.next_of(run)
+        batches = read_batches(run, step)
+        _loss(run, step, batches)
+        params: list[Any] = list(reversed(run.ddp.params))
+        gradients = [param.main_grad.double().clone() for param in params]
+        floor = FLOOR * max(gradient.norm().item() for gradient in gradients)
+        return [
+            (param.meta.name, _difference(run, step, batches, param, gradient, floor))
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
+
+
+def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
+    """The loss sum of the step. Leaves its gradients in `main_grad`."""
+    sums = forward_backward(run, step, batches)
+    assert sums.seed == 1.0, "fp64 has no loss scale"
+    return sums.loss_and_tokens[0].item()
+
+
+def _difference(
+    run: TrainingRun, step: Step, batches: list[Batch], param: Any, gradient: torch.Tensor, floor: float
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    direction /= direction.norm()
+    kept, losses = param.detach().clone(), []
+    for offset in (STEP_SIZE, -STEP_SIZE, 0.0):
+        with torch.no_grad():
+            param.copy_(kept + offset * direction)
+        if offset:
+            losses.append(_loss(run, step, batches))
+    measured, expected = (losses[0] - losses[1]) / (2 * STEP_SIZE), torch.sum(gradient * direction).item()
+    # About the share of a gradient's norm that lies along a random direction.
+    share = max(gradient.norm().item(), floor) / param.numel() ** 0.5
+    return abs(measured - expected) / max(abs(measured), abs(expected), share)

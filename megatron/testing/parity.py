@@ -1,0 +1,405 @@
+"""Train a model at a matrix of layouts and compare every layout with one process: weights, loss, gradients, moments.
+
+    python -m megatron.testing.parity --extension my_activation.py -- --activation my-activation --num-layers 8
+
+Flags after `--` describe the model as for pretrain_gpt.py, parts of extensions included. What they leave open is tiny,
+such as 4 layers of hidden size 32, made-up data and two steps. All runs are in fp64 on gloo ranks of this machine.
+Rows of the table:
+
+- `one-process`: the reference; shows the SHA-256 of the initial weights.
+- `finite-differences`: on one process, each gradient against finite differences of the loss.
+- a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights bit-identical to one process; loss, gradient norm, each
+  gradient, weight and optimizer state of each step within 1e-9. `given` is the layout of the flags themselves.
+- `A-to-B`: a checkpoint saved at layout A and loaded at layout B: the same bits of weights and optimizer states.
+
+Exit code 0: no row differs or crashed; 1: some row did; 2: the flags are wrong, or validation refuses every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
+from megatron.core.config.precision import PrecisionConfig
+from megatron.testing import gradient_check
+from megatron.testing.reshard import Checkpoints, kinds
+from megatron.testing.snapshot import Snapshot, differences, train_in_world
+from megatron.training.config.arguments import parse_args, with_flags
+from megatron.training.config.flags import all_flags
+from megatron.training.config.prepare import tokenizer_vocabulary
+from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
+from megatron.training.config.validation import resolve, validate
+
+TOLERANCE = 1e-9
+"""Relative difference that another order of the same sums in fp64 explains after two steps."""
+
+TIMEOUT = 600.0
+"""Seconds that one layout may take."""
+
+DEFAULTS = """
+num-layers: 4
+hidden-size: 32
+num-attention-heads: 8
+seq-length: 16
+make-vocab-size-divisible-by: 8
+global-batch-size: 8
+lr: 1e-2
+"""
+VOCAB_SIZE = 60
+
+SP = "--tp 2 --sequence-parallel"
+INTERLEAVED = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2"
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+LAYOUTS = {
+    "tp2": "--tp 2",
+    "tp2-sp": SP,
+    "pp2-1f1b": "--pp 2 --pipeline-schedule 1f1b",
+    "pp2-interleaved": f"--pp 2 {INTERLEAVED}",
+    "pp2-zb-h1": "--pp 2 --pipeline-schedule zb-h1",
+    "pp2-zb-v": "--pp 2 --pipeline-schedule zb-v",
+    "cp2-ring": "--cp 2 --cp-comm-type p2p",
+    "cp2-all-gather": "--cp 2 --cp-comm-type all_gather",
+    "cp2-a2a": "--cp 2 --cp-comm-type a2a",
+    "dp2": "--dp 2",
+    "dp2-overlapped": f"--dp 2 {OVERLAPPED}",
+    "dp2-replicated": "--dp 2 --no-use-distributed-optimizer",
+    "recompute-selective": f"{SP} --recompute-granularity selective",
+    "recompute-full": f"{SP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "tp2-sp-pp2-dp2": f"{SP} --pp 2 --dp 2 {INTERLEAVED} {OVERLAPPED}",
+    "tp2-sp-pp2-cp2": f"{SP} --pp 2 --cp 2 --pipeline-schedule zb-h1",
+}
+EXPERT_LAYOUTS = {
+    "ep2": "--ep 2",
+    "ep2-alltoall": "--ep 2 --moe-token-dispatcher-type alltoall",
+    "tp2-sp-etp1-ep2": f"{SP} --etp 1 --ep 2 --moe-token-dispatcher-type alltoall",
+    "tp2-sp-pp2-ep2": f"{SP} --pp 2 --ep 2 --pipeline-schedule zb-v",
+}
+CHECKPOINTS = ("dp2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-dp2-to-dp2")
+EXPERT_CHECKPOINTS = ("ep2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-ep2-to-dp2-replicated")
+ONE_PROCESS, FINITE_DIFFERENCES, GIVEN = "one-process", "finite-differences", "given"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one layout."""
+
+    name: str
+    ranks: int
+    flags: str = ""
+    verdict: str = "equal"
+    """equal, differs, crashed or refused; of one process: trained."""
+
+    difference: float | None = None
+    """The largest relative difference; None where nothing is compared in numbers."""
+
+    why: str = ""
+    """The first tensor that differs, the rule that refuses the layout, or the error and the line that raised it."""
+
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in ("differs", "crashed")
+
+    def __str__(self) -> str:
+        difference = "" if self.difference is None else f"{self.difference:.1e}"
+        verdict = self.verdict.upper() if self.failed else self.verdict
+        return (
+            f"{self.name:<32} {self.ranks:>5}  {verdict:<8} {difference:>8} {self.seconds:>6.1f}  {self.why}".rstrip()
+        )
+
+
+HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  first difference, rule or error"
+
+
+class Parity:
+    """One model and the rows of its table. A row trains nothing until it is asked for."""
+
+    def __init__(self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8) -> None:
+        """`flags`: a command line of pretrain_gpt.py. Checkpoints are written below `root`.
+
+        Raises ValueError with every problem of the flags, one a line."""
+        self.steps, self.max_ranks = steps, max_ranks
+        read = read_flags(flags, steps)
+        self.given = in_fp64(read)
+        self.unused = changed_flags(read, self.given)
+        self.model = on_one_process(self.given)
+        if problems := validate(resolve(self.model, 1), 1):
+            raise ValueError("\n".join(map(str, problems)))
+        self.checkpoints = Checkpoints(root)
+        self._reference: Snapshot | None = None
+
+    @property
+    def reference(self) -> Snapshot:
+        """What one process computes. Trained once."""
+        if self._reference is None:
+            self._reference = train_in_world(1, self.model, self.steps, TIMEOUT)
+        return self._reference
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """Name -> flags of every layout, a schedule of an extension included."""
+        layouts = {GIVEN: "as given"} if self.given != self.model else {}
+        layouts |= LAYOUTS | (EXPERT_LAYOUTS if self.model.model.num_experts else {})
+        schedule = self.given.parallel.pipeline_schedule
+        if schedule is not None and not any(f"schedule {schedule}" in flags for flags in layouts.values()):
+            layouts[f"pp2-{schedule}"] = f"--pp 2 --pipeline-schedule {schedule}"
+            layouts[f"tp2-sp-pp2-dp2-{schedule}"] = f"{SP} --pp 2 --dp 2 --pipeline-schedule {schedule}"
+        return layouts
+
+    @property
+    def names(self) -> list[str]:
+        """Every row that can be asked for, in order; `one-process` comes with any of them."""
+        checkpoints = EXPERT_CHECKPOINTS if self.model.model.num_experts else CHECKPOINTS
+        return [FINITE_DIFFERENCES, *self.layouts, *checkpoints]
+
+    def config(self, layout: str) -> RunConfig:
+        if layout in (ONE_PROCESS, FINITE_DIFFERENCES):
+            return self.model
+        return self.given if layout == GIVEN else with_flags(self.model, self.layouts[layout].split())
+
+    def plan(self, name: str) -> Row:
+        """The row before it has run: refused where validation does not allow a layout that it needs."""
+        parts = name.split("-to-")
+        configs = [self.config(part) for part in parts]
+        ranks = max(config.parallel.smallest_world_size for config in configs)
+        row = Row(name, ranks, "; ".join(self.layouts.get(part, "") for part in parts))
+        if ranks > self.max_ranks:
+            return replace(row, verdict="refused", why=f"--max-ranks {self.max_ranks}: the layout needs {ranks} ranks")
+        for config in configs:
+            world_size = config.parallel.smallest_world_size
+            if problems := validate(resolve(config, world_size), world_size):
+                return replace(row, verdict="refused", why="; ".join(map(str, problems)))
+        return row
+
+    def run(self, name: str) -> Row:
+        """Trains and compares. A crash is a verdict, not an exception."""
+        row, began = self.plan(name), time.perf_counter()
+        if row.verdict == "refused":
+            return row
+        try:
+            if name == ONE_PROCESS:
+                row = replace(row, verdict="trained", why=f"initial weights: sha256 {weights_hash(self.reference)}")
+            elif name == FINITE_DIFFERENCES:
+                found = gradient_check.gradient_differences(self.model, TIMEOUT)
+                row = judged(row, ((f"gradient {key}", value) for key, value in found), gradient_check.TOLERANCE)
+            elif name in self.layouts:
+                snapshot = train_in_world(row.ranks, self.config(name), self.steps, TIMEOUT)
+                row = compared(row, self.reference, snapshot)
+            else:
+                row = self._resharded(row)
+        except Exception as error:
+            row = replace(row, verdict="crashed", why=error_line(str(error) or repr(error)))
+        return replace(row, seconds=round(time.perf_counter() - began, 2))
+
+    def _resharded(self, row: Row) -> Row:
+        source, target = row.name.split("-to-")
+        if source not in self.checkpoints.saved:
+            config = self.config(source)
+            self.checkpoints.visit(source, config.parallel.smallest_world_size, config, train=True)
+        config = self.config(target)
+        wrong = self.checkpoints.visit(target, config.parallel.smallest_world_size, config, [source])[source]
+        if wrong:
+            return replace(row, verdict="differs", why=f"{wrong[0]} ({len(wrong)} tensors are not bit-equal)")
+        counts = kinds(self.checkpoints.saved[source].truth)
+        return replace(row, why="bit-equal: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+
+
+def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
+    """The configuration of the flags, tiny where they leave it open. Raises ValueError with every problem."""
+    with tempfile.TemporaryDirectory() as folder:
+        defaults = Path(folder) / "defaults.yaml"
+        defaults.write_text(DEFAULTS)
+        config = parse_args(["--config", str(defaults), *flags])
+    data, model, training = config.data, config.model, config.training
+    if not (data.data_path or data.per_split):
+        data = replace(data, mock_data=True)
+    if config.tokenizer.tokenizer_type is not None:
+        model = replace(model, vocab_size=max(tokenizer_vocabulary(config) or 0, model.vocab_size or 0))
+    elif data.mock_data and model.vocab_size is None:
+        model = replace(model, vocab_size=VOCAB_SIZE)
+    if not (training.train_iters or training.train_samples or training.train_tokens):
+        training = replace(training, train_iters=steps)
+    if training.train_iters is not None and training.train_iters < steps:
+        raise ValueError(f"--train-iters {training.train_iters}: is less than --steps {steps}; leave it out")
+    return replace(config, data=data, model=model, training=training)
+
+
+def in_fp64(config: RunConfig) -> RunConfig:
+    """The configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
+    parallel = ModelParallelConfig()
+    for_gpus = ("compile", "cuda_graph_impl", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
+    plain = {name: getattr(parallel, name) for name in for_gpus}
+    return replace(
+        config,
+        parallel=replace(config.parallel, **plain | {"fp64": True, "cpu": True}),
+        ddp=replace(config.ddp, grad_reduce_in_bf16=False),
+        data=replace(config.data, num_workers=0),
+        training=replace(config.training, eval_iters=0),
+        checks=ChecksConfig(),
+        logging=LoggingConfig(),
+        checkpoint=CheckpointConfig(),
+    )
+
+
+def on_one_process(config: RunConfig) -> RunConfig:
+    """The same model and batch without any parallelism or recomputation."""
+    model = config.model
+    recompute: dict[str, Any] = {f.name: f.default for f in fields(model) if f.name.startswith("recompute_")}
+    return replace(
+        config,
+        parallel=ModelParallelConfig(fp64=True, cpu=True),
+        ddp=DDPConfig(),
+        model=replace(model, **recompute),
+        optimizer=replace(config.optimizer, use_distributed_optimizer=True),
+        training=replace(config.training, num_microbatches=None),
+    )
+
+
+def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
+    """Flags of `a`, given and not the default, that `b` has another value of."""
+    values = [(f, *(getattr(getattr(config, f.section), f.field) for config in (a, b))) for f in all_flags()]
+    return [flag.name for flag, mine, other in values if mine not in (other, flag.default)]
+
+
+def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
+    """The verdict on a layout's snapshot beside that of one process."""
+    if only := [key for key in reference.tensors if key not in snapshot.tensors]:
+        return replace(row, verdict="differs", why=f"{only[0]}: missing at this layout, as are {len(only) - 1} others")
+    if more := [key for key in snapshot.tensors if key not in reference.tensors]:
+        return replace(row, verdict="differs", why=f"{more[0]}: missing on one process, as are {len(more) - 1} others")
+
+    def exactly() -> Iterator[tuple[str, float]]:
+        """Infinite differences of replicas that differ, and of initial weights of which a bit does."""
+        for key, value in differences(reference, snapshot):
+            bits = key.startswith("initial ") and not torch.equal(reference[key], snapshot[key])
+            yield key, float("inf") if bits or key in snapshot.differing_replicas else value
+
+    row = judged(row, exactly(), TOLERANCE)
+    torn = snapshot.differing_replicas
+    first = next((message for key, message in torn.items() if row.why.startswith(f"{key}: ")), None)
+    return row if first is None else replace(row, why=first)
+
+
+def judged(row: Row, found: Iterator[tuple[str, float]], tolerance: float) -> Row:
+    """The row with the largest difference, and the first that is above `tolerance`."""
+    pairs = list(found)
+    row = replace(row, difference=max((value for _, value in pairs), default=0.0))
+    wrong = [(key, value) for key, value in pairs if not value <= tolerance]
+    if not wrong:
+        return row
+    others = f", and {len(wrong) - 1} more of {len(pairs)} tensors" if len(wrong) > 1 else ""
+    return replace(row, verdict="differs", why=f"{wrong[0][0]}: {wrong[0][1]:.1e}{others}")
+
+
+def weights_hash(snapshot: Snapshot) -> str:
+    """SHA-256 of the initial weights of the whole model."""
+    digest = hashlib.sha256()
+    for key in sorted(key for key in snapshot.tensors if key.startswith("initial weight")):
+        digest.update(key.encode() + snapshot[key].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def error_line(text: str) -> str:
+    """The error of the first rank that failed, in one line, and the last line of code outside of packages."""
+    first = re.split(r"\nrank \d+ of \d+:\n", text)[0]
+    frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', first)
+    own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
+    own = [frame for frame in own if "/megatron/" not in frame[0]] or own
+    messages = re.findall(r"^(?!Traceback|rank \d)\w[\w.]*(?:: .*)?$", first, re.MULTILINE)
+    message = messages[-1] if messages else first.strip().splitlines()[-1]
+    return message + (f" ({own[-1][0]}:{own[-1][1]} in {own[-1][2]})" if own else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    args = build_parser().parse_args(arguments[:cut])
+    flags = [*(word for name in args.extension for word in ("--extension", name)), *arguments[cut + 1 :]]
+    with tempfile.TemporaryDirectory(prefix="parity-") as root:
+        try:
+            parity = Parity(flags, Path(root), args.steps, args.max_ranks)
+            names = chosen(args.layouts, parity.names)
+        except ValueError as error:
+            for line in str(error).split("\n"):
+                print(f"error: {line}", file=sys.stderr)
+            return 2
+        assert not torch.cuda.is_initialized(), "an extension has used CUDA while it was imported: ranks cannot fork"
+        print(f"flags: {shlex.join(flags)}")
+        if parity.unused:
+            print(f"not used here: {', '.join(parity.unused)}")
+        if args.list:
+            for row in map(parity.plan, names):
+                print(
+                    f"{row.name:<32} {row.ranks:>5} ranks  {row.flags}" + (f"  refused: {row.why}" if row.why else "")
+                )
+            return 0
+        return report(parity, names, args.json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.testing.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--extension FILE.py|package.module ...] [options] -- FLAGS",
+    )
+    parser.add_argument(
+        "--extension", action="append", default=[], metavar="FILE", help="extension to import; may be given repeatedly"
+    )
+    parser.add_argument("--layouts", nargs="+", metavar="NAME", help="rows to run; default: all, see --list")
+    parser.add_argument("--list", action="store_true", help="print the rows and their flags, and run nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
+    parser.add_argument("--steps", type=int, default=2, help="training steps to compare (default: 2)")
+    parser.add_argument("--max-ranks", type=int, default=8, help="refuse layouts of more ranks (default: 8)")
+    return parser
+
+
+def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The rows to run. Raises ValueError for a name that is none."""
+    problems = []
+    for name in wanted or ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            problems.append(f"--layouts {name}: no such row; {f'did you mean {close[0]}?' if close else 'see --list'}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return [name for name in known if wanted is None or name in wanted]
+
+
+def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
+    """Runs the rows, prints each when it is done, and returns the exit code."""
+    print(HEAD)
+    rows, began = list[Row](), time.perf_counter()
+    for name in [ONE_PROCESS, *names]:
+        rows.append(parity.run(name))
+        print(rows[-1], flush=True)
+        if rows[0].failed:
+            break  # nothing to compare with
+    verdicts = Counter(row.verdict for row in rows[1:])
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "nothing compared"
+    print(f"{len(rows) - 1} rows: {counted} ({time.perf_counter() - began:.0f} s)")
+    if path is not None:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if any(row.failed for row in rows):
+        return 1
+    return 0 if verdicts["equal"] else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Save a checkpoint at one layout, load it at another, and compare memory with memory bit by bit.
+
+What a checkpoint should hold is read from the memory of the ranks that saved it: weights, states without a gradient,
+and every state of the optimizer. Before a load, all of that is filled with NaN. Neither side of the comparison is read
+through the code of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from megatron.testing.local_world import run_world
+from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.initialize import local_runtime
+from megatron.training.setup import TrainingRun, build_run
+from megatron.training.training import Interval, train_step
+
+NOW = Label(0)
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(key, offset, shape) of what a rank holds."""
+
+Counters = tuple[int, int, int]
+"""Iteration, consumed samples, steps of the optimizer."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and what lay in the memory of the ranks that saved it."""
+
+    folder: Path
+    truth: Snapshot
+    counters: Counters
+
+
+@dataclass
+class Visit:
+    """What one rank found at one layout."""
+
+    trained: list[Fragment] = field(default_factory=list)
+    """Its part of what was saved."""
+
+    counters: Counters = (0, 0, 0)
+
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    """Source -> keys that are not as they were saved."""
+
+    boxes: list[Box] = field(default_factory=list)
+    """The boxes that this rank compared, of every source."""
+
+
+class Checkpoints:
+    """Checkpoints of one model below the folder `root`, each saved at a layout and known by that layout's name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.saved: dict[str, Saved] = {}
+
+    def visit(
+        self, name: str, world_size: int, config: RunConfig, sources: Sequence[str] = (), train: bool = False
+    ) -> dict[str, list[str]]:
+        """At one layout: with `train`, trains one step and saves it as `name`; then loads the checkpoints `sources`.
+
+        Returns source -> what is not bit-equal after the load. Raises ValueError if the configuration is not legal.
+        """
+        home = self.root / name
+        if train:
+            config = replace(config, checkpoint=replace(config.checkpoint, save=str(home)))
+        config = resolve(config, world_size)
+        if problems := validate(config, world_size):
+            raise ValueError("\n".join(map(str, problems)))
+        wanted = {source: self.saved[source] for source in sources}
+        visits: list[Visit] = run_world(world_size, _visit, config, train, wanted, timeout=300.0)
+        if train:
+            truth = assemble([fragment for each in visits for fragment in each.trained])
+            assert not truth.replica_errors, truth.replica_errors
+            self.saved[name] = Saved(home, truth, visits[0].counters)
+        wrong: dict[str, list[str]] = {}
+        boxes = [box for each in visits for box in each.boxes]
+        for source in sources:
+            missing = [f"{key} is on no rank" for key in uncovered(self.saved[source].truth, boxes)]
+            wrong[source] = missing + sorted({key for each in visits for key in each.wrong[source]})
+        return wrong
+
+
+def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: Mapping[str, Saved]) -> Visit:
+    found = Visit()
+    with ExitStack() as resources:
+        run = build_run(config, local_runtime(config, rank, world_size))
+        resources.callback(run.data.close)
+        if train:
+            train_step(run, Interval())
+            save_checkpoint(config, run.runtime.state, run.stages, run.optimizer, run.progress)
+            found.trained = state_fragments(run, NOW)
+            found.counters = (run.progress.iteration, run.progress.consumed_samples, run.optimizer.step_count)
+        for name, source in sources.items():
+            forget(run)
+            options = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
+            progress = load_checkpoint(
+                options, run.runtime.state, run.stages, run.optimizer, data_fingerprint=run.data.fingerprint
+            )
+            fragments = state_fragments(run, NOW)
+            found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(source.truth, f))]
+            counters = (progress.iteration, progress.consumed_samples, run.optimizer.step_count)
+            if counters != source.counters:
+                found.wrong[name].append(f"counters {counters}, saved were {source.counters}")
+            found.boxes = [(f.key, f.offset, tuple(f.values.shape)) for f in fragments]
+    return found
+
+
+def forget(run: TrainingRun) -> None:
+    """Fills everything that a checkpoint holds with NaN."""
+    run.optimizer.finish_param_sync()
+    with torch.no_grad():
+        for stage in run.stages.values():
+            for param in stage.parameters():
+                param.fill_(torch.nan)
+        for piece in run.optimizer.sharded_state():
+            piece.data.fill_(torch.nan)
+    run.optimizer.step_count = -1
+
+
+def part_of(truth: Snapshot, fragment: Fragment) -> torch.Tensor:
+    """The values that `fragment` should have."""
+    place = tuple(slice(o, o + n) for o, n in zip(fragment.offset, fragment.values.shape, strict=True))
+    return truth[fragment.key][place]
+
+
+def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
+    """Tensors of which some element was on no rank."""
+    seen = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in truth.tensors.items()}
+    for key, offset, shape in boxes:
+        seen[key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
+    return [key for key, mask in seen.items() if not mask.all()]
+
+
+def kinds(truth: Snapshot) -> dict[str, int]:
+    """How many tensors of each kind a snapshot of the state has: {"weight": 76, "exp_avg": 76, ...}."""
+    counts: dict[str, int] = {}
+    for key in truth.tensors:
+        kind = key.split()[1]
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts

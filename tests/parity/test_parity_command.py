@@ -1,0 +1,134 @@
+"""python -m megatron.testing.parity: passes for a good model, names what is wrong in a bad one, hides nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer import mlp
+from megatron.testing.parity import error_line, main
+
+MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
+
+
+class Scaled(torch.autograd.Function):
+    """Does nothing in the forward, and multiplies the gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * grad, None
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
+    """The MLP's input has a wrong gradient."""
+    forward = mlp.MLP.forward
+
+    def broken(self: mlp.MLP, x: Tensor, *rest: Any) -> Tensor:
+        wrong = self.linear_fc2.axis.size > 1 or not only_under_tp
+        return forward(self, Scaled.apply(x, 1.01) if wrong else x, *rest)
+
+    monkeypatch.setattr(mlp.MLP, "forward", broken)
+
+
+def verdicts(out: str) -> dict[str, str]:
+    """Row -> what stands behind its number of ranks."""
+    rows = [line.split(maxsplit=2) for line in out.splitlines() if line.split()[1:2] and line.split()[1].isdigit()]
+    return {name: rest for name, _, rest in rows}
+
+
+def test_a_good_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    layouts = "tp2-sp tp2-sp-pp2-dp2 dp2-to-tp2-sp-pp2-dp2 finite-differences".split()
+    assert main(["--layouts", *layouts, "--json", str(path), "--", "--num-layers", "4", "--bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "not used here: --bf16" in out and "4 rows: 4 equal" in out
+    rows = json.loads(path.read_text())
+    assert [row["verdict"] for row in rows] == ["trained"] + 4 * ["equal"]
+    assert "bit-equal: 52 weight, 52 exp_avg, 52 exp_avg_sq" in out
+    assert all(row["difference"] < 1e-9 for row in rows if row["name"].startswith("tp2"))
+
+
+def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--layouts", "tp2", "ep2-alltoall", "tp2-sp-pp2-ep2", "--max-ranks", "4", "--", *MOE]) == 0
+    found = verdicts(capsys.readouterr().out)
+    assert found["tp2"].startswith("refused") and "with TP needs --sequence-parallel" in found["tp2"]
+    assert "--max-ranks 4: the layout needs 8 ranks" in found["tp2-sp-pp2-ep2"]
+    assert found["ep2-alltoall"].startswith("equal")
+
+
+def test_a_wrong_gradient_at_one_layout_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, only_under_tp=True)
+    assert main(["--layouts", "tp2", "pp2-1f1b", "--", "--num-layers", "2"]) == 1
+    found = verdicts(capsys.readouterr().out)
+    assert "step 1 gradient decoder.layers.1.pre_mlp_layernorm.bias" in found["tp2"]
+    assert found["tp2"].startswith("DIFFERS") and found["pp2-1f1b"].startswith("equal")
+
+
+def test_a_gradient_wrong_at_every_layout_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, only_under_tp=False)
+    assert main(["--layouts", "finite-differences", "tp2", "--", "--num-layers", "2"]) == 1
+    found = verdicts(capsys.readouterr().out)
+    assert "gradient decoder.layers.1.pre_mlp_layernorm" in found["finite-differences"]
+    assert found["tp2"].startswith("equal")
+
+
+def test_a_crash_is_one_row_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = mlp.MLP.forward
+
+    def broken(self: mlp.MLP, x: Tensor, *rest: Any) -> Tensor:
+        if self.linear_fc2.axis.size > 1:
+            raise ArithmeticError("no TP here")
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(mlp.MLP, "forward", broken)
+    assert main(["--layouts", "tp2", "dp2", "--", "--num-layers", "2"]) == 1
+    found = verdicts(capsys.readouterr().out)
+    assert found["tp2"].startswith("CRASHED") and "ArithmeticError: no TP here (" in found["tp2"]
+    assert f"{Path(__file__).name}:" in found["tp2"] and "in broken)" in found["tp2"]
+    assert found["dp2"].startswith("equal")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "tp2-spp"], "--layouts tp2-spp: no such row; did you mean tp2-sp?"),
+        (["--", "--num-attention-heads", "5"], "--hidden-size 32: must be a multiple of --num-attention-heads 5"),
+        (["--", "--train-iters", "1"], "--train-iters 1: is less than --steps 2"),
+        (["--", "--no-such-flag"], "--no-such-flag: unknown flag"),
+    ],
+)
+def test_bad_flags_exit_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_shows_flags_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--", *MOE, "--tp", "2"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "refused: --num-experts 4: with TP needs" in lines["given"]
+    assert "--pp 2 --pipeline-schedule zb-v" in lines["pp2-zb-v"] and "trained" not in lines
+
+
+def test_the_error_of_the_first_rank_counts() -> None:
+    text = (
+        'rank 1 of 2:\nTraceback (most recent call last):\n  File "/a/megatron/x.py", line 3, in f\n    g()\n'
+        '  File "/home/mine.py", line 7, in g\n    1 / 0\nZeroDivisionError: division by zero\n\n'
+        'rank 0 of 2:\nTraceback (most recent call last):\n  File "/b.py", line 1, in h\nRuntimeError: peer is gone\n'
+    )
+    assert error_line(text) == "ZeroDivisionError: division by zero (/home/mine.py:7 in g)"
