@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 """Relative difference that is still an error of the finite difference. The kink of a ReLU costs the most."""
 
 
-def gradient_differences(config: RunConfig, timeout: float = 600.0) -> list[tuple[str, float]]:
+def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:
     """(parameter, relative difference between gradient and finite difference) in the order of the backward pass.
 
     `config` is one of a single process in fp64. Auxiliary losses are left out, as they add to gradients but not to the

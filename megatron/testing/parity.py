@@ -48,9 +48,6 @@ from megatron.training.config.validation import resolve, validate
 TOLERANCE = 1e-9
 """Relative difference that another order of the same sums in fp64 explains after two steps."""
 
-TIMEOUT = 600.0
-"""Seconds that one layout may take."""
-
 DEFAULTS = """
 num-layers: 4
 hidden-size: 32
@@ -130,11 +127,14 @@ HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  fi
 class Parity:
     """One model and the rows of its table. A row trains nothing until it is asked for."""
 
-    def __init__(self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8) -> None:
-        """`flags`: a command line of pretrain_gpt.py. Checkpoints are written below `root`.
+    def __init__(
+        self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8, timeout: float = 300.0
+    ) -> None:
+        """`flags`: a command line of pretrain_gpt.py. Checkpoints are written below `root`. A world that takes longer
+        than `timeout` seconds counts as hanging.
 
         Raises ValueError with every problem of the flags, one a line."""
-        self.steps, self.max_ranks = steps, max_ranks
+        self.steps, self.max_ranks, self.timeout = steps, max_ranks, timeout
         read = read_flags(flags, steps)
         self.given = in_fp64(read)
         self.unused = changed_flags(read, self.given)
@@ -148,7 +148,7 @@ class Parity:
     def reference(self) -> Snapshot:
         """What one process computes. Trained once."""
         if self._reference is None:
-            self._reference = train_in_world(1, self.model, self.steps, TIMEOUT)
+            self._reference = train_in_world(1, self.model, self.steps, self.timeout)
         return self._reference
 
     @property
@@ -196,10 +196,10 @@ class Parity:
             if name == ONE_PROCESS:
                 row = replace(row, verdict="trained", why=f"initial weights: sha256 {weights_hash(self.reference)}")
             elif name == FINITE_DIFFERENCES:
-                found = gradient_check.gradient_differences(self.model, TIMEOUT)
+                found = gradient_check.gradient_differences(self.model, self.timeout)
                 row = judged(row, ((f"gradient {key}", value) for key, value in found), gradient_check.TOLERANCE)
             elif name in self.layouts:
-                snapshot = train_in_world(row.ranks, self.config(name), self.steps, TIMEOUT)
+                snapshot = train_in_world(row.ranks, self.config(name), self.steps, self.timeout)
                 row = compared(row, self.reference, snapshot)
             else:
                 row = self._resharded(row)
@@ -333,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = [*(word for name in args.extension for word in ("--extension", name)), *arguments[cut + 1 :]]
     with tempfile.TemporaryDirectory(prefix="parity-") as root:
         try:
-            parity = Parity(flags, Path(root), args.steps, args.max_ranks)
+            parity = Parity(flags, Path(root), args.steps, args.max_ranks, args.timeout)
             names = chosen(args.layouts, parity.names)
         except ValueError as error:
             for line in str(error).split("\n"):
@@ -367,6 +367,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
     parser.add_argument("--steps", type=int, default=2, help="training steps to compare (default: 2)")
     parser.add_argument("--max-ranks", type=int, default=8, help="refuse layouts of more ranks (default: 8)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds after which a layout hangs (default: 300)"
+    )
     return parser
 
 

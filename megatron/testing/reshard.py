@@ -77,7 +77,7 @@ class Checkpoints:
         if problems := validate(config, world_size):
             raise ValueError("\n".join(map(str, problems)))
         wanted = {source: self.saved[source] for source in sources}
-        visits: list[Visit] = run_world(world_size, _visit, config, train, wanted, timeout=300.0)
+        visits: list[Visit] = run_world(world_size, _visit, config, train, wanted)
         if train:
             truth = assemble([fragment for each in visits for fragment in each.trained])
             assert not truth.replica_errors, truth.replica_errors
