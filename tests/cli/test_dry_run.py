@@ -37,13 +37,14 @@ def test_all_problems_at_once() -> None:
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines() == [
         "This configuration cannot run: 5 problems.",
-        "  --lr: is required; give the peak learning rate, for example --lr 3e-4",
-        "  --hidden-size 1000: must be a multiple of --num-attention-heads 12; nearest: 984 or 1008, or give "
+        "  --lr: is required; add the peak learning rate, for example --lr 3e-4",
+        "  --hidden-size 1000: must be a multiple of --num-attention-heads 12; nearest: 984 or 1008, or add "
         "--kv-channels",
         "  --num-attention-heads 12: must be a multiple of --tensor-model-parallel-size 8; nearest: 8 or 16",
         "  --global-batch-size 64: must be a multiple of --micro-batch-size 3 * data-parallel size 2 = 6; nearest: "
         "60 or 66",
-        "  --mock-data: made-up data has no epoch to end after; give --train-iters, --train-samples or --train-tokens",
+        "  --mock-data: synthetic data has no epochs, so the run needs a length; add --train-iters, "
+        "--train-samples or --train-tokens",
     ]
 
 

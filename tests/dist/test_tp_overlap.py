@@ -17,7 +17,13 @@ from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.collectives import all_gather
-from megatron.core.tensor_parallel.comm_overlap import OVERLAPS, OverlappedColumnParallelLinear, SymmetricOverlap, column_parallel, row_parallel
+from megatron.core.tensor_parallel.comm_overlap import (
+    OVERLAPS,
+    OverlappedColumnParallelLinear,
+    SymmetricOverlap,
+    column_parallel,
+    row_parallel,
+)
 from megatron.core.init import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.arguments import parse_args
@@ -174,7 +180,7 @@ def problems(flags: str) -> list[str]:
 def test_rules() -> None:
     assert not problems("--tp 2 --sequence-parallel --tp-comm-overlap")
     assert "needs --sequence-parallel" in problems("--tp 2 --tp-comm-overlap")[0]
-    assert "counts only with --tp-comm-overlap" in problems("--tp 2 --tp-comm-overlap-method ring")[0]
+    assert "has no effect without --tp-comm-overlap" in problems("--tp 2 --tp-comm-overlap-method ring")[0]
     symmetric = "--tp 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-method symmetric"
     assert not problems(symmetric)
     (problem,) = problems(f"{symmetric} --cpu")

@@ -52,10 +52,10 @@ CASES = {
     "no number": ("--mock-data --load {0}/garbage", "must hold the number of an iteration, not 'garbage'"),
     "paths": (
         "--mock-data --save {0}/file --metrics-file {0} --data-cache-path {0}/file/x --load {0}/file",
-        "--save {0}/file: {0}/file is a file, not a folder; name a folder that can be written\n"
-        "  --data-cache-path {0}/file/x: {0}/file is a file, not a folder; name a folder that can be written\n"
-        "  --metrics-file {0}: is a folder; name a file in it\n"
-        "  --load {0}/file: is a file; name the folder of the checkpoints, or one checkpoint",
+        "--save {0}/file: {0}/file is a file, not a folder; use a folder that can be written\n"
+        "  --data-cache-path {0}/file/x: {0}/file is a file, not a folder; use a folder that can be written\n"
+        "  --metrics-file {0}: is a folder; use a file in it\n"
+        "  --load {0}/file: is a file; use the folder of the checkpoints, or one checkpoint",
     ),
 }
 
@@ -108,7 +108,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert why_unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'} is a file, not a folder"
     if Path("/proc/self").exists():
-        assert "nothing can be written to /proc" in (why_unwritable(Path("/proc/x")) or "")
+        assert "/proc cannot be written" in (why_unwritable(Path("/proc/x")) or "")
 
 
 def test_indices_in_memory_are_told_once_a_node(folder: Path, tmp_path: Path) -> None:

@@ -302,19 +302,27 @@ def problems(argv: str, world_size: int) -> list[str]:
     ("flags", "world_size", "expected"),
     [
         ("--moe-router-topk 9", 1, "--moe-router-topk 9: must be at most --num-experts 8; nearest: 8"),
-        ("--moe-router-topk 1", 1, "--moe-router-topk 1: gives every token's one expert weight 1"),
+        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax over one expert is always 1"),
         ("--ep 3", 3, "--num-experts 8: must be a multiple of --expert-model-parallel-size 3; nearest: 6 or 9"),
         ("--ep 4", 2, "--expert-model-parallel-size 4: times --expert-tensor-parallel-size 1 must divide the 2 ranks"),
         ("--etp 3", 3, "--moe-ffn-hidden-size 128: must be a multiple of --expert-tensor-parallel-size 3"),
-        ("--tp 2", 2, "--num-experts 8: with TP needs --sequence-parallel"),
-        ("--add-bias-linear", 1, "--num-experts 8: experts have no biases; add --disable-bias-linear"),
+        ("--tp 2", 2, "--num-experts 8: needs --sequence-parallel with TP"),
+        ("--add-bias-linear", 1, "--num-experts 8: needs --disable-bias-linear: experts have no biases; add it"),
         ("--moe-layer-freq [1]*3", 1, "--moe-layer-freq [1]*3: the list must have a 0 or 1 for each of 4 layers"),
-        ("--moe-layer-freq [0]*4", 1, "--moe-layer-freq [0]*4: leaves no layer with experts; drop --num-experts"),
-        ("--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias: needs sigmoid scores"),
-        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", 1, "--moe-router-pre-softmax: counts only"),
-        ("--moe-aux-loss-coeff 1 --moe-router-load-balancing-type none", 1, "--moe-aux-loss-coeff 1.0: counts only"),
-        ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: counts only with"),
-        ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: counts only with"),
+        ("--moe-layer-freq [0]*4", 1, "--moe-layer-freq [0]*4: selects no layer for experts; use another pattern, or"),
+        ("--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias: needs scores of sigmoid"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            1,
+            "--moe-router-pre-softmax: has no effect without",
+        ),
+        (
+            "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type none",
+            1,
+            "--moe-aux-loss-coeff 1.0: cannot be combined",
+        ),
+        ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
+        ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
         ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
         ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),
     ],
@@ -344,5 +352,5 @@ def test_flags_of_experts_need_experts() -> None:
         other = [choice for choice in flag.spec.choices or () if choice != flag.default]
         value = [] if flag.kind is bool else [other[0] if other else samples[flag.kind]]
         found = problems(" ".join([BASE, flag.name, *value]), 1)
-        needs = [p for p in found if p.startswith(flag.name) and "counts only with --num-experts" in p]
+        needs = [p for p in found if p.startswith(flag.name) and "has no effect without --num-experts" in p]
         assert bool(needs) == (field.name != "num_experts"), (flag.name, found)

@@ -50,13 +50,13 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2",
             2,
-            "--num-layers-per-virtual-pipeline-stage 2: makes 4 stages on each rank, which must be 2 with "
-            "--pipeline-schedule zb-v; leave it out, or use --pipeline-schedule interleaved",
+            "--num-layers-per-virtual-pipeline-stage 2: makes 4 stages per rank, which must be 2 with "
+            "--pipeline-schedule zb-v; remove it, or use --pipeline-schedule interleaved",
         ),
         (
             "--pp 2 --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2",
             2,
-            "--num-layers-per-virtual-pipeline-stage 2: and --num-virtual-stages-per-pipeline-rank exclude each other",
+            "--num-layers-per-virtual-pipeline-stage 2: cannot be combined with --num-virtual-stages-per-pipeline-rank",
         ),
         (
             "--pp 4 --num-layers-per-virtual-pipeline-stage 4",
@@ -73,7 +73,7 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 9 --pipeline-schedule zb-v",
             9,
-            "--pipeline-model-parallel-size 9: 14 layers, the embedding and the head fill at most 16 stages, 2 on each "
+            "--pipeline-model-parallel-size 9: 14 layers, the embedding and the head fill at most 16 stages, 2 per "
             "rank; nearest: 3",
         ),
         (
@@ -105,25 +105,29 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --decoder-last-pipeline-num-layers 4 --account-for-loss-in-pipeline-split",
             2,
-            "--account-for-loss-in-pipeline-split: changes nothing where --decoder-last-pipeline-num-layers fixes",
+            "--account-for-loss-in-pipeline-split: has no effect with --decoder-last-pipeline-num-layers, which fixes",
         ),
-        ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
+        (
+            "--recompute-modules mlp",
+            1,
+            "--recompute-modules mlp: has no effect without --recompute-granularity selective",
+        ),
         (
             "--recompute-granularity selective --recompute-num-layers 2",
             1,
-            "--recompute-num-layers 2: counts only with --recompute-granularity full",
+            "--recompute-num-layers 2: has no effect without --recompute-granularity full",
         ),
         (
             "--recompute-granularity selective --recompute-modules mlp mlp_act",
             1,
-            "--recompute-modules mlp mlp_act: mlp includes mlp_act; name one of them",
+            "--recompute-modules mlp mlp_act: mlp includes mlp_act; keep one of them",
         ),
         (
             "--overlap-param-gather --no-use-distributed-optimizer",
             1,
             "--overlap-param-gather: needs the distributed optimizer",
         ),
-        ("--grad-reduce-in-bf16 --fp64", 1, "--grad-reduce-in-bf16: rounds gradients to 8 bits, and --fp64 asks"),
+        ("--grad-reduce-in-bf16 --fp64", 1, "--grad-reduce-in-bf16: cannot be combined with --fp64; keep one of them"),
     ],
 )
 def test_problems(flags: str, world_size: int, expected: str) -> None:

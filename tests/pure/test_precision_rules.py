@@ -31,58 +31,66 @@ def test_legal(flags: str, world_size: int) -> None:
     assert problems(flags, world_size) == []
 
 
-NEEDS_BF16 = "--fp8-format hybrid: needs bf16 parameters and activations, which products in fp8 take and return; "
-DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or leave it out"
+NEEDS_BF16 = "--fp8-format hybrid: needs bf16 parameters and activations; "
+DELAYED = (
+    "has no effect without --fp8-format and --fp8-recipe delayed; add --fp8-format and --fp8-recipe delayed, or remove"
+)
 
 
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or leave it out"]),
+        ("--fp8-format hybrid", 1, [NEEDS_BF16 + "add --bf16, or remove --fp8-format"]),
         (
             "--fp8-format hybrid --bf16 --tp 2 --sequence-parallel --tp-comm-overlap",
             2,
             [
-                "--fp8-format hybrid: and --tp-comm-overlap exclude each other: products that are computed in parts "
-                "are in bf16; keep one of them"
+                "--fp8-format hybrid: cannot be combined with --tp-comm-overlap: overlapped matrix products are "
+                "computed in bf16; keep one of them"
             ],
         ),
-        ("--fp8-format hybrid --fp16", 1, [NEEDS_BF16 + "put --bf16 in place of --fp16, or leave it out"]),
+        ("--fp8-format hybrid --fp16", 1, [NEEDS_BF16 + "replace --fp16 with --bf16, or remove --fp8-format"]),
         (
             "--fp8-recipe rowwise --bf16",
             1,
-            ["--fp8-recipe rowwise: counts only with --fp8-format; add that, or leave it out"],
+            ["--fp8-recipe rowwise: has no effect without --fp8-format; add --fp8-format, or remove --fp8-recipe"],
         ),
-        ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED}"]),
+        ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED} --fp8-margin"]),
         (
             "--fp8-format hybrid --bf16 --fp8-margin 17",
             1,
-            ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; leave it out for the default"],
+            ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; remove it to use the default"],
         ),
         (
             "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",
             1,
-            [f"--fp8-amax-history-len 4: {DELAYED}", f"--fp8-amax-compute-algo max: {DELAYED}"],
+            [
+                f"--fp8-amax-history-len 4: {DELAYED} --fp8-amax-history-len",
+                f"--fp8-amax-compute-algo max: {DELAYED} --fp8-amax-compute-algo",
+            ],
         ),
         (
             "--first-last-layers-bf16 --bf16",
             1,
             [
-                "--first-last-layers-bf16: keeps layers out of fp8, and --fp8-format is not given; add --fp8-format, "
-                "or leave it out"
+                "--first-last-layers-bf16: has no effect without --fp8-format; add --fp8-format, or remove "
+                "--first-last-layers-bf16"
             ],
         ),
         (
             "--fp8-format hybrid --bf16 --num-layers-at-end-in-bf16 2",
             1,
-            ["--num-layers-at-end-in-bf16 2: counts only with --first-last-layers-bf16; add that, or leave it out"],
+            [
+                "--num-layers-at-end-in-bf16 2: has no effect without --first-last-layers-bf16; add "
+                "--first-last-layers-bf16, or remove --num-layers-at-end-in-bf16"
+            ],
         ),
         (
             "--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
             1,
             [
                 "--first-last-layers-bf16: 3 first and 1 last of 4 layers leave none in fp8; lower "
-                "--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave out --fp8-format"
+                "--num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format"
             ],
         ),
         (
@@ -95,7 +103,7 @@ DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or
             4,
             [
                 "--num-attention-heads 4: queries of 48 channels must be a multiple of 16 * "
-                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16"
+                "--tensor-model-parallel-size 4 under --fp8-format; add --kv-channels, nearest: 16"
             ],
         ),
         (
@@ -106,7 +114,7 @@ DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or
                 "--num-query-groups 2: must be a multiple of --tensor-model-parallel-size 4; nearest: 4, or a TP size "
                 "that divides it",
                 "--num-attention-heads 4: queries of 32 channels must be a multiple of 16 * "
-                "--tensor-model-parallel-size 4 under --fp8-format; give --kv-channels, nearest: 16",
+                "--tensor-model-parallel-size 4 under --fp8-format; add --kv-channels, nearest: 16",
                 "--ffn-hidden-size 200: must be a multiple of 16 * --tensor-model-parallel-size 4 under --fp8-format; "
                 "nearest: 192 or 256",
             ],
@@ -117,15 +125,15 @@ DELAYED = "counts only with --fp8-format and --fp8-recipe delayed; add these, or
             1,
             [
                 "--num-query-groups 1: keys and values of 8 channels must be a multiple of 16 * "
-                "--tensor-model-parallel-size 1 under --fp8-format; give --kv-channels, nearest: 8"
+                "--tensor-model-parallel-size 1 under --fp8-format; add --kv-channels, nearest: 8"
             ],
         ),
         (
             "--fp8-format hybrid --bf16 --seq-length 24",
             1,
             [
-                "--seq-length 24: a micro-batch has 24 tokens on a rank, which under --fp8-format must be a multiple "
-                "of 16; nearest: 16 or 32, or another --micro-batch-size"
+                "--seq-length 24: a rank has 24 tokens of a micro-batch; under --fp8-format this must be a multiple of "
+                "16; nearest: 16 or 32, or another --micro-batch-size"
             ],
         ),
         (

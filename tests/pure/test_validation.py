@@ -87,15 +87,15 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--no-check-for-nan-in-loss-and-grad --max-skipped-iterations 3",
             1,
-            "--max-skipped-iterations 3: limits what the checks skip, and all of them are off",
+            "--max-skipped-iterations 3: has no effect while all checks are off",
         ),
         # layout
         ("--tp 2", 3, "world size 3: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 4 ranks"),
         ("--tp 2", 1, "world size 1: must be a multiple of TP 2 * PP 1 * CP 1 = 2; start 2 ranks"),
-        ("--dp 3", 4, "--data-parallel-size 3: must be world size 4 / (TP 1 * PP 1 * CP 1) = 4; leave it out"),
-        ("--ep 2", 2, "--expert-model-parallel-size 2: shares out experts, and there is no --num-experts"),
+        ("--dp 3", 4, "--data-parallel-size 3: must be world size 4 / (TP 1 * PP 1 * CP 1) = 4; remove it"),
+        ("--ep 2", 2, "--expert-model-parallel-size 2: has no effect without --num-experts"),
         ("--pp 7", 7, "--pipeline-model-parallel-size 7: 4 layers, the embedding and the head fill at most 6 stages"),
-        ("--cpu --distributed-backend nccl", 1, "--distributed-backend nccl: runs on GPUs only"),
+        ("--cpu --distributed-backend nccl", 1, "--distributed-backend nccl: cannot be combined with --cpu"),
         # tensor parallel
         ("--tp 5 --num-attention-heads 4 --hidden-size 40", 5, "--num-attention-heads 4: must be a multiple of"),
         (
@@ -155,25 +155,33 @@ def test_legal(flags: str, world_size: int) -> None:
             1,
             "--num-query-groups 5: must divide --num-attention-heads 12; nearest: 4 or 6",
         ),
-        ("--num-query-groups 4", 1, "--num-query-groups 4: counts only with --group-query-attention"),
-        ("--swiglu --squared-relu", 1, "--swiglu: and --squared-relu exclude each other"),
+        ("--num-query-groups 4", 1, "--num-query-groups 4: has no effect without --group-query-attention"),
+        ("--swiglu --squared-relu", 1, "--swiglu: cannot be combined with --squared-relu"),
         (
             "--max-position-embeddings 8",
             1,
             "--max-position-embeddings 8: must be at least --seq-length 16; nearest: 16",
         ),
-        ("--position-embedding-type rope --kv-channels 5", 1, "--rotary-percent 1.0: a head of 5 rotates 5 channels"),
-        ("--use-rope-scaling", 1, "--use-rope-scaling: scales rotary embeddings, which this model has not"),
+        (
+            "--position-embedding-type rope --kv-channels 5",
+            1,
+            "--rotary-percent 1.0: rotates 5 of the 5 channels of a head",
+        ),
+        ("--use-rope-scaling", 1, "--use-rope-scaling: has no effect without --position-embedding-type rope"),
         (
             "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
             1,
             "--rope-scaling-low-freq-factor 4.0: must be below",
         ),
-        ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
-        ("--cuda-graph-warmup-steps 7", 1, "--cuda-graph-warmup-steps 7: counts only with --cuda-graph-impl local"),
-        ("--bf16 --fp16", 1, "--fp16: and --bf16 exclude each other"),
-        ("--fp32 --fp64 --bf16", 1, "--bf16: and --fp32, --fp64 exclude each other"),
-        ("--loss-scale 8", 1, "--loss-scale 8.0: counts only with --fp16"),
+        ("--recompute-method block", 1, "--recompute-method block: has no effect without --recompute-granularity full"),
+        (
+            "--cuda-graph-warmup-steps 7",
+            1,
+            "--cuda-graph-warmup-steps 7: has no effect without --cuda-graph-impl local",
+        ),
+        ("--bf16 --fp16", 1, "--fp16: cannot be combined with --bf16"),
+        ("--fp32 --fp64 --bf16", 1, "--bf16: cannot be combined with --fp32 and --fp64"),
+        ("--loss-scale 8", 1, "--loss-scale 8.0: has no effect without --fp16"),
         ("--fp16 --min-loss-scale 8 --initial-loss-scale 4", 1, "--min-loss-scale 8.0: must be at most"),
         # batch
         (
@@ -183,32 +191,36 @@ def test_legal(flags: str, world_size: int) -> None:
             "nearest: 60 or 66",
         ),
         ("--global-batch-size 8 --num-microbatches 3", 1, "--num-microbatches 3: must be --global-batch-size 8"),
-        ("--rampup-batch-size 2 2", 1, "--rampup-batch-size 2 2: takes three numbers"),
+        ("--rampup-batch-size 2 2", 1, "--rampup-batch-size 2 2: must be three numbers"),
         (
             "--global-batch-size 8 --rampup-batch-size 2 2 9",
             1,
-            "--rampup-batch-size 2 2 9: cannot go with --train-iters",
+            "--rampup-batch-size 2 2 9: cannot be combined with --train-iters",
         ),
         ("--global-batch-size 8 --rampup-batch-size 3 2 9", 2, "START 3 must be a multiple of"),
         ("--global-batch-size 8 --rampup-batch-size 2 3 9", 2, "INCREMENT 3 must be a multiple of"),
         ("--global-batch-size 8 --rampup-batch-size 9 1 9", 1, "START 9 must be at most --global-batch-size 8"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 9", 1, "nearest: --global-batch-size 7 or 9"),
         # length and schedule
-        ("--train-samples 80", 1, "--train-iters 100: and --train-samples exclude each other"),
-        ("--lr-warmup-samples 3", 1, "--lr-warmup-samples 3: the length of this run is given in iterations"),
-        ("--lr-decay-samples 3", 1, "--lr-decay-samples 3: the length of this run is given in iterations"),
+        ("--train-samples 80", 1, "--train-iters 100: cannot be combined with --train-samples"),
+        ("--lr-warmup-samples 3", 1, "--lr-warmup-samples 3: the run's length is given in iterations"),
+        ("--lr-decay-samples 3", 1, "--lr-decay-samples 3: the run's length is given in iterations"),
         ("--lr-warmup-iters 100", 1, "--lr-warmup-iters 100: must be below the length of the decay, 100; nearest: 99"),
         ("--lr-warmup-iters 9 --lr-decay-iters 5", 1, "--lr-warmup-iters 9: must be below the length of the decay, 5"),
-        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", 1, "--lr-warmup-fraction 0.1: and --lr-warmup-iters exclude"),
+        (
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+            1,
+            "--lr-warmup-fraction 0.1: cannot be combined with --lr-warmup-iters",
+        ),
         ("--lr-warmup-fraction 1", 1, "--lr-warmup-fraction 1.0: must be in [0, 1)"),
         ("--min-lr 1", 1, "--min-lr 1.0: must be at most --lr 0.001; nearest: 0.001"),
-        ("--lr-decay-style WSD", 1, "--lr-decay-style WSD: needs the length of its final anneal"),
+        ("--lr-decay-style WSD", 1, "--lr-decay-style WSD: needs the length of the final anneal"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 101", 1, "--lr-wsd-decay-iters 101: must be at most"),
-        ("--lr-wsd-decay-iters 10", 1, "--lr-wsd-decay-iters 10: counts only with --lr-decay-style WSD"),
-        ("--end-weight-decay 0.1", 1, "--weight-decay-incr-style constant: keeps weight decay as it is"),
+        ("--lr-wsd-decay-iters 10", 1, "--lr-wsd-decay-iters 10: has no effect without --lr-decay-style WSD"),
+        ("--end-weight-decay 0.1", 1, "--weight-decay-incr-style constant: cannot start at 0.01 and end at 0.1"),
         # data, tokenizer, checkpoints
-        ("--data-path a", 1, "--data-path: and --mock-data exclude each other"),
-        ("--train-data-path a --valid-data-path b", 1, "--train-data-path, --valid-data-path: and --mock-data exclude"),
+        ("--data-path a", 1, "--data-path: cannot be combined with --mock-data"),
+        ("--train-data-path a --valid-data-path b", 1, "--train-data-path, --valid-data-path: cannot be combined"),
         ("--eod-mask-loss", 1, "--eod-mask-loss: needs the end-of-document token"),
         ("--tokenizer-type NullTokenizer", 1, "--vocab-size: is required by --tokenizer-type NullTokenizer"),
         (
@@ -216,7 +228,7 @@ def test_legal(flags: str, world_size: int) -> None:
             1,
             "--merge-file: is required by --tokenizer-type GPT2BPE",
         ),
-        ("--finetune", 1, "--finetune: needs a checkpoint to load; give --load"),
+        ("--finetune", 1, "--finetune: has no effect without --load; add --load"),
     ],
 )
 def test_each_rule(flags: str, world_size: int, expected: str) -> None:
@@ -227,13 +239,13 @@ def test_each_rule(flags: str, world_size: int, expected: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", ["--data-path: no data is named; give --data-path, --train-data-path or --mock-data"]),
-        ("--valid-data-path b", ["--train-data-path: is required beside --valid-data-path"]),
-        ("--data-path a --train-data-path b", ["--data-path: and --train-data-path exclude each other"]),
+        ("", ["--data-path: the run has no data; add --data-path, --train-data-path or --mock-data"]),
+        ("--valid-data-path b", ["--train-data-path: is required with --valid-data-path"]),
+        ("--data-path a --train-data-path b", ["--data-path: cannot be combined with --train-data-path"]),
         ("--data-path 0.5 a 0.5", ["--data-path 0.5 a 0.5: 3 values are not pairs of weight and prefix"]),
         ("--data-path 0.5 a -1 b", ["--data-path 0.5 a -1 b: weight -1 must be positive"]),
         ("--data-path a --split 1,x", ["--split 1,x: three numbers separated by commas are needed"]),
-        ("--data-path a --split 0,1,1", ["--split 0,1,1: leaves nothing to train on"]),
+        ("--data-path a --split 0,1,1", ["--split 0,1,1: leaves no training data"]),
         ("--data-path a b --split 90/5/5", []),
         ("--train-data-path 2 a", []),
     ],
@@ -247,7 +259,8 @@ def test_data(flags: str, expected: list[str]) -> None:
 
 def test_length_is_required_where_data_has_no_end() -> None:
     assert problems("", without="train-iters") == [
-        "--mock-data: made-up data has no epoch to end after; give --train-iters, --train-samples or --train-tokens"
+        "--mock-data: synthetic data has no epochs, so the run needs a length; add --train-iters, "
+        "--train-samples or --train-tokens"
     ]
     assert problems("--vocab-size 9 --data-path a", without="train-iters mock-data") == []
 
@@ -266,7 +279,7 @@ def test_sample_based_schedules() -> None:
 
 def test_unknown_vocabulary() -> None:
     found = problems("--data-path a --tp 3", 3, without="mock-data")
-    assert any(line.startswith("--tokenizer-type: the size of the vocabulary is not known") for line in found)
+    assert any(line.startswith("--tokenizer-type: the vocabulary size is unknown") for line in found)
     assert any(line.startswith("--make-vocab-size-divisible-by 128: the padded vocabulary must be") for line in found)
 
 

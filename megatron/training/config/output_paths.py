@@ -1,4 +1,4 @@
-"""Whether what the flags want to write can be written, tried before anything is built. No torch."""
+"""Checks before start-up that the output paths given by flags can be written. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why no file can be made in a folder, which need not be there yet; None if one can. Leaves nothing behind."""
+    """Reason why no file can be created in a folder, which may not exist yet; None if one can. Leaves no files."""
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -20,12 +20,12 @@ def why_unwritable(folder: Path) -> str | None:
     try:
         Path(tempfile.mkdtemp(prefix=".written-", dir=nearest)).rmdir()
     except OSError as error:
-        return f"nothing can be written to {nearest} ({error.strerror})"
+        return f"{nearest} cannot be written ({error.strerror})"
     return None
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:
-    """A problem for each flag that names a place that cannot be written, or a file where a folder belongs."""
+    """Yields a problem for each output path that cannot be written or is a file instead of a folder."""
     logging, checkpoint = config.logging, config.checkpoint
     for flag, folder in (
         ("--save", checkpoint.save),
@@ -33,11 +33,11 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         ("--data-cache-path", config.data.data_cache_path),
     ):
         if folder and (why := why_unwritable(Path(folder))):
-            yield Problem(flag, folder, why, "name a folder that can be written")
+            yield Problem(flag, folder, why, "use a folder that can be written")
     metrics = logging.metrics_file
     if metrics and Path(metrics).is_dir():
-        yield Problem("--metrics-file", metrics, "is a folder", "name a file in it")
+        yield Problem("--metrics-file", metrics, "is a folder", "use a file in it")
     elif metrics and (why := why_unwritable(Path(metrics).parent)):
-        yield Problem("--metrics-file", metrics, why, "name a file in a folder that can be written")
+        yield Problem("--metrics-file", metrics, why, "use a file in a folder that can be written")
     if checkpoint.load and Path(checkpoint.load).is_file():
-        yield Problem("--load", checkpoint.load, "is a file", "name the folder of the checkpoints, or one checkpoint")
+        yield Problem("--load", checkpoint.load, "is a file", "use the folder of the checkpoints, or one checkpoint")

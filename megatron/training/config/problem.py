@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, one item at a time."""
+"""A problem of a configuration: flag, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.reliability.launch import tell_last
 
 @dataclass(frozen=True)
 class Problem:
-    """A flag, its value (None: not given), the rule that it breaks and what to do about it."""
+    """One broken rule: the flag, its value (None if it has none), the rule, and the remedy."""
 
     flag: str
     value: Any
@@ -20,9 +20,9 @@ class Problem:
 
     @classmethod
     def of_errors(cls, flag: str, value: Any, error: Exception) -> list[Problem]:
-        """The problems that reading a file brought up, one for each line of the error's message.
+        """One problem for each line of an error message, for example of reading a file.
 
-        A line of the form `--flag value: rule; remedy` speaks for itself, any other of `flag`.
+        A line of the form `--flag value: rule; remedy` names its own flag; any other line is attributed to `flag`.
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:
@@ -35,8 +35,18 @@ class Problem:
         return found
 
     @classmethod
+    def no_effect(cls, flag: str, value: Any, needed: str) -> Problem:
+        """The problem of a flag that has no effect without another one."""
+        return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}")
+
+    @classmethod
+    def exclusive(cls, flag: str, value: Any, other: str, why: str = "") -> Problem:
+        """The problem of two flags that cannot be combined."""
+        return cls(flag, value, f"cannot be combined with {other}{why and f': {why}'}", "keep one of them")
+
+    @classmethod
     def of_message(cls, flag: str, value: Any, message: str) -> Problem:
-        """A problem from the message of a ValueError of the form `flag value: rule; remedy`."""
+        """A problem from a ValueError's message of the form `flag value: rule; remedy`."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 
@@ -51,17 +61,17 @@ class Problem:
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """One line each, under a line that counts them; under torchrun that is the last thing on the screen."""
+    """Prints a line with the number of problems and one line for each, as the last lines of the screen."""
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
 
 
 def multiples(value: int, divisor: int) -> str:
-    """The nearest legal values: `nearest: 996 or 1008`."""
+    """The nearest multiples of `divisor` as a remedy: `nearest: 996 or 1008`."""
     below = value // divisor * divisor
     return f"nearest: {below} or {below + divisor}" if below > 0 else f"nearest: {divisor}"
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Whether `divisor` divides `value`; True where either is missing or not positive, which another rule reports."""
+    """Whether `divisor` divides `value`. True if either is missing or not positive, as another rule reports that."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0

@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.reliability.run_status import ExitCode
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[2])
 RULE = "=" * 60
 
 CONSEQUENCE = re.compile(
@@ -149,7 +149,8 @@ def place_of(thread_id: int) -> str:
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE) and not code.co_filename.endswith(("watch.py", "ending.py")):
-            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
+        name = Path(code.co_filename).name
+        if code.co_filename.startswith(PACKAGE) and name not in ("watchdog.py", "failure_handler.py"):
+            return f"{name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return "outside of the package"

@@ -1,6 +1,6 @@
-"""The rules of a configuration: each a generator of problems, over a resolved `RunConfig` and a world size.
+"""Validation rules: each is a generator of problems over a resolved `RunConfig` and a world size.
 
-A rule must not raise on any values, as all of them run whatever is wrong; one that needs positive numbers asks first.
+All rules run on any values, so a rule must not raise. A rule that needs positive numbers checks for them first.
 """
 
 from __future__ import annotations

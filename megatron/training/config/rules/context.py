@@ -1,4 +1,4 @@
-"""Rules of how sequences are cut over ranks, in the manner of `megatron.training.config.rules.model`."""
+"""Rules of context and sequence parallelism: divisibility of the sequence length and of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The sequence length must suit context and sequence parallelism together."""
+    """The sequence length must be divisible for context and sequence parallelism together."""
     p, s = c.parallel, c.model.seq_length
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     if cp < 1 or tp < 1:
@@ -31,7 +31,7 @@ def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """With a2a each context rank computes some of the heads that its tensor-parallel rank has."""
+    """With a2a, the context ranks share the heads of a tensor-parallel rank."""
     m, p = c.model, c.parallel
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     if p.cp_comm_type != "a2a" or cp <= 1 or tp < 1:

@@ -16,16 +16,16 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
         n for n, given in (("--data-path", d.data_path), (", ".join(own), own), ("--mock-data", d.mock_data)) if given
     ]
     if not kinds:
-        yield Problem("--data-path", None, "no data is named", "give --data-path, --train-data-path or --mock-data")
+        yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")
     if len(kinds) > 1:
-        yield Problem(kinds[0], None, f"and {' and '.join(kinds[1:])} exclude each other", "keep one kind")
+        yield Problem.exclusive(kinds[0], None, " and ".join(kinds[1:]))
     if own and not d.train_data_path:
-        yield Problem("--train-data-path", None, f"is required beside {own[0]}", "name the training data")
+        yield Problem("--train-data-path", None, f"is required with {own[0]}", "add the training data")
     yield from _blends(c)
 
 
 def _blends(c: RunConfig) -> Iterator[Problem]:
-    # Reading these flags needs numpy, which help and parsing do without.
+    # Imported here because these modules need numpy, which --help and parsing do not.
     from megatron.core.datasets.build import parse_blend
     from megatron.core.datasets.indices import parse_split
 
@@ -48,7 +48,12 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
             yield Problem.of_message("--split", d.split, str(error))
         else:
             if shares[0] <= 0:
-                yield Problem("--split", d.split, "leaves nothing to train on", "give training a share, as 969,30,1")
+                yield Problem(
+                    "--split",
+                    d.split,
+                    "leaves no training data",
+                    "use a share above 0 for training, for example 969,30,1",
+                )
 
 
 def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -57,18 +62,18 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
     t = c.tokenizer
     if t.tokenizer_type is None:
         if c.model.vocab_size is None:
-            remedy = "give --tokenizer-type, or --vocab-size for data that is tokenized already"
-            yield Problem("--tokenizer-type", None, "the size of the vocabulary is not known", remedy)
+            remedy = "add --tokenizer-type, or --vocab-size if the data is already tokenized"
+            yield Problem("--tokenizer-type", None, "the vocabulary size is unknown", remedy)
         for field in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if getattr(c.data, field):
                 name = f"--{field.replace('_', '-')}"
-                rule = "needs the end-of-document token, which only the tokenizer knows"
-                yield Problem(name, None, rule, "give --tokenizer-type")
+                rule = "needs the end-of-document token of the tokenizer"
+                yield Problem(name, None, rule, "add --tokenizer-type")
         return
     for field in NEEDED_FILES.get(t.tokenizer_type, ()):
         if not getattr(t, field):
             name = f"--{field.replace('_', '-')}"
-            yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", "name the file")
+            yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", f"add {name} FILE")
     if t.tokenizer_type == "NullTokenizer" and c.model.vocab_size is None:
-        remedy = "say how many token ids the data has"
+        remedy = "add --vocab-size with the number of token ids in the data"
         yield Problem("--vocab-size", None, "is required by --tokenizer-type NullTokenizer", remedy)

@@ -1,4 +1,4 @@
-"""Rules of batch size, length and learning-rate schedule, in the manner of `megatron.training.config.rules.model`."""
+"""Rules of batch size, training length and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--global-batch-size", t.global_batch_size, f"must be a multiple of {shown}", remedy)
     elif t.num_microbatches and t.global_batch_size and t.num_microbatches * step != t.global_batch_size:
         rule = f"must be --global-batch-size {t.global_batch_size} / ({shown})"
-        remedy = f"leave it out, or use {t.global_batch_size // step}"
+        remedy = f"remove it, or use {t.global_batch_size // step}"
         yield Problem("--num-microbatches", t.num_microbatches, rule, remedy)
     if t.rampup_batch_size is not None:
         yield from _rampup(c, step, shown)
@@ -32,14 +32,14 @@ def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
     values, final = c.training.rampup_batch_size or (), c.training.global_batch_size or 0
     name = "--rampup-batch-size"
     if len(values) != 3:
-        yield Problem(name, values, "takes three numbers", "give START INCREMENT SAMPLES")
+        yield Problem(name, values, "must be three numbers", "use START INCREMENT SAMPLES")
         return
     start, increment, _ = values
     if min(values) < 1 or final < 1:
         return
     if c.training.train_iters is not None:
-        remedy = "use --train-samples or --train-tokens instead"
-        yield Problem(name, values, "cannot go with --train-iters, as iterations differ in samples", remedy)
+        rule = "cannot be combined with --train-iters: iterations differ in their number of samples"
+        yield Problem(name, values, rule, "use --train-samples or --train-tokens instead")
     if start % step:
         yield Problem(name, values, f"START {start} must be a multiple of {shown}", multiples(start, step))
     if increment % step:
@@ -60,10 +60,10 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
         del given["--train-samples"]  # derived
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        yield Problem(names[0], given[names[0]], f"and {', '.join(names[1:])} exclude each other", "keep one of them")
+        yield Problem.exclusive(names[0], given[names[0]], " and ".join(names[1:]))
     if not names and c.data.mock_data:
-        remedy = "give --train-iters, --train-samples or --train-tokens"
-        yield Problem("--mock-data", None, "made-up data has no epoch to end after", remedy)
+        remedy = "add --train-iters, --train-samples or --train-tokens"
+        yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
     if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
         size = t.rampup_batch_size[0]
@@ -83,14 +83,12 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
             value = getattr(o, f"{stem}_{wrong}")
             if value:
                 name = f"--{stem.replace('_', '-')}"
-                rule = f"the length of this run is given in {'samples or tokens' if by_samples else 'iterations'}"
+                rule = f"the run's length is given in {'samples or tokens' if by_samples else 'iterations'}"
                 yield Problem(f"{name}-{wrong}", value, rule, f"use {name}-{right}")
     warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(o, n)]
     if o.lr_warmup_fraction is not None and warmups:
         name = f"--{warmups[0].replace('_', '-')}"
-        yield Problem(
-            "--lr-warmup-fraction", o.lr_warmup_fraction, f"and {name} exclude each other", "keep one of them"
-        )
+        yield Problem.exclusive("--lr-warmup-fraction", o.lr_warmup_fraction, name)
     if o.lr is not None and o.lr > 0:
         for flag, value in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
             if value > o.lr:
@@ -110,14 +108,14 @@ def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
     given = o.lr_wsd_decay_iters or o.lr_wsd_decay_samples
     if o.lr_decay_style == "WSD":
         if not given:
-            remedy = f"give --lr-wsd-decay-{unit}"
-            yield Problem("--lr-decay-style", "WSD", "needs the length of its final anneal", remedy)
+            remedy = f"add --lr-wsd-decay-{unit}"
+            yield Problem("--lr-decay-style", "WSD", "needs the length of the final anneal", remedy)
         elif known and decay and anneal and anneal > decay:
             rule = f"must be at most the length of the decay, {decay}"
             yield Problem(f"--lr-wsd-decay-{unit}", anneal, rule, f"nearest: {decay}")
     elif given:
         name = "--lr-wsd-decay-iters" if o.lr_wsd_decay_iters else "--lr-wsd-decay-samples"
-        yield Problem(name, given, "counts only with --lr-decay-style WSD", "add that, or leave this out")
+        yield Problem.no_effect(name, given, "--lr-decay-style WSD")
 
 
 def _weight_decay(c: RunConfig) -> Iterator[Problem]:
@@ -125,5 +123,5 @@ def _weight_decay(c: RunConfig) -> Iterator[Problem]:
     start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
     end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
     if o.weight_decay_incr_style == "constant" and start != end:
-        rule = f"keeps weight decay as it is, but it starts at {start:g} and ends at {end:g}"
+        rule = f"cannot start at {start:g} and end at {end:g}"
         yield Problem("--weight-decay-incr-style", "constant", rule, "use linear or cosine, or equal values")

@@ -25,7 +25,7 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
     yield from _vocabulary(c, tp)
     if c.parallel.sequence_parallel and tp == 1:
-        remedy = "leave it out, or raise --tensor-model-parallel-size"
+        remedy = "remove it, or raise --tensor-model-parallel-size"
         yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
     yield from _tensor_overlap(c.parallel)
 
@@ -33,18 +33,17 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
     method = p.tp_comm_overlap_method
     if p.tp_comm_overlap and not p.sequence_parallel:
-        remedy = "add --sequence-parallel, which sends as many bytes, or leave it out"
-        yield Problem("--tp-comm-overlap", None, "cuts along the sequence: needs --sequence-parallel", remedy)
+        remedy = "add --sequence-parallel, which sends the same number of bytes, or remove --tp-comm-overlap"
+        yield Problem("--tp-comm-overlap", None, "needs --sequence-parallel", remedy)
     if method is not None and not p.tp_comm_overlap:
-        remedy = "add that, or leave this out"
-        yield Problem("--tp-comm-overlap-method", method, "counts only with --tp-comm-overlap", remedy)
+        yield Problem.no_effect("--tp-comm-overlap-method", method, "--tp-comm-overlap")
     if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
-        rule = "is memory that GPUs share under nccl, and --cpu or gloo is given"
-        yield Problem("--tp-comm-overlap-method", method, rule, "use ring, on any device")
+        rule = "needs GPUs and nccl, but --cpu or gloo is given"
+        yield Problem("--tp-comm-overlap-method", method, rule, "use ring, which runs on any device")
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
-    """The padded vocabulary is cut over TP. Where it is not known yet, its divisor must do."""
+    """The padded vocabulary is sharded over TP. If it is not known yet, its divisor must be divisible."""
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return
@@ -60,10 +59,10 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     heads, groups = m.num_attention_heads, m.num_query_groups
     if m.kv_channels is None and not divides(heads, m.hidden_size):
         tp = c.parallel.tensor_model_parallel_size
-        remedy = f"{multiples(m.hidden_size, math.lcm(heads, max(tp, 1)))}, or give --kv-channels"
+        remedy = f"{multiples(m.hidden_size, math.lcm(heads, max(tp, 1)))}, or add --kv-channels"
         yield Problem("--hidden-size", m.hidden_size, f"must be a multiple of --num-attention-heads {heads}", remedy)
     if m.group_query_attention and groups is None:
-        remedy = f"give --num-query-groups, a divisor of --num-attention-heads {heads}"
+        remedy = f"add --num-query-groups, a divisor of --num-attention-heads {heads}"
         yield Problem("--group-query-attention", None, "needs --num-query-groups", remedy)
     if m.group_query_attention and not divides(groups, heads):
         legal = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -71,10 +70,9 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must divide --num-attention-heads {heads}"
         yield Problem("--num-query-groups", groups, rule, f"nearest: {' or '.join(map(str, near))}")
     if not m.group_query_attention and groups not in (None, heads):
-        remedy = "add --group-query-attention, or leave it out"
-        yield Problem("--num-query-groups", groups, "counts only with --group-query-attention", remedy)
+        yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
     if m.swiglu and m.squared_relu:
-        yield Problem("--swiglu", None, "and --squared-relu exclude each other", "keep one of them")
+        yield Problem.exclusive("--swiglu", None, "--squared-relu")
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -87,14 +85,13 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if m.kv_channels and m.kv_channels > 0 and 0 < m.rotary_percent <= 1:
             rotated = int(m.kv_channels * m.rotary_percent)
             if rotated < 2 or rotated % 2:
-                rule = f"a head of {m.kv_channels} rotates {rotated} channels, which must be an even number above 0"
+                rule = f"rotates {rotated} of the {m.kv_channels} channels of a head; it must be an even number above 0"
                 near = max(2, rotated // 2 * 2)
                 shown = f"--kv-channels {m.kv_channels + 1}, or " if m.rotary_percent == 1 else ""
                 yield Problem("--rotary-percent", m.rotary_percent, rule, f"nearest: {shown}{near / m.kv_channels:g}")
         low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
         if m.use_rope_scaling and low >= high:
             rule = f"must be below --rope-scaling-high-freq-factor {high}"
-            yield Problem("--rope-scaling-low-freq-factor", low, rule, "Llama 3.1 has 1 and 4")
+            yield Problem("--rope-scaling-low-freq-factor", low, rule, "for example 1 and 4, as in Llama 3.1")
     elif m.use_rope_scaling:
-        remedy = "add --position-embedding-type rope, or leave it out"
-        yield Problem("--use-rope-scaling", None, "scales rotary embeddings, which this model has not", remedy)
+        yield Problem.no_effect("--use-rope-scaling", None, "--position-embedding-type rope")

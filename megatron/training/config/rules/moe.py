@@ -1,4 +1,4 @@
-"""Rules of mixture of experts, in the manner of `megatron.training.config.rules.model`."""
+"""Rules of mixture of experts."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--moe-router-topk", m.moe_router_topk, rule, f"nearest: {m.num_experts}")
     try:
         if m.num_layers > 0 and not m.moe_layers:
-            yield Problem("--moe-layer-freq", m.moe_layer_freq, "leaves no layer with experts", "drop --num-experts")
+            yield Problem(
+                "--moe-layer-freq",
+                m.moe_layer_freq,
+                "selects no layer for experts",
+                "use another pattern, or remove --num-experts",
+            )
     except ValueError as error:
-        yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "for example 1, 2 or ([0]*1+[1]*3)")
+        yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "use for example 1, 2 or ([0]*1+[1]*3)")
     if m.add_bias_linear:
-        yield Problem("--num-experts", m.num_experts, "experts have no biases", "add --disable-bias-linear")
+        yield Problem("--num-experts", m.num_experts, "needs --disable-bias-linear: experts have no biases", "add it")
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        rule = "with TP needs --sequence-parallel, so that each rank routes tokens of its own"
+        rule = "needs --sequence-parallel with TP, so that each rank routes its own tokens"
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
     yield from _expert_parallel(c, world_size)
     yield from _router(c)
 
 
 def _without_experts(c: RunConfig) -> Iterator[Problem]:
-    """Nothing that only experts give a meaning to may be given."""
+    """Without experts, no flag of experts may be given."""
     for field in fields(MoEConfig):
         value = getattr(c.model, field.name)
         if value != field.default:
-            shown = None if value is True else value
-            name = field_table()[field.name].name
-            yield Problem(name, shown, "counts only with --num-experts", "give that, or leave this out")
+            yield Problem.no_effect(field_table()[field.name].name, None if value is True else value, "--num-experts")
     p = c.parallel
     if p.expert_model_parallel_size > 1:
-        rule = "shares out experts, and there is no --num-experts"
-        yield Problem("--expert-model-parallel-size", p.expert_model_parallel_size, rule, "leave it out")
+        yield Problem.no_effect("--expert-model-parallel-size", p.expert_model_parallel_size, "--num-experts")
     if p.expert_tensor_parallel_size not in (None, 1, p.tensor_model_parallel_size):
-        rule = "shares out experts, and there is no --num-experts"
-        yield Problem("--expert-tensor-parallel-size", p.expert_tensor_parallel_size, rule, "leave it out")
+        yield Problem.no_effect("--expert-tensor-parallel-size", p.expert_tensor_parallel_size, "--num-experts")
 
 
 def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -77,20 +78,17 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     softmax = m.moe_router_score_function == "softmax"
     if m.moe_router_enable_expert_bias and softmax:
         remedy = "add --moe-router-score-function sigmoid"
-        yield Problem("--moe-router-enable-expert-bias", None, "needs sigmoid scores, which lie in (0, 1)", remedy)
+        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid", remedy)
     if m.moe_router_pre_softmax and not softmax:
-        rule = "counts only with --moe-router-score-function softmax"
-        yield Problem("--moe-router-pre-softmax", None, rule, "leave it out")
+        yield Problem.no_effect("--moe-router-pre-softmax", None, "--moe-router-score-function softmax")
     if m.moe_router_topk == 1 and softmax and not m.moe_router_pre_softmax:
-        rule = "gives every token's one expert weight 1, which no router learns from"
+        rule = "the softmax over one expert is always 1, so the router receives no gradient"
         yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
     if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type == "none":
-        rule = "counts only with a --moe-router-load-balancing-type other than none"
-        yield Problem("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, rule, "keep one of them")
+        none = "--moe-router-load-balancing-type none"
+        yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, none)
     if not m.moe_router_enable_expert_bias and m.moe_router_bias_update_rate != MoEConfig.moe_router_bias_update_rate:
-        rule = "counts only with --moe-router-enable-expert-bias"
-        remedy = "add that, or leave this out"
-        yield Problem("--moe-router-bias-update-rate", m.moe_router_bias_update_rate, rule, remedy)
+        rate = m.moe_router_bias_update_rate
+        yield Problem.no_effect("--moe-router-bias-update-rate", rate, "--moe-router-enable-expert-bias")
     if m.moe_expert_capacity_factor is None and m.moe_token_drop_policy != "probs":
-        rule = "counts only with --moe-expert-capacity-factor"
-        yield Problem("--moe-token-drop-policy", m.moe_token_drop_policy, rule, "add that, or leave this out")
+        yield Problem.no_effect("--moe-token-drop-policy", m.moe_token_drop_policy, "--moe-expert-capacity-factor")

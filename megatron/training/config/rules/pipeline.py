@@ -1,4 +1,4 @@
-"""Rules of pipeline stages, recomputation and overlap, in the manner of `megatron.training.config.rules.model`."""
+"""Rules of pipeline stages, recomputation and communication overlap."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
-        yield Problem(PER_STAGE, per_stage, f"and {VIRTUAL} exclude each other", "keep one of them")
+        yield Problem.exclusive(PER_STAGE, per_stage, VIRTUAL)
         return
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
-        near = f"nearest: {layers // pp}" if layers >= pp else "leave it out"
+        near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
         yield Problem(PER_STAGE, per_stage, rule, near)
         return
     try:
@@ -37,28 +37,30 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
             made = -(-layers // (per_stage * pp))
-            rule = f"makes {made} stage{'s' if made > 1 else ''} on each rank, which" + _rule_of(str(error))
-            yield Problem(PER_STAGE, per_stage, rule, "leave it out, or use --pipeline-schedule interleaved")
+            rule = f"makes {made} stage{'s' if made > 1 else ''} per rank, which" + _rule_of(str(error))
+            yield Problem(PER_STAGE, per_stage, rule, "remove it, or use --pipeline-schedule interleaved")
         return
     yield from _enough_layers(layout, layers)
     yield from _fixed_ends(c, layout)
 
 
 def _rule_of(message: str) -> str:
-    """` must be ...` of `--flag value: must be ...; remedy`."""
+    """The rule in a message of the form `--flag value: rule; remedy`."""
     return message.partition(":")[2].partition(";")[0]
 
 
 def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
-    """Every stage must have something to hold."""
+    """Every stage needs a layer, the embedding or the head."""
     if layout.num_stages <= layers + 2:
         return
     rule = f"{layers} layers, the embedding and the head fill at most {layers + 2} stages"
     chunks = (layers + 2) // layout.pp
     if layout.chunks == 1 or chunks == 0 or layout.v_shaped:
         most = (layers + 2) // layout.chunks
-        near = next(pp for pp in range(most, 0, -1) if layout.pp % pp == 0)  # that divides the world where this does
-        rule += f", {layout.chunks} on each rank" if layout.chunks > 1 else ""
+        near = next(
+            pp for pp in range(most, 0, -1) if layout.pp % pp == 0
+        )  # a divisor of the given size also divides the world
+        rule += f", {layout.chunks} per rank" if layout.chunks > 1 else ""
         yield Problem("--pipeline-model-parallel-size", layout.pp, rule, f"nearest: {near}")
     else:
         yield Problem(VIRTUAL, layout.chunks, f"{rule}, on {layout.pp} ranks", f"nearest: {chunks}")
@@ -78,7 +80,7 @@ def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
         ("loss", p.account_for_loss_in_pipeline_split, LAST_LAYERS, p.decoder_last_pipeline_num_layers),
     ):
         if given and fixed is not None:
-            rule = f"changes nothing where {flag} fixes that end"
+            rule = f"has no effect with {flag}, which fixes that end"
             yield Problem(f"--account-for-{name}-in-pipeline-split", None, rule, "keep one of them")
 
 
@@ -90,17 +92,15 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("selective", "--recompute-modules", m.recompute_modules),
     ):
         if value is not None and m.recompute_granularity != granularity:
-            rule = f"counts only with --recompute-granularity {granularity}"
-            yield Problem(flag, value, rule, "add that, or leave this out")
+            yield Problem.no_effect(flag, value, f"--recompute-granularity {granularity}")
     modules = m.recompute_modules or ()
     if {"mlp", "mlp_act"} <= set(modules):
-        yield Problem("--recompute-modules", modules, "mlp includes mlp_act", "name one of them")
+        yield Problem("--recompute-modules", modules, "mlp includes mlp_act", "keep one of them")
 
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.ddp.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
         rule = "needs the distributed optimizer: without it every rank updates whole parameters"
-        yield Problem("--overlap-param-gather", None, rule, "leave it out, or drop --no-use-distributed-optimizer")
+        yield Problem("--overlap-param-gather", None, rule, "remove it, or remove --no-use-distributed-optimizer")
     if c.ddp.grad_reduce_in_bf16 and c.parallel.fp64:
-        rule = "rounds gradients to 8 bits, and --fp64 asks for all of them"
-        yield Problem("--grad-reduce-in-bf16", None, rule, "keep one of them")
+        yield Problem.exclusive("--grad-reduce-in-bf16", None, "--fp64")

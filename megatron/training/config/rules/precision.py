@@ -1,4 +1,4 @@
-"""Rules of the numbers that a run computes in, in the manner of `megatron.training.config.rules.model`."""
+"""Rules of number formats: fp16, bf16, fp32, fp64 and fp8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.run_config import RunConfig
 
 FP8_ALIGNMENT = 16
-"""Kernels for fp8 take matrices whose dimensions are multiples of this."""
+"""The dimensions of matrices in fp8 kernels must be multiples of this."""
 
 DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -20,57 +20,53 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p, o = c.parallel, c.optimizer
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp32", "fp64") if getattr(p, name)]
     if len(chosen) > 1:
-        yield Problem(chosen[0], None, f"and {', '.join(chosen[1:])} exclude each other", "keep one of them")
+        yield Problem.exclusive(chosen[0], None, " and ".join(chosen[1:]))
     if o.loss_scale is not None and not p.fp16:
-        yield Problem("--loss-scale", o.loss_scale, "counts only with --fp16", "add --fp16, or leave it out")
+        yield Problem.no_effect("--loss-scale", o.loss_scale, "--fp16")
     if o.min_loss_scale > o.initial_loss_scale:
         rule = f"must be at most --initial-loss-scale {o.initial_loss_scale:g}"
         yield Problem("--min-loss-scale", o.min_loss_scale, rule, f"nearest: {o.initial_loss_scale:g}")
     if p.cpu and p.distributed_backend == "nccl":
-        remedy = "use gloo, or leave out --cpu"
-        yield Problem("--distributed-backend", "nccl", "runs on GPUs only, and --cpu is given", remedy)
+        yield Problem("--distributed-backend", "nccl", "cannot be combined with --cpu", "use gloo, or remove --cpu")
 
 
 def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     p, layers = c.parallel, c.model.num_layers
     if p.fp8_format is not None and not p.bf16:
         others = [f"--{name}" for name in ("fp16", "fp32", "fp64") if getattr(p, name)]
-        rule = "needs bf16 parameters and activations, which products in fp8 take and return"
-        remedy = f"put --bf16 in place of {others[0]}" if others else "add --bf16"
-        yield Problem("--fp8-format", p.fp8_format, rule, f"{remedy}, or leave it out")
+        rule = "needs bf16 parameters and activations"
+        remedy = f"replace {others[0]} with --bf16" if others else "add --bf16"
+        yield Problem("--fp8-format", p.fp8_format, rule, f"{remedy}, or remove --fp8-format")
     if p.fp8_format is not None and p.tp_comm_overlap:
-        rule = "and --tp-comm-overlap exclude each other: products that are computed in parts are in bf16"
-        yield Problem("--fp8-format", p.fp8_format, rule, "keep one of them")
+        why = "overlapped matrix products are computed in bf16"
+        yield Problem.exclusive("--fp8-format", p.fp8_format, "--tp-comm-overlap", why)
     if p.first_last_layers_bf16 and p.fp8_format is None:
-        rule = "keeps layers out of fp8, and --fp8-format is not given"
-        yield Problem("--first-last-layers-bf16", None, rule, "add --fp8-format, or leave it out")
+        yield Problem.no_effect("--first-last-layers-bf16", None, "--fp8-format")
     ends = tuple(getattr(p, name) for name in BF16_LAYERS)
     for name, value in zip(BF16_LAYERS, ends, strict=True):
         if value != 1 and not p.first_last_layers_bf16:
-            remedy = "add that, or leave it out"
-            yield Problem(field_table()[name].name, value, "counts only with --first-last-layers-bf16", remedy)
+            yield Problem.no_effect(field_table()[name].name, value, "--first-last-layers-bf16")
     if p.fp8_format and p.first_last_layers_bf16 and min(ends) >= 0 and layers > 0 and sum(ends) >= layers:
         rule = f"{ends[0]} first and {ends[1]} last of {layers} layers leave none in fp8"
-        remedy = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or leave out --fp8-format"
+        remedy = "lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format"
         yield Problem("--first-last-layers-bf16", None, rule, remedy)
 
 
 def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Flags that have no meaning under the recipe."""
+    """Flags of a recipe have no effect under another one."""
     p, table = c.parallel, field_table()
     if p.fp8_format is None and p.fp8_recipe != table["fp8_recipe"].default:
-        yield Problem("--fp8-recipe", p.fp8_recipe, "counts only with --fp8-format", "add that, or leave it out")
+        yield Problem.no_effect("--fp8-recipe", p.fp8_recipe, "--fp8-format")
     if p.fp8_format is not None and p.fp8_recipe == "delayed":
         return
-    why = "counts only with --fp8-format and --fp8-recipe delayed"
     for name in DELAYED_ONLY:
         value, flag = getattr(p, name), table[name]
         if value != flag.default:
-            yield Problem(flag.name, value, why, "add these, or leave it out")
+            yield Problem.no_effect(flag.name, value, "--fp8-format and --fp8-recipe delayed")
 
 
 def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What each rank multiplies in fp8 must have dimensions that the kernels take, features and tokens alike."""
+    """Each rank's fp8 matrices must have aligned dimensions, both features and tokens."""
     m, p, b = c.model, c.parallel, c.training.micro_batch_size
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     sizes = (tp, cp, b, m.hidden_size, m.num_attention_heads, m.seq_length)
@@ -88,7 +84,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
             rule = f"{what} of {width} channels must be a multiple of {cut} under --fp8-format"
             shown = m.num_attention_heads if what == "queries" else m.query_groups
             near = multiples(m.head_dim, rank // gcd(rank, heads))
-            yield Problem(flag, shown, rule, f"give --kv-channels, {near}")
+            yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
             break
     if _dense_in_fp8(c) and m.ffn_size % rank:
         rule = f"must be a multiple of {cut} under --fp8-format"
@@ -100,13 +96,13 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
     tokens = FP8_ALIGNMENT // gcd(FP8_ALIGNMENT, b)
     if m.seq_length % cp == 0 and m.seq_length // cp % tokens:
         each = m.seq_length // cp * b
-        rule = f"a micro-batch has {each} tokens on a rank, which under --fp8-format must be a multiple of"
+        rule = f"a rank has {each} tokens of a micro-batch; under --fp8-format this must be a multiple of"
         near = multiples(m.seq_length, lcm(tokens * cp, 2 * cp if cp > 1 else 1))
         yield Problem("--seq-length", m.seq_length, f"{rule} {FP8_ALIGNMENT}", f"{near}, or another --micro-batch-size")
 
 
 def _dense_in_fp8(c: RunConfig) -> bool:
-    """Whether a layer in fp8 has an ordinary MLP; False where that cannot be read, which another rule reports."""
+    """Whether a layer in fp8 has a dense MLP. False if the pattern cannot be parsed, as another rule reports that."""
     try:
         experts = set(c.model.moe_layers)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rules of one flag at a time: required values and ranges of numbers."""
+"""Rules of single flags: required values and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 REQUIRED = {
-    "num_layers": "say how many layers the model has",
-    "hidden_size": "say how wide the model is",
-    "num_attention_heads": "say how many heads attention has",
-    "seq_length": "say how many tokens a sample has",
+    "num_layers": "add --num-layers N, the number of transformer layers",
+    "hidden_size": "add --hidden-size N, the width of the model",
+    "num_attention_heads": "add --num-attention-heads N, the number of attention heads",
+    "seq_length": "add --seq-length N, the number of tokens in a sample",
 }
 
 MAY_BE_ZERO = {
@@ -30,7 +30,7 @@ MAY_BE_ZERO = {
     "start_weight_decay",
     "weight_decay",
 }
-"""Numbers that may be 0 beside those that are 0 by default. All others must be above 0, unless they have a range."""
+"""Numbers that may be 0, in addition to those with default 0. Others must be above 0 unless they have a range."""
 
 RANGES: dict[str, tuple[float, float, str]] = {
     "attention_dropout": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
@@ -48,7 +48,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with a value whatever the others are."""
+    """Checks each value on its own."""
     for flag in all_flags():
         value = getattr(getattr(config, flag.section), flag.field)
         if flag.field in REQUIRED and value == 0:
@@ -59,12 +59,12 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             if broken:
                 yield Problem(flag.name, value, *broken)
     if config.optimizer.lr is None:
-        yield Problem("--lr", None, "is required", "give the peak learning rate, for example --lr 3e-4")
+        yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 
 
 def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
-    """(rule, remedy) of a number that is out of bounds."""
-    default = f"the default is {flag.default}" if flag.default not in (None, 0) else "leave it out for the default"
+    """(rule, remedy) of a number that is out of bounds, else None."""
+    default = f"the default is {flag.default}" if flag.default not in (None, 0) else "remove it to use the default"
     if not math.isfinite(value):
         return "must be finite", default
     if flag.field in RANGES:

@@ -17,7 +17,7 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
     model, shown = math.prod(sizes), "TP {} * PP {} * CP {}".format(*sizes)
     if world_size % model:
         launch = f"start {round(world_size / model) * model or model} ranks (torchrun --nproc-per-node, or srun)"
-        remedy = f"{launch}, or make the model-parallel sizes smaller"
+        remedy = f"{launch}, or lower the model-parallel sizes"
         yield Problem("world size", world_size, f"must be a multiple of {shown} = {model}", remedy)
         return
     replicas = world_size // model
@@ -26,5 +26,5 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
             "--data-parallel-size",
             p.data_parallel_size,
             f"must be world size {world_size} / ({shown}) = {replicas}",
-            f"leave it out, or start {p.data_parallel_size * model} ranks",
+            f"remove it, or start {p.data_parallel_size * model} ranks",
         )
