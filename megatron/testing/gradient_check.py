@@ -17,9 +17,10 @@ from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import FLOOR
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.forward_backward import Step, forward_backward, read_batches
 from megatron.training.initialize import local_runtime, set_determinism
-from megatron.training.setup import TrainingRun, build_run
+from megatron.training.progress import Step
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
 
 STEP_SIZE = 1e-5
 """e above: in fp64 the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far below
@@ -48,8 +49,8 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
-        step = Step.next_of(run)
-        batches = read_batches(run, step)
+        step = run.progress.next_step(run.batch_sizes)
+        batches = run.data.read_batches(step)
         _loss(run, step, batches)
         params: list[Any] = list(reversed(run.ddp.params))
         gradients = [param.main_grad.double().clone() for param in params]
@@ -62,7 +63,7 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
 
 def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
     """The loss sum of the step. Leaves its gradients in `main_grad`."""
-    sums = forward_backward(run, step, batches)
+    sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
     return sums.loss_and_tokens[0].item()
 

@@ -20,7 +20,8 @@ from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.initialize import local_runtime
-from megatron.training.setup import TrainingRun, build_run
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
 
 NOW = Label(0)

@@ -9,7 +9,7 @@ seed it was saved with, at any layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -46,9 +46,9 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.training.config.flags import field_table
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
+from megatron.training.progress import Progress
 
 __all__ = [
-    "Progress",
     "build_saver",
     "changed_fields",
     "checkpoint_contents",
@@ -65,33 +65,6 @@ PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer
 """What a checkpoint has beside tensors, without which no run can go on from it."""
 
 C = TypeVar("C")
-
-
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    """The data position: batches and learning rate follow from it."""
-
-    skipped_iterations: int = 0
-    """Iterations so far that changed nothing: not finite, a spike, or left out by --iterations-to-skip."""
-
-    nan_iterations: int = 0
-    """Of them those with a loss or gradient that was not finite, overflows of fp16's loss scale apart."""
-
-    skipped_spikes: int = 0
-    """Of them those with a loss or gradient far above the mean."""
-
-    running_means: tuple[float, ...] = ()
-    """Mean loss, mean gradient norm, and how many steps are in them, where steps are compared with these."""
-
-    data_fingerprint: str | None = None
-    """What the data position refers to; equal where the same sample number means the same sample."""
-
-    loaded_from: str | None = field(default=None, compare=False)
-    """The checkpoint that this process went on from."""
 
 
 def checkpoint_contents(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.batch import Batch
@@ -13,25 +13,35 @@ from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.sample_log import SampleLog
+from megatron.training.progress import Step
 
 
 @dataclass
 class TrainingData:
-    """Iterators over the splits; None where a split is not wanted."""
+    """Iterators over the splits; None for a split that is not used."""
 
+    runtime: Runtime
     train: DataIterator
     valid: DataIterator | None
     test: DataIterator | None
     fingerprint: str
-    """Equal where the same sample number means the same training sample."""
+    """Equal if the same sample number means the same training sample."""
 
-    evaluated: dict[str, int] = field(default_factory=lambda: {"valid": 0, "test": 0})
-    """First sample of each split's next evaluation."""
+    sample_log: SampleLog | None = None
+    """None without --sample-log."""
+
+    def read_batches(self, step: Step, log: bool = False) -> list[Batch]:
+        """This rank's micro-batches of a training step, on its device. Collective with `log`, for --sample-log."""
+        taken = self.train.next_step(step.first_sample, step.samples)
+        if log and self.sample_log is not None:
+            self.sample_log.write(step.iteration, taken)
+        return put_on_device(taken, self.runtime)
 
     def close(self) -> None:
-        for iterator in (self.train, self.valid, self.test):
-            if iterator is not None:
-                iterator.close()
+        for each in (self.train, self.valid, self.test, self.sample_log):
+            if each is not None:
+                each.close()
 
 
 def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> tuple[TrainingData, int]:
@@ -76,6 +86,7 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
     train_iterator = iterator(datasets.train, "training")
     assert train_iterator is not None
     data = TrainingData(
+        runtime,
         train_iterator,
         iterator(datasets.valid, "validation"),
         iterator(datasets.test, "test"),

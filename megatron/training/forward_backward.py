@@ -1,45 +1,28 @@
-"""One step up to its gradients: what the training loop, the search for a NaN and a replay do alike."""
+"""Gradients of one step. The training loop, the search for a NaN and a replay share this code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.batch import Batch
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import global_token_count
-from megatron.training.data import put_on_device
-
-if TYPE_CHECKING:
-    from megatron.training.setup import TrainingRun
-
-
-@dataclass(frozen=True)
-class Step:
-    """Which step of a run this is."""
-
-    iteration: int
-    """As logs, files and messages number it: the first is 1."""
-
-    first_sample: int
-    """Samples consumed before it, and so the number of its first one."""
-
-    samples: int
-    """Its global batch size."""
-
-    @classmethod
-    def next_of(cls, run: TrainingRun) -> Step:
-        consumed = run.progress.consumed_samples
-        return cls(run.progress.iteration + 1, consumed, run.batch_sizes.at(consumed))
+from megatron.core.fp8.delayed_scaling import DelayedScaling
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.pipeline import Pipeline
+from megatron.training.progress import Step
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What forward and backward passes leave behind beside gradients."""
+    """Results of the forward and backward passes of a step, besides gradients."""
 
     seed: float
-    """What every loss sum was multiplied by before the backward."""
+    """Factor that every loss sum was multiplied by before the backward."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -48,34 +31,44 @@ class Sums:
     """[loss sum, valid tokens] float64: a plain sum over the world counts each token once."""
 
 
-def read_batches(run: TrainingRun, step: Step, log: bool = False) -> list[Batch]:
-    """This rank's micro-batches of a step, on its device. With `log`, which is a collective, they go into the sample
-    log where there is one."""
-    taken = run.data.train.next_step(step.first_sample, step.samples)
-    if log and run.sample_log is not None:
-        run.sample_log.write(step.iteration, taken)
-    return put_on_device(taken, run.runtime)
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Runs the forward and backward passes of a step on this rank's stages. All methods are collective."""
 
+    config: RunConfig
+    runtime: Runtime
+    ddp: DistributedDataParallel
+    pipeline: Pipeline
+    experts: ExpertLoad
+    scaling: DelayedScaling
 
-def with_scale(run: TrainingRun, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-    """The micro-batches with what auxiliary losses need, and the valid tokens of the global batch. Collective."""
-    total = global_token_count(count_tokens(batches), run.runtime.state, run.pipeline.loss_rank)
-    return run.experts.with_scale(batches, seed, total, step.samples * run.config.model.seq_length), total
+    def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
+        """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
+        self.ddp.begin_step(len(batches))
+        seed = self.loss_seed(loss_scale)
+        scaled, total_tokens = self.with_scale(step, batches, seed)
+        losses = self.pipeline.train(scaled, seed)
+        return Sums(seed, total_tokens, loss_and_tokens(losses, count_tokens(batches), self.runtime))
 
+    def loss_seed(self, loss_scale: float) -> float:
+        """The factor of loss sums. In fp16 the loss scale fits the mean over a sample's tokens, not their sum."""
+        return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
-def forward_backward(run: TrainingRun, step: Step, batches: list[Batch]) -> Sums:
-    """Leaves the gradients of the step's loss sums, times the seed, in the gradient buffers. Collective."""
-    run.ddp.begin_step(len(batches))
-    seed = loss_seed(run, run.optimizer.loss_scale)
-    scaled, total_tokens = with_scale(run, step, batches, seed)
-    losses = run.pipeline.train(scaled, seed)
-    return Sums(seed, total_tokens, loss_and_tokens(run, losses, count_tokens(batches)))
+    def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
+        """(micro-batches with the factor of auxiliary losses, valid tokens of the global batch)."""
+        total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.loss_rank)
+        return self.experts.with_scale(batches, seed, total, step.samples * self.config.model.seq_length), total
 
+    def end_step(self, skip: torch.Tensor) -> None:
+        """Updates expert biases and fp8 scales after an update of the weights, unless `skip` is 1."""
+        self.experts.end_step(skip)
+        self.scaling.end_step(skip)
 
-def loss_seed(run: TrainingRun, loss_scale: float) -> float:
-    """What loss sums are multiplied by. In fp16 a mean over a sample's tokens, not their sum, is what the loss scale
-    brings into range."""
-    return loss_scale / (run.config.model.seq_length if run.config.parallel.fp16 else 1)
+    def forget_step(self) -> None:
+        """Drops the gradients and tallies of a step that will not update the weights."""
+        self.ddp.zero_grad_buffer()
+        self.experts.forget_step()
+        self.scaling.forget_step()
 
 
 def count_tokens(batches: list[Batch]) -> torch.Tensor:
@@ -83,9 +76,9 @@ def count_tokens(batches: list[Batch]) -> torch.Tensor:
     return torch.stack([batch.num_tokens for batch in batches]).sum()
 
 
-def loss_and_tokens(run: TrainingRun, losses: list[torch.Tensor], num_tokens: torch.Tensor) -> torch.Tensor:
+def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
     """[loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, zeros elsewhere, so that
     a plain sum over the world counts each token once."""
-    if losses and run.runtime.state.tp.first:
+    if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
-    return torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    return torch.zeros(2, dtype=torch.float64, device=runtime.device)

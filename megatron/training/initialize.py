@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -279,8 +278,3 @@ def shut_down() -> None:
     """Leaves the world."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def name_of_rank(launch: Launch) -> str:
-    """How errors name this process."""
-    return f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +21,7 @@ from megatron.training.initialize import Runtime
 
 
 class Pipeline:
-    """Runs a step's micro-batches through the stages, in the order of the schedule for however many there are."""
+    """Runs any number of micro-batches through the stages, in the order of the pipeline schedule."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class Pipeline:
         casts: WeightCasts,
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
+        self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
         self.executor = PipelineExecutor(
             stages,
@@ -50,13 +52,13 @@ class Pipeline:
 
     @property
     def loss_rank(self) -> int:
-        """The pipeline rank that has the last stage."""
+        """The pipeline rank that holds the last stage and computes the loss."""
         return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
         """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
 
-        Without `replay` no graph takes the place of modules and their hooks."""
+        Without `replay` no CUDA graph is used, so that hooks of modules run."""
         if self.graph is not None and replay:
             return self.graph.train(batches, seed)
         return self.executor.run(self._actions(len(batches), False), batches, loss_scale_seed=seed)
@@ -65,8 +67,17 @@ class Pipeline:
         (loss,) = self.executor.run(self._actions(1, False), [batch], loss_scale_seed=seed)
         return loss
 
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Turns off dropout and whatever else modules do only in training."""
+        for stage in self.stages.values():
+            stage.eval()
+        yield
+        for stage in self.stages.values():
+            stage.train()
+
     def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """Forward only."""
+        """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
         return self.executor.run(self._actions(len(batches), True), batches)
 
     def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
@@ -75,7 +86,8 @@ class Pipeline:
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
-    """Shape of what one stage sends to the next: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+    """Shape of the activations that one stage sends to the next: [s, b, h], or [s/tp, b, h] under sequence
+    parallelism."""
     s = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:
         s //= tp_size

@@ -1,79 +1,102 @@
-"""Saves in the training loop: started, reported, and waited for before the process leaves."""
+"""Checkpoints during training: start a save, report its outcome, wait for it before the process exits."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, saved_folders
-from megatron.training.checkpointing import checkpoint_contents
-from megatron.training.setup import TrainingRun
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.training.checkpointing import build_saver, checkpoint_contents
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime
+from megatron.training.progress import Progress
 
 
-def prepare_to_save(run: TrainingRun) -> None:
-    """Has memory ready for checkpoints, where more of them are to come than that of the end. Says whether there are
-    some that this run is going to replace, as where --load was forgotten."""
-    options, iteration = run.config.checkpoint, run.progress.iteration
-    later = [number for number in saved_folders(Path(options.save)) if number > iteration] if options.save else []
-    if later:
-        run.runtime.say(
-            f" --save {options.save} holds checkpoints of later iterations, up to {max(later)}, and this run, which "
-            f"goes on from {iteration}, replaces them as it comes there"
-            + ("" if options.load else "; to go on from the latest, give --load as well")
-        )
-    if run.saver is not None and run.config.checkpoint.save_interval:
-        run.saver.prepare(_contents(run)[0])
+class RunSaver:
+    """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
 
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        stages: Mapping[int, GPTModel],
+        optimizer: MixedPrecisionOptimizer,
+        progress: Progress,
+    ) -> None:
+        self.options = config.checkpoint
+        self.writer = build_saver(config, runtime.state.world, progress)
+        """None without --save."""
+        self._config, self._runtime, self._stages, self._optimizer = config, runtime, stages, optimizer
+        self._progress = progress
 
-def save(run: TrainingRun) -> None:
-    """Starts a checkpoint of the present iteration; with --no-async-save it is written when this returns."""
-    assert run.saver is not None
-    run.guard.store(run)
-    iteration, start = run.progress.iteration, time.perf_counter()
-    run.runtime.watch.begin(f"saving iteration {iteration}")
-    run.saver.save(iteration, *_contents(run))
-    if run.saver.background:
-        run.runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {time.perf_counter() - start:.2f} s")
-    tell_of_saves(run)
+    def contents(
+        self, progress: Progress, metrics: Mapping[str, float | None] | None = None
+    ) -> tuple[StateDict, dict[str, Any]]:
+        """(tensors, the rest) of a checkpoint at `progress`."""
+        return checkpoint_contents(self._config, self._runtime.state, self._stages, self._optimizer, progress, metrics)
 
+    def prepare(self) -> None:
+        """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
+        later iterations, which this run will replace."""
+        save, iteration = self.options.save, self._progress.iteration
+        later = [number for number in saved_folders(Path(save)) if number > iteration] if save else []
+        if later:
+            self._runtime.say(
+                f" --save {save} holds checkpoints of later iterations, up to {max(later)}; this run starts at "
+                f"iteration {iteration} and will replace them"
+                + ("" if self.options.load else "; to resume from the latest, add --load")
+            )
+        if self.writer is not None and self.options.save_interval:
+            self.writer.prepare(self.contents(self._progress)[0])
 
-def _contents(run: TrainingRun) -> tuple[StateDict, dict[str, Any]]:
-    return checkpoint_contents(run.config, run.runtime.state, run.stages, run.optimizer, run.progress, run.measured)
+    def save(self, metrics: Mapping[str, float | None]) -> None:
+        """Starts a checkpoint of the present iteration; with --no-async-save it is written on return."""
+        assert self.writer is not None
+        iteration, start = self._progress.iteration, time.perf_counter()
+        self._runtime.watch.begin(f"saving iteration {iteration}")
+        self.writer.save(iteration, *self.contents(self._progress, metrics))
+        if self.writer.background:
+            stalled = time.perf_counter() - start
+            self._runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s")
+        self.report()
 
+    def report(self, last: bool = False) -> None:
+        """Prints the outcome of saves that ended since the last call: successes once, failures on every rank.
 
-def tell_of_saves(run: TrainingRun, last: bool = False) -> None:
-    """Says what came of saves since it was last called: a success once, a failure on every rank.
+        Raises CheckpointError if a save was given up, under --fatal-save-errors or if it was the `last` of the run.
+        """
+        for report in self.writer.reports() if self.writer is not None else []:
+            if report.error is None:
+                folder, seconds = self.options.save, report.seconds
+                self._runtime.say(f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s")
+                continue
+            message = _failure(report)
+            # One write, because other ranks print at the same time.
+            sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {message}\n")
+            given_up = not report.complete and not report.attempts_left
+            if given_up and (last or self.options.fatal_save_errors):
+                raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
 
-    Raises CheckpointError where a save was given up, under --fatal-save-errors or if it was the `last` of the run.
-    """
-    if run.saver is None:
-        return
-    for report in run.saver.reports():
-        if report.error is None:
-            folder = run.config.checkpoint.save
-            run.runtime.say(f" saved checkpoint at iteration {report.iteration} to {folder} in {report.seconds:.2f} s")
-            continue
-        message = _failure(report)
-        launch = run.runtime.launch
-        who = f"rank {launch.rank} of {launch.world_size} on {socket.gethostname()}"
-        sys.stderr.write(f"{who}: {message}\n")  # in one piece, as other ranks write at the same time
-        given_up = not report.complete and not report.attempts_left
-        if given_up and (last or run.config.checkpoint.fatal_save_errors):
-            raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
+    def wait(self) -> None:
+        """Waits for the save in progress."""
+        if self.writer is not None:
+            self.writer.wait()
 
-
-def finish_saves(run: TrainingRun) -> None:
-    """Waits for the save under way. Raises CheckpointError if the last one failed: the run's end is not on disk."""
-    if run.saver is None:
-        return
-    run.runtime.watch.begin(f"finishing the save at iteration {run.progress.iteration}")
-    run.saver.close()
-    tell_of_saves(run, last=True)
+    def finish(self) -> None:
+        """Waits for the save in progress. Raises CheckpointError if the last one failed: the end of the run is not
+        on disk."""
+        if self.writer is not None:
+            self._runtime.watch.begin(f"finishing the save at iteration {self._progress.iteration}")
+            self.writer.close()
+            self.report(last=True)
 
 
 def _failure(report: SaveReport) -> str:
@@ -83,6 +106,6 @@ def _failure(report: SaveReport) -> str:
     then = (
         f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"
         if report.attempts_left
-        else "given up, and the last checkpoint that was saved stands"
+        else "given up; the last complete checkpoint remains"
     )
     return f"{what} was not saved: {report.error}; {then}"

@@ -1,66 +1,33 @@
-"""Builds everything a run consists of from its configuration, in the order in which the parts need each other."""
+"""Builds the parts of a run from its configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megatron.core.attention.backend_choice import AttentionShape, choose_kernel
-from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.optimizer import build_optimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.training.checkpointing import Progress, build_saver, load_checkpoint
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
-from megatron.training.data import TrainingData, build_data
+from megatron.training.data import build_data
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
-from megatron.training.expert_load import ExpertLoad
+from megatron.training.forward_backward import ForwardBackward
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.pipeline import Pipeline
-from megatron.training.sample_log import SampleLog
-
-
-@dataclass
-class TrainingRun:
-    """One rank's parts of a run. `progress` changes with every step; the rest is built once."""
-
-    config: RunConfig
-    runtime: Runtime
-    stages: dict[int, GPTModel]
-    ddp: DistributedDataParallel
-    optimizer: MixedPrecisionOptimizer
-    scheduler: OptimizerParamScheduler
-    pipeline: Pipeline
-    data: TrainingData
-    batch_sizes: BatchSizes
-    train_iters: int
-    progress: Progress
-    experts: ExpertLoad
-    scaling: DelayedScaling
-    saver: CheckpointSaver | None
-    """None where nothing is saved."""
-
-    guard: StepGuard
-    clock: PhaseClock
-
-    sample_log: SampleLog | None = None
-    """None where it is not asked for."""
-
-    measured: dict[str, float | None] = field(default_factory=dict)
-    """Metrics of the present iteration, as far as they were measured."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.config.parallel.params_dtype)
+from megatron.training.run import TrainingRun
+from megatron.training.saving import RunSaver
 
 
 def build_stages(
@@ -70,7 +37,7 @@ def build_stages(
     casts: WeightCasts | None = None,
     initialize: bool = True,
 ) -> dict[int, GPTModel]:
-    """This rank's pipeline stages, with initial weights that do not depend on the layout."""
+    """Builds this rank's pipeline stages. Initial weights do not depend on the layout."""
     state, model = runtime.state, config.model
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
@@ -96,8 +63,8 @@ def build_stages(
 
 
 def attention_shape(config: RunConfig) -> AttentionShape | None:
-    """What attention of this rank's layers is like in training, where torch picks the kernel for it and may pick by
-    measurements; None where another one computes it, or every run must be the same."""
+    """Shape of this rank's attention, if torch may choose its kernel by measurement; None if another kernel computes it
+    or the run is deterministic."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
     windowed = model.window_size is not None and model.window_size < model.seq_length
     elsewhere = windowed or model.attention_dropout > 0 or config.data.reset_attention_mask
@@ -109,14 +76,14 @@ def attention_shape(config: RunConfig) -> AttentionShape | None:
 
 
 def choose_attention(config: RunConfig, runtime: Runtime) -> None:
-    """Has torch use the fastest attention kernel there is for this model on this GPU. Collective."""
+    """Measures torch's attention kernels on this GPU and selects the fastest for this model. Collective."""
     shape = attention_shape(config)
     if runtime.device.type == "cuda" and shape is not None:
         runtime.say(f" {choose_kernel(shape, runtime.device, runtime.state.world)}")
 
 
 def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:
-    """The schedule, in samples if the run's length was given in samples or tokens, else in iterations."""
+    """The learning-rate schedule: in samples if the run's length was given in samples or tokens, else in iterations."""
     training = config.training
     assert training.global_batch_size is not None
     if training.train_samples is not None:
@@ -127,7 +94,7 @@ def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamSchedu
 
 
 def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
-    """Model, gradient buffers, optimizer, data; then the checkpoint, where there is one to load."""
+    """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
     queue, casts = WeightGradQueue(), WeightCasts()
     with phases("data"):
@@ -146,29 +113,29 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
     with phases("checkpoint"):
         progress = load_checkpoint(config, state, stages, optimizer, runtime.say, data.fingerprint)
         scaling.refresh()
-        saver = build_saver(config, state.world, progress)
-    path = config.logging.sample_log
-    sample_log = SampleLog(Path(path), data.train.dataset, state, progress.iteration) if path else None
+        saver = RunSaver(config, runtime, stages, optimizer, progress)
+    if config.logging.sample_log:
+        path = Path(config.logging.sample_log)
+        data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
     pipeline = Pipeline(config, runtime, stages, queue, casts)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
     return TrainingRun(
-        config,
-        runtime,
-        stages,
-        ddp,
-        optimizer,
-        scheduler,
-        pipeline,
-        data,
-        batch_sizes,
-        train_iters,
-        progress,
-        experts,
-        scaling,
-        saver,
-        StepGuard(config.checks, runtime.device, progress.running_means),
-        clock,
-        sample_log,
+        config=config,
+        runtime=runtime,
+        stages=stages,
+        ddp=ddp,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        pipeline=pipeline,
+        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling),
+        data=data,
+        batch_sizes=batch_sizes,
+        train_iters=train_iters,
+        progress=progress,
+        experts=experts,
+        saver=saver,
+        guard=StepGuard(config.checks, runtime.device, progress),
+        clock=clock,
     )

@@ -142,8 +142,8 @@ def train_on_a_bad_disk(rank: int, world_size: int, broken: str, *argv: str) -> 
     state = initialize_model_parallel(parallel.tensor_model_parallel_size)
     with ExitStack() as resources:
         run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-        assert run.saver is not None
-        run.saver.pause = 0.0
+        assert run.saver.writer is not None
+        run.saver.writer.pause = 0.0
         train(run, resources)
 
 
@@ -183,6 +183,6 @@ def test_a_run_that_replaces_checkpoints_says_so(tmp_path: Path, capfd: pytest.C
     run_world(2, train_on_a_bad_disk, "", "--save", folder)
     assert "later iterations" not in capfd.readouterr().out
     run_world(2, train_on_a_bad_disk, "", "--save", folder, "--exit-interval", "2")
-    said = f"--save {folder} holds checkpoints of later iterations, up to 8, and this run, which goes on from 0, replaces"
+    said = f"--save {folder} holds checkpoints of later iterations, up to 8; this run starts at iteration 0 and will"
     shown = capfd.readouterr().out
-    assert shown.count(said) == 1 and "give --load as well" in shown
+    assert shown.count(said) == 1 and "to resume from the latest, add --load" in shown

@@ -16,7 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
-from megatron.training.checkpointing import Progress, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.progress import Progress
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from tests.gpt_cases import STYLES
 from tests.harness import run_world

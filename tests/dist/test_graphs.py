@@ -15,10 +15,10 @@ from megatron.core.batch import Batch
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.cuda_graphs import GraphedMicrobatches
+from megatron.training.bad_steps import settle
 from megatron.training.initialize import local_runtime, prepare_graphs
 from megatron.training.diagnosis.nonfinite_search import search
 from megatron.training.setup import build_run
-from megatron.training.forward_backward import Step
 from megatron.training.training import Interval, train_step
 from megatron.training.config.validation import resolve, validate
 from tests.harness import run_world
@@ -62,9 +62,9 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
         for _ in range(5):
             train_step(run, interval)
         seen = recorder.recorded, recorder.replayed
-        run.guard.settle(run)
-        step = Step.next_of(run)
-        assert search(run, step, run.optimizer.loss_scale) is None
+        settle(run)
+        step = run.progress.next_step(run.batch_sizes)
+        assert search(run.forward_backward, step, run.data.read_batches(step), run.optimizer.loss_scale) is None
         assert (recorder.recorded, recorder.replayed) == seen, "a search looks at modules, and these are not replayed"
         return interval.losses, [param.detach().clone() for param in run.ddp.params], seen
 

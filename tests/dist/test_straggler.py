@@ -12,10 +12,11 @@ from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
-from megatron.training.metrics import Record
+from megatron.training.metrics.interval import summarize
+from megatron.training.metrics.sinks import Record
 from megatron.training.setup import build_run
 from megatron.training.diagnosis.straggler import PHASES
-from megatron.training.training import Interval, summarize, train_step
+from megatron.training.training import Interval, train_step
 from tests.harness import run_world
 from tests.parity.test_bad_steps import config_of
 

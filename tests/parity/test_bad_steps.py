@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from megatron.core.parallel_state import initialize_model_parallel
+from megatron.training.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.diagnosis.step_dump import SavedStep
-from megatron.training.diagnosis.step_guard import BadStepError
 from megatron.training.diagnosis.step_replay import replay
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
-from megatron.training.saving import save
-from megatron.training.setup import TrainingRun, build_run
-from megatron.training.training import Interval, train_step
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, save, train_step
 from tests.harness import run_world
 
 MODEL = (
@@ -147,7 +147,7 @@ def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
         run.optimizer.reload_main_from_params()
         train_step(run, Interval())
         with pytest.raises(BadStepError) as error:
-            run.guard.settle(run)
+            settle(run)
         return str(error.value), sample
 
 
@@ -171,7 +171,7 @@ def once(rank: int, world_size: int, config: RunConfig) -> str:
         layer.register_forward_hook(hook)
         train_step(run, Interval())
         with pytest.raises(BadStepError) as error:
-            run.guard.settle(run)
+            settle(run)
         return str(error.value)
 
 
@@ -187,7 +187,7 @@ def skip(rank: int, world_size: int, config: RunConfig, kind: str | None, steps:
             plant(kind, run)
         for _ in range(steps):
             train_step(run, Interval())
-        run.guard.settle(run)
+        settle(run)
         progress = run.progress
         return tensors(run), (progress.consumed_samples, progress.skipped_iterations, progress.nan_iterations)
 
@@ -238,8 +238,9 @@ def spiky(
         interval = Interval()
         for _ in range(steps):
             train_step(run, interval)
-        run.guard.store(run)
-        if run.saver is not None:
+        settle(run)
+        run.guard.store_means()
+        if run.saver.writer is not None:
             save(run)
         progress = {key: value for key, value in vars(run.progress).items() if key != "loaded_from"}
         return tensors(run), progress, [result.spike for result in interval.results]

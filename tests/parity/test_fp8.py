@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
+from megatron.training.bad_steps import BadStepError
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.diagnosis.step_guard import BadStepError
 from megatron.training.initialize import local_runtime, set_determinism
-from megatron.training.saving import finish_saves, save
-from megatron.training.setup import TrainingRun, build_run
-from megatron.training.training import Interval, train_step
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, save, train_step
 from tests.harness import Snapshot, train_in_world
 
 BASE = (
@@ -129,7 +129,7 @@ def interrupted(rank: int, world_size: int, folder: Path, layout: str) -> None:
                 save(run)
                 saved = states(run)
             train_step(run, Interval())
-        finish_saves(run)
+        run.saver.finish()
         again = build(rank, world_size, flags, resources)
         assert again.progress.iteration == 2
         loaded = states(again)

@@ -28,10 +28,12 @@ from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
+from megatron.training.evaluation import evaluate
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
-from megatron.training.setup import TrainingRun, build_run
-from megatron.training.training import Interval, evaluate, save, train_step
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+from megatron.training.training import Interval, save, train_step
 from tests.harness import Snapshot, train_in_world
 
 COMMON = (
@@ -117,7 +119,7 @@ def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
         train_step(run, Interval())
-        loss = evaluate(run, "valid")
+        loss = evaluate(run.data.valid, 0, run.config.training, run.runtime, run.pipeline)
         train_step(run, Interval())
         save(run)
         run.optimizer.finish_param_sync()

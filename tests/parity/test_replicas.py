@@ -13,7 +13,8 @@ from megatron.training.config.validation import resolve
 from megatron.training.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.initialize import Runtime
 from megatron.training.reliability.launch import Launch
-from megatron.training.setup import TrainingRun, build_run
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
 from tests.harness import run_world
 
@@ -30,10 +31,10 @@ def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[Traini
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
     train_step(run, Interval())
-    compared = check_replicas(run)
+    compared = check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
     damage(run, rank)
     try:
-        check_replicas(run)
+        check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
     except ReplicaError as error:
         return str(error)
     return compared

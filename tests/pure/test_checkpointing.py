@@ -24,7 +24,6 @@ from megatron.core.moe.load_balancing import balances_of
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing import (
-    Progress,
     changed_fields,
     load_checkpoint,
     load_model_for_inference,
@@ -32,6 +31,7 @@ from megatron.training.checkpointing import (
     save_checkpoint,
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
+from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
 from tests.moe_cases import DEEPSEEK
 from tools import inspect_checkpoint

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import LATEST, CheckpointError, read_latest, save
 from megatron.core.parallel_state import Axis
-from megatron.training.metrics import JsonLinesSink
+from megatron.training.metrics.sinks import JsonLinesSink
 from tools import inspect_checkpoint
 
 

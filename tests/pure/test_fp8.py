@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.initialize import check_fp8
-from megatron.training.metrics import peak_tflops
+from megatron.training.metrics.mfu import peak_tflops
 
 CPU = torch.device("cpu")
 MANTISSA = {E4M3: 3, E5M2: 2}

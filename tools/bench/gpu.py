@@ -41,7 +41,7 @@ from tools.bench.profile_groups import CPU_CATEGORIES, GPU_CATEGORIES, Group, gr
 from tools.bench.side_by_side import Contestant, Round, Spread, interleaved, machine, positive, say_machine, write_json
 
 if TYPE_CHECKING:
-    from megatron.training.setup import TrainingRun
+    from megatron.training.run import TrainingRun
 
 LLAMA = (
     "--group-query-attention --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
@@ -206,7 +206,7 @@ def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespa
     """Ceilings, rounds of steps, then one step under the profiler."""
     import torch
 
-    from megatron.training.metrics import peak_tflops
+    from megatron.training.metrics.mfu import peak_tflops
 
     found = tuple(ceilings(config, device))
     on_gpu = device.type == "cuda"

@@ -46,9 +46,10 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run import micro_batch_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.forward_backward import Step, count_tokens, loss_and_tokens, loss_seed, read_batches, with_scale
+from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.initialize import local_runtime
-from megatron.training.setup import TrainingRun, build_run
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
 from tools.bench.live_memory import LiveMemory
 from tools.bench.side_by_side import machine, say_machine, write_json
@@ -165,11 +166,11 @@ def states_of(run: TrainingRun) -> tuple[int, int, int]:
 
 def activations_of(run: TrainingRun) -> tuple[int, int, int]:
     """(most kept between two actions, peak of forward and backward, peak of the update) of a step."""
-    step, executor, kept = Step.next_of(run), run.pipeline.executor, 0
-    batches = read_batches(run, step)
+    step, executor, kept = run.progress.next_step(run.batch_sizes), run.pipeline.executor, 0
+    batches = run.data.read_batches(step)
     run.ddp.begin_step(len(batches))
-    seed = loss_seed(run, run.optimizer.loss_scale)
-    scaled, total_tokens = with_scale(run, step, batches, seed)
+    seed = run.forward_backward.loss_seed(run.optimizer.loss_scale)
+    scaled, total_tokens = run.forward_backward.with_scale(step, batches, seed)
     with LiveMemory() as live:
 
         def after(action: Action) -> None:
@@ -185,7 +186,7 @@ def activations_of(run: TrainingRun) -> tuple[int, int, int]:
         peak, before = live.peak, live.now
         live.restart_peak()
         finalize_model_grads(run.ddp, total_tokens, run.runtime.state, seed)
-        sums = loss_and_tokens(run, losses, count_tokens(batches))
+        sums = loss_and_tokens(losses, count_tokens(batches), run.runtime)
         run.optimizer.step(1e-4, 0.0, sums, run.guard.judge)
         return kept, peak, live.peak - before
 

@@ -8,16 +8,16 @@ differs, where, and with which values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.training.setup import TrainingRun
 
 # Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
 _GOLDEN = -7046029254386353131
@@ -37,14 +37,13 @@ class Replica:
     axes: tuple[str, ...]
 
 
-def check_replicas(run: TrainingRun) -> int:
+def check_replicas(modules: Collection[nn.Module], optimizer: MixedPrecisionOptimizer, state: ParallelState) -> int:
     """Compares all replicas bit by bit. Collective over the world; returns how many tensors this rank compared.
 
     Raises ReplicaError, on every rank, naming the first tensor that differs, its ranks and values.
     """
-    state = run.runtime.state
-    run.ddp.finish_param_sync()
-    replicas = list(replicas_of(run))
+    optimizer.finish_param_sync()
+    replicas = list(replicas_of(modules, optimizer, state))
     hashes = [bit_hash(replica.values) for replica in replicas]
     message = None
     for name in sorted({axis for replica in replicas for axis in replica.axes}):
@@ -56,15 +55,16 @@ def check_replicas(run: TrainingRun) -> int:
     return len(replicas)
 
 
-def replicas_of(run: TrainingRun) -> Iterator[Replica]:
-    """Parameters, then optimizer state, in an order that is the same on all ranks of a group."""
-    state = run.runtime.state
-    for module in run.stages.values():
+def replicas_of(
+    modules: Collection[nn.Module], optimizer: MixedPrecisionOptimizer, state: ParallelState
+) -> Iterator[Replica]:
+    """Parameters, then optimizer state, in the same order on all ranks of a group."""
+    for module in modules:
         for param in module.parameters():
             meta: ParamMeta = param.meta  # type: ignore[attr-defined]
             yield from _replica(f"parameter {meta.name}", param.detach(), meta, True, state)
-    whole = not run.config.optimizer.use_distributed_optimizer
-    for piece in run.optimizer.sharded_state():
+    whole = not optimizer.config.use_distributed_optimizer
+    for piece in optimizer.sharded_state():
         yield from _replica(f"{piece.key} of {piece.meta.name}", piece.data, piece.meta, whole, state)
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
-from megatron.training.forward_backward import Step, loss_seed, read_batches, with_scale
-
-if TYPE_CHECKING:
-    from megatron.training.setup import TrainingRun
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.training.forward_backward import ForwardBackward
+from megatron.training.pipeline import Pipeline
+from megatron.training.progress import Step
 
 FORWARD, BACKWARD, WEIGHT_GRADIENT = "forward", "backward", "weight gradient"
 PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
@@ -98,45 +98,48 @@ class Finding:
         return cls(**known)
 
 
-def search(run: TrainingRun, step: Step, loss_scale: float) -> Finding | None:
-    """The first place at which a value of a step is not finite, the same on every rank; None if all are finite this
-    time. `loss_scale` is the one the step had. Collective; drops the gradients that are there."""
-    run.ddp.finish_grad_sync()  # reductions of the gradients that are there may be under way
-    run.optimizer.finish_param_sync()
-    weights = _bad_weights(run)
-    batches = read_batches(run, step)
-    seed = loss_seed(run, loss_scale)
-    run.ddp.begin_step(0)  # nothing is reduced
-    scaled, _ = with_scale(run, step, batches, seed)
+def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale: float) -> Finding | None:
+    """Runs a step again and returns the first value that is not finite; None if all are finite this time.
+
+    Collective; the same on every rank. `batches` are the step's micro-batches on this rank, `loss_scale` is the one
+    it ran with. Drops the gradients in the buffers.
+    """
+    world = passes.runtime.state.world
+    passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
+    passes.ddp.finish_param_sync()
+    bad = [param.meta.name for param in passes.ddp.params if not _finite(param)]  # type: ignore[attr-defined]
+    weights = tuple(sorted({name for names in gather(bad, world) for name in names}))
+    seed = passes.loss_seed(loss_scale)
+    passes.ddp.begin_step(0)  # nothing is reduced
+    scaled, _ = passes.with_scale(step, batches, seed)
     first = None
-    for look in (_look_forward, _look_backward):
-        notes = _Notes(run, scaled)
-        with look(run, notes):
-            if look is _look_forward:
-                run.pipeline.evaluate(scaled)
-            else:
-                run.pipeline.train(scaled, seed, replay=False)
-        found = [note for notes_of_rank in gather(notes.found, run.runtime.state.world) for note in notes_of_rank]
+    for where in (FORWARD, BACKWARD):
+        notes = _Notes(passes.runtime.launch.rank, passes.pipeline.executor, scaled)
+        if where == FORWARD:
+            with _look_forward(passes.pipeline, notes):
+                passes.pipeline.evaluate(scaled)
+        else:
+            with _look_backward(passes.pipeline, passes.ddp.params, notes):
+                passes.pipeline.train(scaled, seed, replay=False)
+        found = [note for notes_of_rank in gather(notes.found, world) for note in notes_of_rank]
         first = min(found, key=lambda note: note.order, default=None)
         if first is not None:
             break
-    run.ddp.zero_grad_buffer()
-    run.experts.forget_step()
-    run.scaling.forget_step()
+    passes.forget_step()
     return None if first is None else replace(first, weights=weights)
 
 
 class _Notes:
     """What this rank has found: of each stage and micro-batch the first."""
 
-    def __init__(self, run: TrainingRun, batches: list[Batch]) -> None:
-        self.run, self.batches = run, batches
+    def __init__(self, rank: int, executor: PipelineExecutor, batches: list[Batch]) -> None:
+        self.rank, self.executor, self.batches = rank, executor, batches
         self.found: list[Finding] = []
         self._calls: dict[tuple[int, int], int] = {}
 
     def look(self, where: str, module: str, results: Any, sources: Any) -> None:
         """A module has put out `results` of `sources`, in the action that is being run."""
-        action = self.run.pipeline.executor.current
+        action = self.executor.current
         assert action is not None
         key = action.stage, action.microbatch
         self._calls[key] = self._calls.get(key, 0) + 1
@@ -148,8 +151,8 @@ class _Notes:
     def add(
         self, where: str, module: str, action: Action, samples: tuple[int, ...], largest: float, place: int
     ) -> None:
-        rank, fine = self.run.runtime.launch.rank, math.isfinite(largest)
-        self.found.append(Finding(where, module, samples, action.microbatch, rank, action.stage, fine, largest, place))
+        at, fine = (action.microbatch, self.rank, action.stage), math.isfinite(largest)
+        self.found.append(Finding(where, module, samples, *at, fine, largest, place))
 
     def _samples(self, tensor: Tensor, action: Action) -> tuple[int, ...]:
         """Those with a value that is not finite: activations are [s, b, ...]."""
@@ -164,49 +167,44 @@ class _Notes:
 
 
 @contextmanager
-def _look_forward(run: TrainingRun, notes: _Notes) -> Iterator[None]:
+def _look_forward(pipeline: Pipeline, notes: _Notes) -> Iterator[None]:
     def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
         notes.look(FORWARD, name, output, args)
 
     with ExitStack() as handles:
-        for name, module in _modules(run):
+        for name, module in _modules(pipeline):
             handles.callback(module.register_forward_hook(partial(hook, name)).remove)
         yield
 
 
 @contextmanager
-def _look_backward(run: TrainingRun, notes: _Notes) -> Iterator[None]:
+def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _Notes) -> Iterator[None]:
     def hook(name: str, module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
         notes.look(BACKWARD, name, grad_inputs, grad_outputs)
 
-    executor = run.pipeline.executor
-    with ExitStack() as handles, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing|For backward hooks to be called")
-        for name, module in _modules(run):
-            handles.callback(module.register_full_backward_hook(partial(hook, name)).remove)
-        handles.callback(partial(setattr, executor, "after", executor.after))
-        executor.after = _look_at_gradients(run, notes)
-        yield
-
-
-def _look_at_gradients(run: TrainingRun, notes: _Notes) -> Callable[[Action], None]:
-    """To be called after each action: notes the last parameter in the model whose gradient has become bad."""
-
-    def after(action: Action) -> None:
+    def look_at_gradients(action: Action) -> None:
+        """Called after each action: notes the last parameter in the model whose gradient is not finite."""
         if notes.found or action.kind not in (Kind.B, Kind.W):
             return
-        for place, param in enumerate(reversed(run.ddp.params)):
+        for place, param in enumerate(reversed(params)):
             if not _finite(param.main_grad):  # type: ignore[attr-defined]
                 name = param.meta.name  # type: ignore[attr-defined]
                 notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
                 return
 
-    return after
+    executor = pipeline.executor
+    with ExitStack() as handles, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing|For backward hooks to be called")
+        for name, module in _modules(pipeline):
+            handles.callback(module.register_full_backward_hook(partial(hook, name)).remove)
+        handles.callback(partial(setattr, executor, "after", executor.after))
+        executor.after = look_at_gradients
+        yield
 
 
-def _modules(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
+def _modules(pipeline: Pipeline) -> Iterator[tuple[str, nn.Module]]:
     """(name in the whole model, module) of this rank's stages."""
-    for stage, model in run.stages.items():
+    for stage, model in pipeline.stages.items():
         for name, module in model.named_modules():
             yield _global_name(model, name, stage), module
 
@@ -219,12 +217,6 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
         parts[2] = str(model.decoder.layers[int(parts[2])].number)
     return ".".join(parts)
-
-
-def _bad_weights(run: TrainingRun) -> tuple[str, ...]:
-    """Names of parameters that are not finite, of all ranks."""
-    bad = [param.meta.name for param in run.ddp.params if not _finite(param)]  # type: ignore[attr-defined]
-    return tuple(sorted({name for names in gather(bad, run.runtime.state.world) for name in names}))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Sample
+from megatron.core.datasets.samplers import MicroBatch
+from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank, save
-from megatron.training.checkpointing import checkpoint_contents
+from megatron.core.parallel_state import ParallelState
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.nonfinite_search import Finding
-from megatron.training.forward_backward import Step
-
-if TYPE_CHECKING:
-    from megatron.training.setup import TrainingRun
+from megatron.training.progress import Step
 
 FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
 
@@ -57,21 +57,28 @@ class SavedStep:
             raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
 
 
-def save_step(run: TrainingRun, step: Step, loss_scale: float, finding: Finding | None) -> Path:
-    """Writes a step that has changed nothing. Collective. Raises CheckpointError where that fails."""
-    config, world, state = run.config, run.runtime.state.world, run.runtime.state
+def save_step(
+    saved: SavedStep,
+    batches: Sequence[MicroBatch],
+    checkpoint: tuple[StateDict, dict[str, Any]],
+    config: RunConfig,
+    state: ParallelState,
+) -> Path:
+    """Writes a step without effect into --save and returns its folder. Collective.
+
+    `batches` are the step's samples on this data-parallel rank, `checkpoint` is (tensors, the rest) of the run before
+    the step. Raises CheckpointError, on every rank, if a rank cannot write.
+    """
     assert config.checkpoint.save is not None
-    if run.saver is not None:
-        run.saver.wait()
+    step, world = saved.step, state.world
     folder = Path(config.checkpoint.save) / "nan" / f"iter_{step.iteration:07d}"
-    on_first_rank(partial(_begin, folder, config, SavedStep(step, loss_scale, finding)), world)
+    on_first_rank(partial(_begin, folder, config, saved), world)
     problem = None
     if state.tp.first and state.pp.first and state.cp.first:
-        problem = _write_samples(run, step, folder / f"samples-{state.dp.rank:05d}.npz")
+        problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
     if problems := [found for found in gather(problem, world) if found]:
         raise CheckpointError(problems[0])
-    before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
-    save(folder, before.iteration, *checkpoint_contents(config, state, run.stages, run.optimizer, before), world)
+    save(folder, step.iteration - 1, *checkpoint, world)
     return folder
 
 
@@ -83,9 +90,8 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
     (folder / FINDING).write_text(step.to_json())
 
 
-def _write_samples(run: TrainingRun, step: Step, path: Path) -> str | None:
-    """Writes what this data-parallel rank has of the step; returns the problem if that fails."""
-    batches = run.data.train.next_step(step.first_sample, step.samples)
+def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
+    """Writes the samples of this data-parallel rank; returns the problem if that fails."""
     arrays = {}
     for name in batches[0]:
         parts = [part.cpu().numpy() for batch in batches if (part := batch[name]) is not None]

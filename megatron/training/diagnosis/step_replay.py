@@ -21,7 +21,8 @@ from megatron.training.diagnosis.nonfinite_search import Finding, search
 from megatron.training.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
 from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
 from megatron.training.reliability.launch import Launch
-from megatron.training.setup import TrainingRun, build_run
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
 """Called with the run before the step, on every rank: for hooks of one's own."""
@@ -93,4 +94,4 @@ def _search(
     )
     if prepare is not None:
         prepare(run)
-    return search(run, saved.step, saved.loss_scale)
+    return search(run.forward_backward, saved.step, run.data.read_batches(saved.step), saved.loss_scale)

@@ -33,6 +33,10 @@ class Launch:
     local_rank: int = 0
     launcher: str = "none"
 
+    def name(self, host: str, rank: int | None = None) -> str:
+        """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""
+        return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
         """torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) first, then those of a SLURM step with one task

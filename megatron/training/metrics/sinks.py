@@ -1,8 +1,4 @@
-"""What a run reports: one record per log interval, to a JSON-lines file, TensorBoard and Weights & Biases.
-
-Throughput is tokens per second first; TFLOP/s and MFU count model FLOPs with causal attention (half of the
-s x s square), see `megatron.core.model_math`.
-"""
+"""Writers of metric records: `metrics.jsonl`, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,44 +6,18 @@ import errno
 import json
 import math
 import os
-import resource
 import sys
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from megatron.training.config.run_config import LoggingConfig
-
-# Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
-PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0}
-PEAK_TFLOPS_FP8 = {"H100": 1978.9, "H200": 1978.9, "H800": 1978.9}
 
 Record = dict[str, Any]
 
 
-def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float | None:
-    """Peak of one device in TFLOP/s: what the user says, else known from its name for 16-bit or fp8, else None."""
-    if config.peak_tflops is not None:
-        return config.peak_tflops
-    if device.type != "cuda" or dtype.itemsize != 2:
-        return None
-    name = torch.cuda.get_device_name(device)
-    peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
-    return next((peak for key, peak in peaks.items() if key in name), None)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held so far: of the CUDA allocator, or of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
 class Sink(Protocol):
-    """Somewhere that records go."""
+    """A destination of metric records."""
 
     def write(self, record: Record) -> None: ...
 
@@ -55,9 +25,12 @@ class Sink(Protocol):
 
 
 class JsonLinesSink:
-    """One JSON object a line. A resumed run continues the file: records past its starting point are dropped,
-    so that the file reads as if the run had never stopped. A run that starts anew keeps what lies there under
-    another name. What cannot be written, as the disk is full, is said once and written with a later record."""
+    """Appends each record as one line of JSON.
+
+    A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
+    had never stopped. A new run renames an existing file instead of overwriting it. If a write fails, for example on
+    a full disk, one warning is printed and the record is written together with a later one.
+    """
 
     def __init__(self, path: Path, resume_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +46,7 @@ class JsonLinesSink:
 
     @staticmethod
     def _free_name(path: Path) -> Path:
-        """metrics.1.jsonl, or the first number that is not taken."""
+        """The first unused name of metrics.1.jsonl, metrics.2.jsonl, ..."""
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
         return next(name for name in names if not name.exists())
 
@@ -85,7 +58,7 @@ class JsonLinesSink:
                 if json.loads(line)["iteration"] <= iteration:
                     kept.append(line + "\n")
             except (json.JSONDecodeError, KeyError, TypeError):
-                continue  # damaged, or the last line of a run that was killed while writing it
+                continue  # damaged, or cut off when the run was killed
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -98,9 +71,9 @@ class JsonLinesSink:
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(self._end)  # no part of a line stays
+            self._file.truncate(self._end)  # remove a partly written line
             if not self._failing:
-                print(f"metrics cannot be written to {self._file.name} for now: {error}", file=sys.stderr, flush=True)
+                print(f"cannot write metrics to {self._file.name} for now: {error}", file=sys.stderr, flush=True)
             self._failing = True
             return
         self._end += len(self._unwritten)
@@ -111,7 +84,7 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """Scalars under the record's keys, by iteration."""
+    """Writes the numbers of each record as TensorBoard scalars, by iteration."""
 
     def __init__(self, folder: str, resume_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -128,7 +101,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases, where the package is installed."""
+    """Logs records to Weights & Biases. Raises ValueError if the package is not installed."""
 
     def __init__(self, config: LoggingConfig, run_config: Record) -> None:
         try:
@@ -147,7 +120,7 @@ class WandbSink:
 
 
 def open_sinks(config: LoggingConfig, save: str | None, resume_iteration: int, run_config: Record) -> list[Sink]:
-    """The sinks that the configuration asks for; to be called on one rank."""
+    """Opens every sink that the configuration asks for. Call it on one rank only."""
     sinks: list[Sink] = []
     path = config.metrics_file or (str(Path(save) / "metrics.jsonl") if save else "metrics.jsonl")
     sinks.append(JsonLinesSink(Path(path), resume_iteration))
@@ -156,31 +129,3 @@ def open_sinks(config: LoggingConfig, save: str | None, resume_iteration: int, r
     if config.wandb_project:
         sinks.append(WandbSink(config, run_config))
     return sinks
-
-
-def progress_line(record: Record, train_iters: int) -> str:
-    """One line for a person, in the manner of Megatron-LM's log."""
-    loss = record["lm_loss"]
-    parts = [
-        f"iteration {record['iteration']:8d}/{train_iters:8d}",
-        f"consumed samples: {record['consumed_samples']}",
-        f"consumed tokens: {record['consumed_tokens']}",
-        f"step time (ms): {1e3 * record['step_time']:.1f}",
-        f"tokens/s: {record['tokens_per_second']:,.0f}",
-        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
-        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
-        f"learning rate: {record['learning_rate']:.4E}",
-        f"global batch size: {record['global_batch_size']}",
-        "lm loss: " + (f"{loss:.6E}" if loss is not None else "none (every step skipped)"),
-        "grad norm: " + (f"{record['grad_norm']:.3f}" if record["grad_norm"] is not None else "none"),
-        f"loss scale: {record['loss_scale']:.1f}",
-        f"skipped iterations: {record['skipped_iterations']}",
-        f"nan iterations: {record['nan_iterations']}",
-        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
-        f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
-    ]
-    if "moe_load_max" in record:
-        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
-        parts.append(f"expert load: {load}")
-        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
-    return " " + " | ".join(parts)

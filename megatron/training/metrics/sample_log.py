@@ -18,7 +18,7 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import MicroBatch
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import ParallelState
-from megatron.training.metrics import JsonLinesSink
+from megatron.training.metrics.sinks import JsonLinesSink
 
 
 class SampleLog:

@@ -1,0 +1,63 @@
+"""Evaluation: mean loss and perplexity on a validation or test split."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.datasets.samplers import DataIterator
+from megatron.training.config.run_config import TrainingConfig
+from megatron.training.data import put_on_device
+from megatron.training.forward_backward import count_tokens, loss_and_tokens
+from megatron.training.initialize import Runtime
+from megatron.training.metrics.sinks import Record
+from megatron.training.pipeline import Pipeline
+
+
+@torch.no_grad()
+def evaluate(
+    iterator: DataIterator, first_sample: int, training: TrainingConfig, runtime: Runtime, pipeline: Pipeline
+) -> float | None:
+    """Mean loss per token over `eval_iters` global batches, without dropout. Collective; equal on every rank.
+
+    None if the run is asked to stop before the evaluation ends."""
+    assert training.global_batch_size is not None
+    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    with pipeline.evaluation_mode():
+        for step in range(training.eval_iters):
+            if not runtime.watch.tick(save_later=True):
+                break
+            first = first_sample + step * training.global_batch_size
+            batches = put_on_device(iterator.next_step(first, training.global_batch_size), runtime)
+            total += loss_and_tokens(pipeline.evaluate(batches), count_tokens(batches), runtime)
+    if runtime.launch.world_size > 1:
+        dist.all_reduce(total)
+    if runtime.watch.stopping:
+        return None
+    loss, tokens = total.tolist()
+    return loss / tokens if tokens else 0.0
+
+
+def evaluate_split(
+    split: str,
+    iterator: DataIterator,
+    iteration: int,
+    training: TrainingConfig,
+    runtime: Runtime,
+    pipeline: Pipeline,
+) -> Record | None:
+    """Evaluates `valid` or `test` after an iteration and prints the loss. Each validation reads the next samples.
+
+    Returns a record with `valid_loss` or `test_loss` and its perplexity; None if the run is asked to stop."""
+    assert training.global_batch_size is not None
+    number = (iteration - 1) // training.eval_interval if split == "valid" else 0
+    first_sample = number * training.eval_iters * training.global_batch_size
+    runtime.watch.begin(f"evaluation ({split}) at iteration {iteration}")
+    loss = evaluate(iterator, first_sample, training, runtime, pipeline)
+    if loss is None:
+        return None
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    runtime.say(f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | lm loss PPL: {perplexity:.6E}")
+    return {"iteration": iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity}

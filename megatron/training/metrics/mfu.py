@@ -1,0 +1,26 @@
+"""Model FLOPs utilization (MFU): achieved model FLOP/s as a share of the device's peak.
+
+Model FLOPs count causal attention as half of the s x s square and no recomputation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.training.config.run_config import LoggingConfig
+
+# Dense tensor-core peaks in TFLOP/s, from the vendor's data sheets.
+PEAK_TFLOPS_16BIT = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "H800": 989.4, "A800": 312.0}
+PEAK_TFLOPS_FP8 = {"H100": 1978.9, "H200": 1978.9, "H800": 1978.9}
+
+
+def peak_tflops(config: LoggingConfig, device: torch.device, dtype: torch.dtype, fp8: bool = False) -> float | None:
+    """Peak TFLOP/s of one device: --peak-tflops, or the data sheet's value for 16-bit or fp8 training; None if
+    neither is known."""
+    if config.peak_tflops is not None:
+        return config.peak_tflops
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = PEAK_TFLOPS_FP8 if fp8 else PEAK_TFLOPS_16BIT
+    return next((peak for key, peak in peaks.items() if key in name), None)

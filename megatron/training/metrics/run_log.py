@@ -1,0 +1,95 @@
+"""Output of the training loop: metric records to the sinks, progress lines or a progress bar to the console."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.training.config.arguments import save_config, to_flat_dict
+from megatron.training.config.run_config import RunConfig
+from megatron.training.diagnosis.straggler import hosts_of_ranks, straggler_line
+from megatron.training.initialize import Runtime
+from megatron.training.metrics.sinks import Record, Sink, open_sinks
+
+CONFIG_FILE = "run_config.yaml"
+
+
+class RunLog:
+    """Writes records and progress on the first rank, and nothing on the others.
+
+    Creates --save and writes the resolved configuration into it. Collective: with --log-straggler the ranks exchange
+    their host names. Everything is closed with `resources`, or when the process ends by a failure.
+    """
+
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, iteration: int, train_iters: int, resources: ExitStack
+    ) -> None:
+        self._runtime, self._train_iters = runtime, train_iters
+        self._hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
+        self._sinks: list[Sink] = []
+        self._bar: tqdm | None = None
+        if not runtime.is_main:
+            return
+        save = config.checkpoint.save
+        if save:
+            Path(save).mkdir(parents=True, exist_ok=True)
+            save_config(config, Path(save) / CONFIG_FILE)
+        self._sinks = open_sinks(config.logging, save, iteration, to_flat_dict(config))
+        for sink in self._sinks:
+            resources.callback(sink.close)
+            runtime.watch.at_exit.append(sink.close)
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=train_iters, initial=iteration, unit="it", dynamic_ncols=True)
+            resources.callback(self._bar.close)
+
+    def write(self, record: Record) -> None:
+        """Writes a record to every sink."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def report(self, record: Record) -> None:
+        """Writes the record of an interval and prints it."""
+        self.write(record)
+        line = "\n".join([progress_line(record, self._train_iters), *straggler_line(record, self._hosts)])
+        if self._bar is None:
+            self._runtime.say(line)
+            return
+        self._bar.write(line)
+        if record["lm_loss"] is not None:
+            self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+
+    def step(self) -> None:
+        """Advances the progress bar."""
+        if self._bar is not None:
+            self._bar.update(1)
+
+
+def progress_line(record: Record, train_iters: int) -> str:
+    """One line of the console log, in the format of Megatron-LM's."""
+    loss = record["lm_loss"]
+    parts = [
+        f"iteration {record['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {record['consumed_samples']}",
+        f"consumed tokens: {record['consumed_tokens']}",
+        f"step time (ms): {1e3 * record['step_time']:.1f}",
+        f"tokens/s: {record['tokens_per_second']:,.0f}",
+        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
+        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
+        f"learning rate: {record['learning_rate']:.4E}",
+        f"global batch size: {record['global_batch_size']}",
+        "lm loss: " + (f"{loss:.6E}" if loss is not None else "none (every step skipped)"),
+        "grad norm: " + (f"{record['grad_norm']:.3f}" if record["grad_norm"] is not None else "none"),
+        f"loss scale: {record['loss_scale']:.1f}",
+        f"skipped iterations: {record['skipped_iterations']}",
+        f"nan iterations: {record['nan_iterations']}",
+        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
+        f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
+    ]
+    if "moe_load_max" in record:
+        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
+        parts.append(f"expert load: {load}")
+        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
+    return " " + " | ".join(parts)

@@ -1,0 +1,51 @@
+"""How far a run has come, and which step comes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.training.config.batch_size import BatchSizes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: its number and its samples."""
+
+    iteration: int
+    """As in logs, files and messages: the first step is 1."""
+
+    first_sample: int
+    """Number of its first sample, which is the number of samples consumed before."""
+
+    samples: int
+    """Its global batch size."""
+
+
+@dataclass
+class Progress:
+    """Position of a run. Saved in every checkpoint."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    """The data position: batches and learning rate follow from it."""
+
+    skipped_iterations: int = 0
+    """Iterations so far without an update: not finite, a spike, or left out by --iterations-to-skip."""
+
+    nan_iterations: int = 0
+    """Of them those with a loss or gradient that was not finite, except overflows of fp16's loss scale."""
+
+    skipped_spikes: int = 0
+    """Of them those with a loss or gradient far above the mean."""
+
+    running_means: tuple[float, ...] = ()
+    """Mean loss, mean gradient norm, and the number of steps in them, if spikes are checked for."""
+
+    data_fingerprint: str | None = None
+    """Identifies the training data: with an equal fingerprint the same sample number is the same sample."""
+
+    loaded_from: str | None = field(default=None, compare=False)
+    """The checkpoint that this process resumed from."""
+
+    def next_step(self, batch_sizes: BatchSizes) -> Step:
+        return Step(self.iteration + 1, self.consumed_samples, batch_sizes.at(self.consumed_samples))

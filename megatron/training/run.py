@@ -1,0 +1,47 @@
+"""The parts of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data import TrainingData
+from megatron.training.diagnosis.step_guard import StepGuard
+from megatron.training.diagnosis.straggler import PhaseClock
+from megatron.training.forward_backward import ForwardBackward
+from megatron.training.initialize import Runtime
+from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.pipeline import Pipeline
+from megatron.training.progress import Progress
+from megatron.training.saving import RunSaver
+
+
+@dataclass
+class TrainingRun:
+    """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use."""
+
+    config: RunConfig
+    runtime: Runtime
+    stages: dict[int, GPTModel]
+    ddp: DistributedDataParallel
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    pipeline: Pipeline
+    forward_backward: ForwardBackward
+    data: TrainingData
+    batch_sizes: BatchSizes
+    train_iters: int
+    progress: Progress
+    """Changes with every step; the other parts are built once."""
+
+    experts: ExpertLoad
+    saver: RunSaver
+    guard: StepGuard
+    clock: PhaseClock
+    measured: dict[str, float | None] = field(default_factory=dict)
+    """Metrics measured at the present iteration; saved with its checkpoint."""
