@@ -1,4 +1,4 @@
-"""Packaging: `pip install .` installs the library, the training loop and the `pretrain_gpt` command."""
+"""Packaging: `pip install .` installs the library, the command `pretrain_gpt` and each tool as `megatron-NAME`."""
 
 from pathlib import Path
 
@@ -17,8 +17,13 @@ DEV = [
     "types-PyYAML",
 ]
 
+COMMANDS = sorted(
+    path.stem for path in Path(__file__).parent.glob("tools/*.py") if "run_tool(main)" in path.read_text()
+)
+"""The tools that are programs; each runs as `megatron-NAME`, with - for _."""
+
 setup(
-    name="megatron-pretrain",
+    name="paritrain",
     version="0.1.0",
     description="Pretraining of GPT-style language models over tensor, sequence, pipeline and data parallelism",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
@@ -26,9 +31,15 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron", "megatron.*"]),
+    packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
+    package_dir={"megatron_tools": "tools"},
     py_modules=["pretrain_gpt"],
-    entry_points={"console_scripts": ["pretrain_gpt = pretrain_gpt:main"]},
+    entry_points={
+        "console_scripts": [
+            "pretrain_gpt = pretrain_gpt:main",
+            *(f"megatron-{name.replace('_', '-')} = megatron_tools.common:run_command" for name in COMMANDS),
+        ]
+    },
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",

@@ -18,6 +18,11 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+from .common import run_tool
+
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -73,4 +78,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

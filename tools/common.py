@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megatron.training.config.flags import field_docs, field_table, sections
 from megatron.training.config.output_paths import why_unwritable
@@ -68,8 +70,10 @@ def refuse_unwritable(folder: Path) -> None:
         raise ValueError(f"--output-prefix: {why}; choose another prefix")
 
 
-def run_tool(main: Callable[[], int]) -> None:
-    """Runs a tool's main: exit code 2 and one line per problem for what the user can mend, 130 when interrupted."""
+def run_tool(main: Callable[[], int]) -> NoReturn:
+    """Runs a tool's main and exits with its code: 2 and one line a problem for errors of the user, 130 and 143 when it
+    is interrupted or terminated (by an exception, so that temporary files are removed)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         code = main()
     except ValueError as error:
@@ -85,3 +89,9 @@ def run_tool(main: Callable[[], int]) -> None:
     except BrokenPipeError:
         code = 141
     sys.exit(code)
+
+
+def run_command() -> NoReturn:
+    """Entry point of each installed command: megatron-NAME runs tools/NAME.py."""
+    name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")
+    run_tool(import_module(f"{__package__}.{name}").main)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from megatron.testing.snapshot import Snapshot, differences, kind_of, train_in_w
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
+
+from .common import run_tool
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """What is compared in 16 bits. Adam divides each gradient by its own size, so that where a gradient is rounding alone,
@@ -106,7 +109,6 @@ def only_judged(snapshot: Snapshot) -> Snapshot:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare_layouts.py",
         description="Train under two layouts and name the first tensor that differs.",
         epilog="Behind -- stand the flags of both, as for pretrain_gpt.py; --fp64, made-up data and the length are "
         "added where they say nothing about it.",
@@ -281,4 +283,4 @@ def print_difference(found: Difference, tolerance: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 import torch
 
@@ -23,7 +25,8 @@ from megatron.core.models.gpt.generation import Sampling, generate
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.checkpointing import load_model_for_inference
-from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+
+from .common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.core.dist_checkpointing.integrity import read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
@@ -27,6 +28,8 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import MODEL
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError
 from megatron.core.parallel_state import Axis
+
+from .common import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,4 +125,4 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

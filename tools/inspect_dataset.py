@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets, parse_blend
@@ -29,7 +31,8 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+
+from .common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
-from tools.common import refuse_existing, run_tool
+
+from .common import refuse_existing, run_tool
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:

@@ -13,6 +13,11 @@ import json
 import sys
 from pathlib import Path
 
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+from .common import run_tool
+
 TRAIN_KEY = "lm_loss"
 VALID_KEY = "valid_loss"
 
@@ -87,4 +92,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

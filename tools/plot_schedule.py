@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import SCHEDULES, layout_of
 from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed, simulate
+
+from .common import run_tool
 
 COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b"}
 INCHES_PER_ACTION = 0.28
@@ -136,4 +139,4 @@ def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout, labell
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

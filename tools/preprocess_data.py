@@ -34,15 +34,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
-from tools.common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, refuse_unwritable, run_tool
-from tools.jsonl import Chunk, find_inputs, parse_line, read_chunks
+
+from .common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, refuse_unwritable, run_tool
+from .jsonl import Chunk, find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 18
 CHUNKS_IN_FLIGHT = 3  # for each worker
@@ -424,5 +427,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files go
     run_tool(main)

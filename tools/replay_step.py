@@ -15,12 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
 from megatron.training.diagnosis.step_dump import SavedStep
 from megatron.training.diagnosis.step_replay import replay
-from tools.common import run_tool
+
+from .common import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
 
-from tools.common import refuse_existing, run_tool
-from tools.jsonl import find_inputs, parse_line, read_chunks
+from .common import refuse_existing, run_tool
+from .jsonl import find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 20
 # SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.

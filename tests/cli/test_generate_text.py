@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.forked import run_forked
 from tools.common import run_tool
 from tools.generate_text import main
 
-ROOT = Path(__file__).parents[2]
 TRAINING = """--cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
     --tokenizer-type ByteTokenizer --train-iters 2 --lr 1e-3 --global-batch-size 2 --eval-iters 0 --num-workers 0"""
 
@@ -22,10 +17,7 @@ TRAINING = """--cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --se
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    command = [sys.executable, "pretrain_gpt.py", *TRAINING.split(), "--save", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
     return str(folder)
 
 

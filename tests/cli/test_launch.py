@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.reliability.launch import Launch, first_host
+from tests.forked import run_forked
 from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +36,14 @@ def losses(metrics: Path) -> list[float]:
 
 def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
     """Rank, world and meeting point come from SLURM's variables alone."""
-    alone = start(tmp_path / "one.jsonl", {})
+    run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NODELIST": "localhost"}
     tasks = [
         start(tmp_path / "two.jsonl", step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, "--tp", "2")
         for rank in range(2)
     ]
-    for process in (alone, *tasks):
+    for process in tasks:
         out, _ = process.communicate(timeout=HANG)
         assert process.returncode == 0, out
     assert losses(tmp_path / "two.jsonl") == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)

@@ -1,12 +1,15 @@
-"""`pip install .` brings the library, the training loop and the command, and pinned versions are in its ranges."""
+"""`pip install .` into a new virtual environment: modules and commands are there, and work outside the repository."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -14,41 +17,87 @@ import pytest
 from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = """
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import megatron_tools
+
+assert Path(megatron_tools.__file__).is_relative_to(sys.prefix)
+for entry in distribution("paritrain").entry_points:
+    sys.argv = [entry.name, "--help"]
+    try:
+        entry.load()()
+    except SystemExit as done:
+        print(entry.name, done.code)
+"""
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `pip install .` filled, from a copy of the tree, as building leaves files behind."""
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with this tree installed; what it depends on comes from the environment of the tests."""
     folder = tmp_path_factory.mktemp("package")
-    source = folder / "source"
-    source.mkdir()
+    source, home = folder / "source", folder / "environment"
+    source.mkdir()  # a copy, as building leaves files behind
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
-    command = [sys.executable, "-m", "pip", "install", *options, "."]
+    for name in ("megatron", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    venv.create(home, symlinks=True)
+    (site_of(home) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "--python", str(home / "bin/python"), "install", *options, "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site"
+    return home
 
 
-def test_every_module_is_installed(installed: Path) -> None:
-    here = {path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
-    there = {path.relative_to(installed) for path in installed.rglob("*.py")}
-    assert here
-    assert here - there == set()
+def site_of(home: Path) -> Path:
+    (site,) = home.glob("lib/python*/site-packages")
+    return site
 
 
-def test_installed_command_trains(installed: Path, tmp_path: Path) -> None:
-    flags = (
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --mock-data --cpu "
-        "--train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 --metrics-file metrics.jsonl"
+def run(environment: Path, folder: Path, *command: str | Path) -> str:
+    """Runs a program of the environment in a folder outside the repository."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+    words = [str(environment / "bin" / command[0]), *map(str, command[1:])]
+    done = subprocess.run(
+        words, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG
     )
-    command = [sys.executable, str(installed / "bin/pretrain_gpt"), *flags.split()]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(installed)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_module_is_installed(environment: Path) -> None:
+    here = {path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
+    here |= {Path("megatron_tools") / path.name for path in ROOT.glob("tools/*.py")}
+    there = {path.relative_to(site_of(environment)) for path in site_of(environment).rglob("*.py")}
+    assert len(here) > 100
+    assert here - there == set()
+    assert {path.parts[0] for path in there} == {"megatron", "megatron_tools", "pretrain_gpt.py"}
+
+
+def test_each_command_says_how_it_is_used(environment: Path, tmp_path: Path) -> None:
+    out = run(environment, tmp_path, "python", "-c", COMMANDS)
+    names = [path.stem for path in ROOT.glob("tools/*.py") if path.stem not in ("__init__", "common", "jsonl")]
+    assert len(names) > 8
+    for command in ("pretrain_gpt", *(f"megatron-{name.replace('_', '-')}" for name in names)):
+        assert command == "pretrain_gpt" or f"usage: {command} " in out, command
+        assert f"\n{command} 0\n" in out, command
+
+
+def test_installed_commands_prepare_data_and_train(environment: Path, tmp_path: Path) -> None:
+    documents = "".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30))
+    (tmp_path / "text.jsonl").write_text(documents)
+    data = "--input text.jsonl --output-prefix data --tokenizer-type ByteTokenizer --append-eod --workers 2"
+    run(environment, tmp_path, "megatron-preprocess-data", *data.split())
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --data-path data_text_document --cpu "
+        "--tokenizer-type ByteTokenizer --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --num-workers 0 "
+        "--metrics-file metrics.jsonl"
+    )
+    run(environment, tmp_path, "pretrain_gpt", *flags.split())
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

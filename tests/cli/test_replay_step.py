@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_training import MODEL, launch, records
+from tests.cli.test_training import MODEL, records
+from tests.forked import run_forked
 from tools.replay_step import main
 
 
 def test_a_diverging_run_leaves_a_step_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     huge = [*MODEL, "--lr", "1e30", "--clip-grad", "0", "--log-straggler"]
-    ended = launch(1, *huge, "--save", str(tmp_path), check=False)
-    assert ended.returncode == 1
-    report = ended.stderr[ended.stderr.index("RUN FAILED") :]
+    screen = run_forked(1, [*huge, "--save", str(tmp_path)], tmp_path / "screen", code=1)
+    report = screen[screen.index("RUN FAILED") :]
     assert "iteration 2 is not finite (loss nan, gradient norm nan); first in the forward pass: " in report
     assert "Traceback" not in report and "--iterations-to-skip 2" in report
-    assert "slowest ranks, own time per step (x of the median) | data: rank 0 on " in ended.stdout
+    assert "slowest ranks, own time per step (x of the median) | data: rank 0 on " in screen
     assert records(tmp_path / "metrics.jsonl")[0]["straggler_forward_rank"] == 0
 
     folder = tmp_path / "nan" / "iter_0000002"

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` as a user starts it: torchrun, real processes, files read back."""
+"""`pretrain_gpt.py` from its flags to the files that it leaves. test_docs.py starts it under torchrun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from tests.limits import HANG
+from tools.preprocess_data import main as preprocess
 
 ROOT = Path(__file__).parents[2]
 MODEL = (
@@ -20,20 +22,11 @@ MODEL = (
 ).split()
 
 
-def launch(processes: int, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    if processes == 1:
-        command = [sys.executable]
-    result = subprocess.run(
-        [*command, "pretrain_gpt.py", *argv],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert not check or result.returncode == 0, result.stderr[-4000:]
-    return result
+def start(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a process of its own."""
+    command = [sys.executable, "pretrain_gpt.py", *argv]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG)
 
 
 def records(path: Path) -> list[dict]:
@@ -46,13 +39,14 @@ def losses(folder: Path) -> list[float]:
 
 def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
-    launch(2, *MODEL, "--tp", "2", "--save", str(whole))
+    screen = tmp_path / "screen"
+    run_forked(2, [*MODEL, "--tp", "2", "--save", str(whole)], screen)
     half = [*MODEL, "--tp", "2", "--save", str(halves), "--load", str(halves)]
-    launch(2, *half, "--exit-interval", "10")
+    run_forked(2, [*half, "--exit-interval", "10"], screen)
     assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
     # The same ten iterations, taken on by another layout: pipeline stages instead of tensor ranks.
-    launch(2, *MODEL, "--pp", "2", "--load", str(halves), "--save", str(other))
-    launch(2, *half)
+    run_forked(2, [*MODEL, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
+    run_forked(2, half, screen)
     assert losses(halves) == losses(whole)
     assert len(losses(whole)) == 20
     assert losses(other) == pytest.approx(losses(whole)[10:], rel=1e-5)
@@ -64,7 +58,8 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     save, board = tmp_path / "save", tmp_path / "board"
-    result = launch(1, *MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput")
+    result = start(*MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput")
+    assert result.returncode == 0, result.stderr[-4000:]
     found = records(save / "metrics.jsonl")
     training = [record for record in found if "lm_loss" in record]
     assert [record["iteration"] for record in training] == list(range(1, 21))
@@ -87,9 +82,9 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
-    result = launch(1, *"--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12".split(),
-                    *"--seq-length 2048 --tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data".split(),
-                    "--num-layer", "3", check=False)  # fmt: skip
+    result = start(*"--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12".split(),
+                   *"--seq-length 2048 --tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data".split(),
+                   "--num-layer", "3")  # fmt: skip
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     for said in ("did you mean --num-layers", "nearest: 984 or 1008", "nearest: 8 or 16", "nearest: 60 or 66"):
@@ -98,17 +93,18 @@ def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
 
 def test_saved_configuration_runs_again(tmp_path: Path) -> None:
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "199"]  # and one for the end of a document
-    launch(1, *MODEL, *tokenizer, "--save", str(tmp_path / "first"), "--train-iters", "2")
-    launch(2, "--config", str(tmp_path / "first" / "run_config.yaml"), "--save", str(tmp_path / "second"))
+    first = [*MODEL, *tokenizer, "--save", str(tmp_path / "first"), "--train-iters", "2"]
+    second = ["--config", str(tmp_path / "first" / "run_config.yaml"), "--save", str(tmp_path / "second")]
+    for world_size, flags in ((1, first), (2, second)):
+        run_forked(world_size, flags, tmp_path / "screen")
     assert "vocab-size: 199" in (tmp_path / "second" / "run_config.yaml").read_text()
     assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "first"), rel=1e-5)
 
 
 def test_a_new_run_keeps_the_metrics_of_an_old_one(tmp_path: Path) -> None:
+    nothing = ["--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path / "nothing")]
     for _ in range(2):
-        said = launch(
-            1, *MODEL, "--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path / "nothing")
-        ).stdout
+        said = run_forked(1, [*MODEL, *nothing], tmp_path / "screen")
         assert f"no checkpoint in --load {tmp_path / 'nothing'}: starting at iteration 0" in said
     assert len(losses(tmp_path)) == 2
     assert records(tmp_path / "metrics.1.jsonl")[0]["lm_loss"] == losses(tmp_path)[0]
@@ -118,15 +114,12 @@ def test_no_length_is_one_epoch(tmp_path: Path) -> None:
     documents = tmp_path / "text.jsonl"
     documents.write_text("".join(json.dumps({"text": f"{n} " * 40}) + "\n" for n in range(30)))
     prefix = str(tmp_path / "data")
-    subprocess.run(
-        [sys.executable, "tools/preprocess_data.py", "--input", str(documents), "--output-prefix", prefix,
-         "--tokenizer-type", "ByteTokenizer", "--append-eod"],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
+    tokenizer = ["--tokenizer-type", "ByteTokenizer"]
+    assert preprocess(["--input", str(documents), "--output-prefix", prefix, *tokenizer, "--append-eod"]) == 0
     save = tmp_path / "save"
     without = [word for word in MODEL if word not in ("--mock-data", "--train-iters", "20", "--vocab-size", "200")]
-    launch(1, *without, "--data-path", prefix + "_text_document", "--split", "1,0,0", "--save", str(save),
-           "--tokenizer-type", "ByteTokenizer")  # fmt: skip
+    data = ["--data-path", prefix + "_text_document", "--split", "1,0,0", *tokenizer]
+    run_forked(1, [*without, *data, "--save", str(save)], tmp_path / "screen")
     tokens = (tmp_path / "data_text_document.bin").stat().st_size // 2
     samples = (tokens - 1) // 32
     assert len(losses(save)) == samples // 8

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import INDEX, LATEST, METADATA
 from megatron.core.parallel_state import Axis
-from tests.faults.forked import forked_ranks, join
+from tests.forked import forked_ranks, join
 from tools.inspect_checkpoint import first_difference
 
 MODEL = (

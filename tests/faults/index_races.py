@@ -23,8 +23,8 @@ from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import index_cache
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
+from tests.forked import forked_ranks, join
 from tests.limits import HANG
 
 NOBODY = 65534

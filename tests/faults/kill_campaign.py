@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.host_staging import HostStaging
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training import checkpointing, training
-from tests.faults.forked import forked_ranks, join
+from tests.forked import forked_ranks, join
 from tests.limits import HANG
 from tools.inspect_checkpoint import first_difference
 

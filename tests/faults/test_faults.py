@@ -1,11 +1,10 @@
-"""Four real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause."""
+"""Real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause. Signals are sent under
+torchrun in test_elastic.py, and without it in test_signals.py."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import pytest
 
 from tests.faults.runs import run_with_fault
 
@@ -23,19 +22,8 @@ def test_one_report_ends_the_screen(tmp_path: Path) -> None:
     assert "train_step" in (tmp_path / "save" / "stacks" / "rank-00000.txt").read_text()
 
 
-@pytest.mark.parametrize("kind", ["kill"])
-def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path, kind: str) -> None:
-    ended = run_with_fault(kind, tmp_path)
+def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+    ended = run_with_fault("kill", tmp_path, "--pp", "1", rank=1, processes=2)
     assert ended.code != 0 and not ended.left
-    assert re.search(r"RUN FAILED: rank 2 of 4", ended.screen)
+    assert re.search(r"RUN FAILED: rank 1 of 2", ended.screen)
     assert "SIGKILL" in ended.screen
-
-
-def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
-    ended = run_with_fault("user_signal", tmp_path)
-    assert not ended.left
-    saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved >= 3
-    assert re.search(rf"exiting at iteration {saved}: SIGUSR1 on rank 2 of 4", ended.screen)
-    assert "exitcode  : 75" in ended.screen
-    assert "RUN FAILED" not in ended.screen

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.broken_pretrain import slow_down
-from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
+from tests.forked import forked_ranks, join
 from tests.limits import HANG
 
 LIMIT = "0.15"

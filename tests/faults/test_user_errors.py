@@ -12,8 +12,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.config.output_paths import why_unwritable
 from megatron.training.reliability.launch import Launch
-from tests.faults.forked import forked_ranks, join
 from tests.faults.runs import MODEL
+from tests.forked import forked_ranks, join
 
 FLAGS = [flag for flag in MODEL if flag != "--mock-data"] + ["--pp", "1", "--train-iters", "2"]
 DATA = ("ok", "big", "short_bin", "short_idx")

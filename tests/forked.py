@@ -5,13 +5,14 @@ Forking saves importing torch once a rank. Each rank reads its place from the va
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def forked_ranks(
     """Processes that run `pretrain_gpt.py` with `argv`, all printing to the file `screen`; `prepare(rank)` is called
     in each beforehand. Those still there at the end are killed."""
     screen.write_text("")
-    port, context = free_port(), mp.get_context("fork")
+    port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
@@ -41,6 +42,15 @@ def forked_ranks(
         for process in ranks:
             process.kill()
             process.join()
+
+
+def run_forked(world_size: int, argv: Sequence[str], screen: Path, code: int = 0) -> str:
+    """Runs all ranks to their end and returns what they printed. Asserts that each exits with `code`."""
+    with forked_ranks(world_size, argv, screen) as ranks:
+        codes = join(ranks)
+    text = screen.read_text()
+    assert codes == [code] * world_size, f"{codes}\n{text[-4000:]}"
+    return text
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
@@ -80,7 +90,15 @@ def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, 
         os._exit(code)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _ports() -> Iterator[int]:
+    """Ports that nothing listens on. Below those that the system hands out, and from a place of this process's own, so
+    that nobody takes one before rank 0 does."""
+    first = 10_000 + os.getpid() * 101 % 20_000
+    for port in itertools.cycle(range(first, first + 100)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            yield port
+
+
+PORTS = _ports()
