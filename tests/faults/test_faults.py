@@ -1,5 +1,4 @@
-"""Real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause. Signals are sent under
-torchrun in test_elastic.py, and without it in test_signals.py."""
+"""Real ranks under torchrun, one of them broken: all end, and the screen ends with the one cause."""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 from tests.limits import HANG
 
@@ -67,6 +70,13 @@ def test_every_folder_of_the_library_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / "megatron").rglob("*.py")}
     assert folders
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """Its own default would leave out folders with names like dist and build."""
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
 
 
 def modules() -> dict[str, Path]:
