@@ -104,13 +104,24 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_flags_and_files_in_text_exist(page: str) -> None:
     """Flags in backticks are flags of pretrain_gpt.py or of a tool, paths in backticks are files."""
     text = (ROOT / page).read_text()
-    sources = [*ROOT.glob("megatron/training/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/*.sh")]
+    sources = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/*.sh")]
     known = "".join(source.read_text() for source in sources)
     spellings = set(spelling_table())
     for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
         assert flag in spellings or flag in known, f"{page} names {flag}"
-    for path in re.findall(r"`((?:megatron|tools|scripts|tests|docs)/[\w/]+\.(?:py|sh|md))`", text):
+    for path in re.findall(
+        r"`((?:megatron|tools|scripts|tests|docs|examples)/(?:[\w/]+\.(?:py|sh|md|txt)|[\w/]*))`", text
+    ):
         assert (ROOT / path).exists(), f"{page} names {path}"
+
+
+def test_map_of_contributing_leads_to_its_subjects() -> None:
+    """Each row of CONTRIBUTING's map names a file, and a word that a reader finds in it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `([\w/.]+)` \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) == text[: text.index("## How to add")].count("\n| ") - 2 >= 12
+    for path, word in rows:
+        assert re.search(rf"\b{word}\b", (ROOT / path).read_text()), f"{word} is not in {path}"
 
 
 def test_table_of_layouts_is_legal_and_says_the_sizes() -> None:

@@ -42,7 +42,7 @@ def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_surface_is_frozen() -> None:
-    """Scripts rely on these names. If a change is meant, write surface() to the file and say so in CHANGELOG."""
+    """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; say so in CHANGELOG."""
     assert surface() == GOLDEN.read_text()
 
 
@@ -313,3 +313,7 @@ def test_help_is_fast_and_complete() -> None:
             assert f"{spelling}" in done.stdout
     assert "Width h of the residual stream." in done.stdout
     assert "--use-distributed-optimizer, --no-use-distributed-optimizer" in done.stdout
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(surface())
