@@ -12,10 +12,9 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.core.transformer.mlp import gelu, squared_relu, swiglu
+from megatron.core.transformer.activations import gelu, squared_relu, swiglu
 from tests.gpt_cases import LLAMA
 
 MIXTRAL = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24, moe_z_loss_coeff=0.01)
@@ -51,7 +50,8 @@ def build_layer(
     state = state or ParallelState()
     axes = ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp")))
     ctx = TPContext(state.tp, sequence_parallel, dtype, torch.device("cpu"), WeightGradQueue(), axes)
-    layer = MoELayer("decoder.layers.0.mlp", config, ctx, Init("normal", 0.4), Init("normal", 0.3))
+    config = replace(config, init_method_std=0.4)
+    layer = MoELayer("decoder.layers.0.mlp", config, ctx)
     initialize_parameters_(layer.parameters(), 5, state.coords)
     balance = layer.router.balance
     with torch.no_grad():

@@ -17,10 +17,11 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import SCHEDULES, layout_of
+from megatron.core.pipeline_parallel.schedules import layout_of
 from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed, simulate
 
 from .common import run_tool
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Draw a pipeline schedule and state its bubble.")
-    parser.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
     parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, help="default: what the schedule takes")

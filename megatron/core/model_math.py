@@ -118,7 +118,7 @@ class _Builder:
             yield from self.mlp(f"{prefix}.mlp", c.ffn_size)
 
     def mlp(self, name: str, ffn: int) -> Iterator[ParamMeta]:
-        fc1, dim = ((2, ffn), 1) if self.config.swiglu else ((ffn,), 0)
+        fc1, dim = ((2, ffn), 1) if self.config.gated else ((ffn,), 0)
         yield from self.column_linear(f"{name}.linear_fc1", fc1, dim, self.config.add_bias_linear)
         yield from self.row_linear(f"{name}.linear_fc2", ffn)
 
@@ -127,7 +127,7 @@ class _Builder:
         c = self.config
         count, h, ffn = c.num_experts or 0, c.hidden_size, c.moe_ffn_size
         yield ParamMeta(f"{name}.router.weight", (count, h), {}, self.normal, partial_over=self.sequence_partial)
-        fc1, dim = ((count, 2, ffn, h), 2) if c.swiglu else ((count, ffn, h), 1)
+        fc1, dim = ((count, 2, ffn, h), 2) if c.gated else ((count, ffn, h), 1)
         fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
         yield ParamMeta(f"{name}.experts.linear_fc1.weight", fc1, fc1_cut, self.normal, expert=True)
         yield ParamMeta(f"{name}.experts.linear_fc2.weight", (count, h, ffn), fc2_cut, self.output, expert=True)
@@ -218,7 +218,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
 
 
 def _mlp_weights(config: TransformerConfig, ffn: int) -> int:
-    return (3 if config.swiglu else 2) * config.hidden_size * ffn
+    return (3 if config.gated else 2) * config.hidden_size * ffn
 
 
 def _moe_weights(config: TransformerConfig) -> int:

@@ -60,8 +60,9 @@ class ParamMeta:
 
     @property
     def matrix(self) -> bool:
-        """Whether this multiplies activations, as opposed to a norm weight or a bias."""
-        return not self.name.endswith("bias") and "norm" not in self.name.rsplit(".", 2)[-2]
+        """Whether this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
+        of_norm = "norm" in self.name.rsplit(".", 2)[-2]
+        return len(self.global_shape) > 1 and not self.name.endswith("bias") and not of_norm
 
     @property
     def numel(self) -> int:

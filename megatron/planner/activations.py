@@ -296,7 +296,7 @@ def stage_kept(batch: MicroBatch, stage: Stage) -> Kept:
 def kept_for_weights(batch: MicroBatch, stage: Stage) -> int:
     """Bytes that remain between I and W: inputs of the linear layers, and gradients of their outputs."""
     model = batch.model
-    factor = 3 if model.swiglu else 2
+    factor = 3 if model.gated else 2
     total = 0
     for number in stage.layers:
         width, scales = (1, SCALE) if batch.casts(number) else (batch.width, 0)
@@ -327,7 +327,7 @@ def weight_copies(batch: MicroBatch, stage: Stage) -> int:
             continue
         ffn = model.moe_shared_expert_intermediate_size if number in model.moe_layers else model.ffn_size
         matrices = [(projected + 2 * model.kv_projection_size // tp, h), (h, projected)]
-        matrices += [(ffn // tp * (2 if model.swiglu else 1), h), (h, ffn // tp)] if ffn else []
+        matrices += [(ffn // tp * (2 if model.gated else 1), h), (h, ffn // tp)] if ffn else []
         for out, size_in in matrices:
             scales = SCALE if batch.parallel.fp8_recipe != "rowwise" else SCALE * (out + size_in)
             total += 2 * out * size_in + scales
@@ -360,7 +360,7 @@ def layer_working(batch: MicroBatch, stage: Stage) -> int:
     model = batch.model
     whole = batch.width * batch.tokens * model.hidden_size
     ffn = batch.width * batch.tokens * max(model.ffn_size, model.moe_ffn_size * model.moe_router_topk) // batch.tp
-    widest = 2 * whole + max(ffn * (6 if model.swiglu else 3), attention_working(batch))
+    widest = 2 * whole + max(ffn * (6 if model.gated else 3), attention_working(batch))
     plain = replace(batch, model=replace(model, recompute_granularity=None, recompute_modules=None))
     if model.recompute_granularity == "full":
         again = [s for s in recompute_segments(model, len(stage.layers)) if s.recompute]

@@ -9,9 +9,9 @@ seed it was saved with, at any layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +40,13 @@ from megatron.core.dist_checkpointing.storage import (
 )
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import config_of_sections, field_table, values_by_section
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
+from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 
 __all__ = [
@@ -64,14 +65,12 @@ FORMAT_VERSION = 1
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """What a checkpoint has beside tensors, without which no run can go on from it."""
 
-C = TypeVar("C")
-
 
 def checkpoint_contents(
     config: RunConfig,
     state: ParallelState,
     stages: Mapping[int, nn.Module],
-    optimizer: MixedPrecisionOptimizer,
+    optimizer: DistributedOptimizer,
     progress: Progress,
     metrics: Mapping[str, float | None] | None = None,
 ) -> tuple[StateDict, dict[str, Any]]:
@@ -91,7 +90,7 @@ def checkpoint_contents(
         "layout": asdict(state.dims) | {"use_distributed_optimizer": config.optimizer.use_distributed_optimizer},
         "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
         "rng": {"seed": config.training.seed},
-        "config": asdict(config),
+        "config": values_by_section(config),
     }
     return tensors, payload
 
@@ -100,7 +99,7 @@ def save_checkpoint(
     config: RunConfig,
     state: ParallelState,
     stages: Mapping[int, nn.Module],
-    optimizer: MixedPrecisionOptimizer,
+    optimizer: DistributedOptimizer,
     progress: Progress,
 ) -> Path:
     """Writes a checkpoint of `progress.iteration` into --save and makes it the latest. Collective over the world.
@@ -127,7 +126,7 @@ def load_checkpoint(
     config: RunConfig,
     state: ParallelState,
     stages: Mapping[int, nn.Module],
-    optimizer: MixedPrecisionOptimizer,
+    optimizer: DistributedOptimizer,
     say: Callable[[str], None] = lambda line: None,
     data_fingerprint: str | None = None,
 ) -> Progress:
@@ -149,7 +148,7 @@ def load_checkpoint(
     checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
     if load_optimizer:
         _load_counters(checkpoint, optimizer)
-    progress = Progress() if options.finetune else _from_json(Progress, checkpoint.payload)
+    progress = Progress() if options.finetune else _progress(checkpoint.payload)
     progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
     progress.loaded_from = str(checkpoint.folder)
     return progress
@@ -166,6 +165,7 @@ def load_model_for_inference(
     checkpoint = choose_checkpoint(Path(path), Axis())
     if checkpoint is None:
         raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
+    load_saved_extensions(checkpoint.payload["config"].get("extensions", {}).get("extension") or ())
     config, state = saved_config(checkpoint), ParallelState()
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
     model = GPTModel(config.model, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
@@ -187,7 +187,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         value = checkpoint.payload.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
-    return _from_json(RunConfig, checkpoint.payload["config"])
+    return config_of_sections(checkpoint.payload["config"])
 
 
 def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:
@@ -257,6 +257,9 @@ EFFECTIVE = {
     "make_vocab_size_divisible_by": "padded_vocab_size",
     "moe_ffn_hidden_size": "moe_ffn_size",
     "moe_layer_freq": "moe_layers",
+    "activation_func": "activation",
+    "swiglu": "activation",
+    "squared_relu": "activation",
 }
 
 # Fields that say how a model is computed or watched, and change no result.
@@ -276,6 +279,8 @@ def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str
     that follow from other fields. A field that was not given and differs with others is left to them."""
     changed, table = [], field_table()
     for each in fields(TransformerConfig):
+        if each.name == "extension_options":
+            continue
         effective = EFFECTIVE.get(each.name, each.name)
         differs = getattr(saved, effective) != getattr(run, effective)
         given = [getattr(model, each.name) for model in (saved, run)]
@@ -313,7 +318,7 @@ def _unused(checkpoint: Checkpoint, load_optimizer: bool) -> Callable[[str], boo
     return unused
 
 
-def _load_counters(checkpoint: Checkpoint, optimizer: MixedPrecisionOptimizer) -> None:
+def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
     """Adam's count of updates, and the loss scale where both the checkpoint and the run have a dynamic one."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
@@ -321,15 +326,7 @@ def _load_counters(checkpoint: Checkpoint, optimizer: MixedPrecisionOptimizer) -
         optimizer.scaler.load_state_dict(saved["loss_scaler"])
 
 
-def _from_json(cls: type[C], values: dict[str, Any]) -> C:
-    """A dataclass of nested dataclasses from what `asdict` and JSON made of it. Fields it has no more are dropped,
-    fields it has gained take their default."""
-    hints = get_type_hints(cls)
-    known = {each.name: values[each.name] for each in fields(cls) if each.name in values}  # type: ignore[arg-type]
-    return cls(**{name: _value(hints[name], value) for name, value in known.items()})
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint) and isinstance(hint, type):
-        return _from_json(hint, value)
-    return tuple(value) if isinstance(value, list) else value
+def _progress(values: dict[str, Any]) -> Progress:
+    """What a checkpoint's JSON says of the progress; fields it does not know take their default."""
+    known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
+    return replace(Progress(**known), running_means=tuple(known.get("running_means", ())))

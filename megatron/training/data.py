@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.build import Datasets, build_datasets
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
+from megatron.core.parts import LOSSES
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
@@ -21,6 +23,7 @@ from megatron.training.progress import Step
 class TrainingData:
     """Iterators over the splits; None for a split that is not used."""
 
+    model: TransformerConfig
     runtime: Runtime
     train: DataIterator
     valid: DataIterator | None
@@ -36,7 +39,7 @@ class TrainingData:
         taken = self.train.next_step(step.first_sample, step.samples)
         if log and self.sample_log is not None:
             self.sample_log.write(step.iteration, taken)
-        return put_on_device(taken, self.runtime)
+        return put_on_device(taken, self.model, self.runtime)
 
     def close(self) -> None:
         for each in (self.train, self.valid, self.test, self.sample_log):
@@ -86,6 +89,7 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
     train_iterator = iterator(datasets.train, "training")
     assert train_iterator is not None
     data = TrainingData(
+        config.model,
         runtime,
         train_iterator,
         iterator(datasets.valid, "validation"),
@@ -135,8 +139,10 @@ def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) 
     )
 
 
-def put_on_device(batches: list[MicroBatch], runtime: Runtime) -> list[Batch]:
-    """A step's micro-batches as the model takes them: of whole samples this rank's part."""
+def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:
+    """A step's micro-batches as the model takes them: with the labels and masks that the loss makes of whole samples,
+    this rank's part of each."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
-    local = [Batch(**values).local_to(runtime.state.cp) for values in fields]
+    prepare = LOSSES[config.loss_func].prepare
+    local = [prepare(config, Batch(**values)).local_to(runtime.state.cp) for values in fields]
     return [batch.to(runtime.device) for batch in local]

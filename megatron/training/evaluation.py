@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets.samplers import DataIterator
-from megatron.training.config.run_config import TrainingConfig
+from megatron.training.config.run_config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.initialize import Runtime
@@ -18,11 +18,12 @@ from megatron.training.pipeline import Pipeline
 
 @torch.no_grad()
 def evaluate(
-    iterator: DataIterator, first_sample: int, training: TrainingConfig, runtime: Runtime, pipeline: Pipeline
+    iterator: DataIterator, first_sample: int, config: RunConfig, runtime: Runtime, pipeline: Pipeline
 ) -> float | None:
     """Mean loss per token over `eval_iters` global batches, without dropout. Collective; equal on every rank.
 
     None if the run is asked to stop before the evaluation ends."""
+    training = config.training
     assert training.global_batch_size is not None
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with pipeline.evaluation_mode():
@@ -30,7 +31,8 @@ def evaluate(
             if not runtime.watch.tick(save_later=True):
                 break
             first = first_sample + step * training.global_batch_size
-            batches = put_on_device(iterator.next_step(first, training.global_batch_size), runtime)
+            taken = iterator.next_step(first, training.global_batch_size)
+            batches = put_on_device(taken, config.model, runtime)
             total += loss_and_tokens(pipeline.evaluate(batches), count_tokens(batches), runtime)
     if runtime.launch.world_size > 1:
         dist.all_reduce(total)
@@ -44,18 +46,19 @@ def evaluate_split(
     split: str,
     iterator: DataIterator,
     iteration: int,
-    training: TrainingConfig,
+    config: RunConfig,
     runtime: Runtime,
     pipeline: Pipeline,
 ) -> Record | None:
     """Evaluates `valid` or `test` after an iteration and prints the loss. Each validation reads the next samples.
 
     Returns a record with `valid_loss` or `test_loss` and its perplexity; None if the run is asked to stop."""
+    training = config.training
     assert training.global_batch_size is not None
     number = (iteration - 1) // training.eval_interval if split == "valid" else 0
     first_sample = number * training.eval_iters * training.global_batch_size
     runtime.watch.begin(f"evaluation ({split}) at iteration {iteration}")
-    loss = evaluate(iterator, first_sample, training, runtime, pipeline)
+    loss = evaluate(iterator, first_sample, config, runtime, pipeline)
     if loss is None:
         return None
     perplexity = math.exp(loss) if loss < 700 else math.inf

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
@@ -29,7 +29,7 @@ class TrainingRun:
     runtime: Runtime
     stages: dict[int, GPTModel]
     ddp: DistributedDataParallel
-    optimizer: MixedPrecisionOptimizer
+    optimizer: DistributedOptimizer
     scheduler: OptimizerParamScheduler
     pipeline: Pipeline
     forward_backward: ForwardBackward

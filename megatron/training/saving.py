@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, saved_folders
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import build_saver, checkpoint_contents
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
@@ -28,7 +28,7 @@ class RunSaver:
         config: RunConfig,
         runtime: Runtime,
         stages: Mapping[int, GPTModel],
-        optimizer: MixedPrecisionOptimizer,
+        optimizer: DistributedOptimizer,
         progress: Progress,
     ) -> None:
         self.options = config.checkpoint

@@ -11,7 +11,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import build_optimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue

@@ -165,7 +165,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
 
 def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) -> None:
     """Evaluates the data of `valid` or `test` and logs the loss. Collective."""
-    record = evaluate_split(split, iterator, run.progress.iteration, run.config.training, run.runtime, run.pipeline)
+    record = evaluate_split(split, iterator, run.progress.iteration, run.config, run.runtime, run.pipeline)
     if record is not None:
         run.measured[f"{split}_loss"] = record[f"{split}_loss"]
         log.write(record)

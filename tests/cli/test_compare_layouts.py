@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.tensor_parallel.layers import LOCAL
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.layers import LOCAL, TPContext
 from megatron.core.transformer.layer import TransformerLayer
 from tests.limits import HANG
 from tools.compare_layouts import main
@@ -36,10 +37,10 @@ def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 2 is built with the mistake that the environment variable names, on ranks that share matrices."""
     build = TransformerLayer.__init__
 
-    def init(self: TransformerLayer, number: int, *args: Any, **more: Any) -> None:
-        build(self, number, *args, **more)
+    def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        build(self, name, config, ctx)
         fc2, norm = self.mlp.linear_fc2, self.pre_mlp_layernorm
-        if number != 2 or fc2.axis.size == 1:
+        if ctx.layer != 2 or fc2.axis.size == 1:
             return
         match os.environ.get(PLANT):
             case "no all-reduce":

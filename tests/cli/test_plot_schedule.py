@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES
 from tools.plot_schedule import main
 
 
@@ -14,7 +14,7 @@ def test_text_is_to_scale(capsys):
     assert "bubble 0.3333" in summary
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_picture_of_every_schedule(schedule, tmp_path):
     path = tmp_path / "schedule.png"
     assert main(["--pipeline-schedule", schedule, "--messages", "--output", str(path)]) == 0

@@ -13,7 +13,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -45,7 +45,7 @@ class Layout:
         )
 
 
-def build(config: RunConfig, state: ParallelState) -> tuple[dict[int, GPTModel], MixedPrecisionOptimizer]:
+def build(config: RunConfig, state: ParallelState) -> tuple[dict[int, GPTModel], DistributedOptimizer]:
     stage, last = state.pp.rank, state.pp.size - 1
     layers = split_layers(config.model.num_layers, state.pp.size, 1.0, 1.0)[stage]
     model = GPTModel(config.model, config.parallel, state, layers=layers, first=stage == 0, last=stage == last)

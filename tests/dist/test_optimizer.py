@@ -14,7 +14,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
 from megatron.core.distributed.param_layout import buffer_bytes
-from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import build_optimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from tests.dist.toy import Oracle, ToyStage, add_gradients
@@ -278,7 +278,7 @@ def measure(rank, world, distributed, dtype, kind):
     storages = {}
     tensors = [b.param_data for b in ddp.buffers] + [b.grad_data for b in ddp.buffers] + ddp.params
     for shard in optimizer.shards:
-        tensors += [shard.main, *shard.moments.values()]
+        tensors += [shard.main, *shard.states.values()]
     for tensor in tensors:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert all(param.grad is None for param in ddp.params)

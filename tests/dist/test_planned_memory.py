@@ -12,7 +12,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import build_optimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.planner.memory import pipeline_stages, states_of_rank
@@ -50,7 +50,7 @@ def compare(
         sum(buffer.param_data.nbytes for buffer in ddp.buffers),
         sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
         sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own),
-        sum(moment.nbytes for shard in shards for moment in shard.moments.values()),
+        sum(moment.nbytes for shard in shards for moment in shard.states.values()),
         sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad),
     )
     memory = plan.memory

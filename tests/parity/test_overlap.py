@@ -119,7 +119,7 @@ def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
         train_step(run, Interval())
-        loss = evaluate(run.data.valid, 0, run.config.training, run.runtime, run.pipeline)
+        loss = evaluate(run.data.valid, 0, run.config, run.runtime, run.pipeline)
         train_step(run, Interval())
         save(run)
         run.optimizer.finish_param_sync()

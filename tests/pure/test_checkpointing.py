@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import balances_of
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing import (
     changed_fields,
@@ -45,7 +45,7 @@ class Run:
 
     config: RunConfig
     stages: dict[int, GPTModel] = field(init=False)
-    optimizer: MixedPrecisionOptimizer = field(init=False)
+    optimizer: DistributedOptimizer = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config

@@ -14,7 +14,7 @@ from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.regions import region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.transformer.mlp import squared_relu, swiglu
+from megatron.core.transformer.activations import squared_relu, swiglu
 from megatron.core.transformer.rotary import rotate_queries_and_keys
 from megatron.training.initialize import check_compiler
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
 from megatron.core.pipeline_parallel.schedules import (
-    SCHEDULES,
     build_schedule,
     forward_only,
     groups_of,
@@ -37,7 +37,7 @@ def assert_runs(compute, layout, m, forward_only=False):
     assert len(sends) == edges * m * (1 if forward_only else 2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_small_schedule_runs(schedule):
     for v in ANY_V.get(schedule, (None,)):
         for p in range(1, 9):
@@ -106,7 +106,7 @@ def test_zb_h1_holds_no_more_than_1f1b():
 
 
 def test_halves_of_the_backward_where_the_schedule_says_so():
-    for schedule in SCHEDULES:
+    for schedule in PIPELINE_SCHEDULES:
         kinds = {action.kind for actions in build_schedule(schedule, 3, 4) for action in actions}
         assert kinds == ({Kind.F, Kind.I, Kind.W} if splits_backward(schedule) else {Kind.F, Kind.B})
 
@@ -119,7 +119,7 @@ def test_zb_v_starts_and_ends_on_the_first_rank():
 def test_placing_messages_hardly_costs_time():
     """A receive that is posted late would wait for its message longer than the message takes."""
     costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
-    for schedule in SCHEDULES:
+    for schedule in PIPELINE_SCHEDULES:
         for p, m in ((4, 8), (8, 24), (8, 13)):
             compute = build_schedule(schedule, p, m)
             ideal, real = simulate(compute, costs).makespan, simulate(add_communication(compute), costs).makespan

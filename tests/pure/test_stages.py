@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.pipeline_parallel.schedules import SCHEDULES
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, stage_costs, tied_stages
 
 MODEL = TransformerConfig(num_layers=30, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=512)
@@ -29,7 +29,7 @@ def counts(config: ModelParallelConfig, model: TransformerConfig = MODEL) -> lis
 @given(
     st.integers(1, 60),
     st.integers(1, 8),
-    st.sampled_from(SCHEDULES),
+    st.sampled_from(tuple(PIPELINE_SCHEDULES)),
     st.integers(1, 5),
     st.booleans(),
     st.booleans(),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.optimizer.optimizer import StepResult
+from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.training.config.run_config import ChecksConfig, LoggingConfig
 from megatron.training.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding
 from megatron.training.diagnosis.step_guard import WARM_UP, WINDOW, StepJudge, is_nan

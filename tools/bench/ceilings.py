@@ -49,7 +49,7 @@ def products(config: RunConfig) -> dict[str, tuple[int, int, int]]:
     return {
         "qkv": (rows, model.query_projection_size + 2 * model.kv_projection_size, h),
         "proj": (rows, h, model.query_projection_size),
-        "fc1": (rows, ffn * (2 if model.swiglu else 1), h),
+        "fc1": (rows, ffn * (2 if model.gated else 1), h),
         "fc2": (rows, h, ffn),
         "head": (rows, model.padded_vocab_size, h),
     }

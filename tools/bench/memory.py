@@ -160,7 +160,7 @@ def states_of(run: TrainingRun) -> tuple[int, int, int]:
         sum(buffer.param_data.nbytes for buffer in buffers),
         sum(buffer.grad_data.nbytes for buffer in buffers),
         sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own)
-        + sum(moment.nbytes for shard in shards for moment in shard.moments.values()),
+        + sum(moment.nbytes for shard in shards for moment in shard.states.values()),
     )
 
 
@@ -209,7 +209,7 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
 def formula_of(config: RunConfig) -> float | None:
     """Bytes of one layer and micro-batch by the published formula, where it speaks of such a layer."""
     model, parallel = config.model, config.parallel
-    if parallel.context_parallel_size > 1 or model.swiglu or model.recomputed_modules not in ((), ("core_attn",)):
+    if parallel.context_parallel_size > 1 or model.gated or model.recomputed_modules not in ((), ("core_attn",)):
         return None
     sizes = config.training.micro_batch_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
     return activation_bytes_per_layer(model, *sizes, model.recompute_granularity)

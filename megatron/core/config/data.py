@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Section, flag
 
 
 @dataclass(frozen=True)
-class DatasetConfig:
+class DatasetConfig(Section):
     """Which tokens are trained on, and in which order."""
 
     data_path: tuple[str, ...] | None = flag(None, many=True)
@@ -51,7 +51,7 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """How text becomes token ids."""
 
     tokenizer_type: str | None = flag(

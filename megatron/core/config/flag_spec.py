@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,38 @@ class FlagSpec:
     aliases: tuple[str, ...] = ()
     """Further spellings, with their dashes."""
 
-    choices: tuple[str, ...] | None = None
-    """Legal values."""
+    choices: Collection[str] | None = None
+    """Legal values; a registry's change as extensions add to it."""
 
     many: bool = False
     """Takes one or more values; the field holds a tuple."""
+
+    repeats: bool = False
+    """Takes one value, and may be given several times; the field holds a tuple."""
 
 
 def flag(
     default: Any,
     *aliases: str,
     name: str | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Collection[str] | None = None,
     many: bool = False,
+    repeats: bool = False,
 ) -> Any:
     """A dataclass field that carries a `FlagSpec`."""
-    spec = FlagSpec(name, aliases, tuple(choices) if choices else None, many)
-    return field(default=default, metadata={"flag": spec})
+    return field(default=default, metadata={"flag": FlagSpec(name, aliases, choices, many, repeats)})
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a configuration, which also carries the values of flags that extensions define."""
+
+    extension_options: tuple[Any, ...] = field(default=(), kw_only=True, metadata={"flag": None})
+    """Instances of the dataclasses of such flags."""
+
+    def options(self, cls: type[T]) -> T:
+        """The values of an extension's own flags, `cls` being their dataclass; without any its defaults."""
+        return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()

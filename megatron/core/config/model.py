@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.moe import MoEConfig, moe_pattern
+from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -14,7 +16,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig):
+class TransformerConfig(MoEConfig, Section):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -24,7 +26,7 @@ class TransformerConfig(MoEConfig):
     """Width h of the residual stream."""
 
     ffn_hidden_size: int | None = None
-    """Width of the MLP; default 4h, with --swiglu 8h/3 rounded up to a multiple of 64."""
+    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded up to a multiple of 64."""
 
     num_attention_heads: int = 0
     """Query heads."""
@@ -68,7 +70,7 @@ class TransformerConfig(MoEConfig):
     rope_scaling_original_max_position_embeddings: int = 8192
     """Llama 3.1 scaling: context length the model was first trained at."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
     """Norm before attention, before the MLP, and at the end."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
@@ -79,6 +81,21 @@ class TransformerConfig(MoEConfig):
 
     squared_relu: bool = False
     """Squared ReLU in the MLP instead of GeLU."""
+
+    activation_func: str | None = flag(None, choices=ACTIVATIONS)
+    """Activation function of MLPs and experts; default: as --swiglu or --squared-relu says, else gelu."""
+
+    attention_module: str = flag("self_attention", choices=ATTENTIONS)
+    """Attention sublayer of each layer."""
+
+    mlp_module: str = flag("mlp", choices=MLPS)
+    """MLP sublayer of each layer that has no experts."""
+
+    layer_module: str = flag("transformer_layer", choices=LAYERS)
+    """Layer as a whole: how norms, attention and MLP are put together."""
+
+    loss_func: str = flag("cross_entropy", choices=LOSSES)
+    """Loss of each token, of which the mean is trained on."""
 
     qk_layernorm: bool = False
     """Normalise each query and key head before the positions are applied."""
@@ -152,7 +169,7 @@ class TransformerConfig(MoEConfig):
     def ffn_size(self) -> int:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        return round_up(8 * self.hidden_size // 3, 64) if self.swiglu else 4 * self.hidden_size
+        return round_up(8 * self.hidden_size // 3, 64) if self.gated else 4 * self.hidden_size
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -187,4 +204,21 @@ class TransformerConfig(MoEConfig):
 
     @property
     def activation(self) -> str:
-        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+        """Name of the activation function."""
+        return self.activation_func or ("swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
+        return ACTIVATIONS.facts(self.activation).gated
+
+    @property
+    def recomputes_activation(self) -> bool:
+        """Whether the activation function alone is computed again: not where the whole MLP is."""
+        return "mlp_act" in self.recomputed_modules and "mlp" not in self.recomputed_modules
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
+        stream's variance does not grow with depth."""
+        return self.init_method_std / sqrt(2 * max(self.num_layers, 1))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config.flag_spec import flag
+from megatron.core.config.flag_spec import Section, flag
+from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """The optimizer, its learning rate and its loss scale."""
 
-    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", choices=OPTIMIZERS)
     """Adam with decoupled weight decay (AdamW), or SGD with momentum."""
 
     lr: float | None = flag(None, "--learning-rate")
@@ -20,7 +21,7 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate that decay ends at."""
 
-    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
     """Shape of the decay after warm-up."""
 
     lr_decay_iters: int | None = None

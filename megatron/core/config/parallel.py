@@ -7,6 +7,7 @@ from math import lcm
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.precision import PrecisionConfig
+from megatron.core.parts import PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ModelParallelConfig(PrecisionConfig):
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 
-    pipeline_schedule: str | None = flag(None, choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"))
+    pipeline_schedule: str | None = flag(None, choices=PIPELINE_SCHEDULES)
     """Order of forwards and backwards over the pipeline stages; default: interleaved with virtual stages, else 1f1b."""
 
     num_virtual_stages_per_pipeline_rank: int | None = None

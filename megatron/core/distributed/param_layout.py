@@ -19,10 +19,10 @@ from math import prod
 
 from megatron.core.config.model import round_up
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import OPTIMIZERS
 
 ALIGNMENT = 64
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-MOMENTS = {"adam": 2, "sgd": 1}
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
@@ -199,5 +199,5 @@ def buffer_bytes(
         parameters=whole * DTYPE_BYTES[params_dtype],
         gradients=whole * main,
         main_parameters=0 if params_dtype == main_dtype else owned * main,
-        moments=owned * main * MOMENTS[optimizer],
+        moments=owned * main * len(OPTIMIZERS.facts(optimizer).states),
     )

@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     main_grad_of,
     saved_without_graph,
 )
-from megatron.core.transformer.mlp import build_activation, recomputes_activation
+from megatron.core.transformer.activations import Activation, build_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
@@ -109,9 +109,9 @@ class _WeightedActivation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, activation: Activation, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights)
-        ctx.activation = activation
+        ctx.activation, ctx.parameters = activation, parameters
         return activation(x) * weights[:, None].to(x.dtype)
 
     @staticmethod
@@ -122,8 +122,9 @@ class _WeightedActivation(torch.autograd.Function):
             x = x.detach().requires_grad_()
             active = ctx.activation(x)
         d_weights = (grad * active.detach()).sum(-1, dtype=weights.dtype)
-        (dx,) = torch.autograd.grad(active, x, grad * weights[:, None].to(grad.dtype))
-        return dx, d_weights, None
+        wanted = [x, *(parameter for parameter in ctx.parameters if parameter.requires_grad)]
+        found = iter(torch.autograd.grad(active, wanted, grad * weights[:, None].to(grad.dtype)))
+        return next(found), d_weights, None, *(next(found) if p.requires_grad else None for p in ctx.parameters)
 
 
 class GroupedLinear(nn.Module):
@@ -141,11 +142,12 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """fc2(weight * activation(fc1(x))) of the local experts. A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, init: Init, output_init: Init) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
         assert count is not None
-        fc1, dim = ((count, 2, ffn, hidden), 2) if config.swiglu else ((count, ffn, hidden), 1)
+        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+        fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
         fc1_meta = ParamMeta(f"{name}.linear_fc1.weight", fc1, {"ep": 0, "expt_tp": dim}, init, expert=True)
         fc2_meta = ParamMeta(
             f"{name}.linear_fc2.weight", (count, hidden, ffn), {"ep": 0, "expt_tp": 2}, output_init, expert=True
@@ -153,14 +155,18 @@ class Experts(nn.Module):
         grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, hidden, ffn // ctx.experts.expt_tp.size)
         gemm = gemm_grouped if grouped else gemm_each
         self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
-        self.activation = build_activation(config, ctx)
-        self.recompute_activation = recomputes_activation(config)
+        self.activation = build_activation(f"{name}.activation", config, ctx)
+        # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
+        self.activation_parameters = (
+            tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
+        )
+        self.recompute_activation = config.recomputes_activation
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
         """rows [n, h], weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
 
         def activate(hidden: Tensor) -> Tensor:
-            return _WeightedActivation.apply(hidden, weights, self.activation)
+            return _WeightedActivation.apply(hidden, weights, self.activation, *self.activation_parameters)
 
         hidden = self.linear_fc1(rows, segments)
         if self.recompute_activation and self.training:

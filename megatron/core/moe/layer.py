@@ -9,7 +9,6 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.router import TopKRouter
-from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import recomputed
@@ -21,17 +20,15 @@ class MoELayer(nn.Module):
     Every rank routes tokens of its own: with tensor parallelism that takes sequence parallelism.
     """
 
-    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, init: Init, output_init: Init) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         assert config.num_experts is not None
         assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
         self.router = TopKRouter(f"{name}.router", config, ctx)
-        self.experts = Experts(f"{name}.experts", config, ctx, init, output_init)
+        self.experts = Experts(f"{name}.experts", config, ctx)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts)
         shared = config.moe_shared_expert_intermediate_size
-        self.shared_experts = (
-            MLP(f"{name}.shared_experts", config, ctx, init, output_init, ffn_size=shared) if shared else None
-        )
+        self.shared_experts = MLP(f"{name}.shared_experts", config, ctx, ffn_size=shared) if shared else None
         self.recompute = "mlp" in config.recomputed_modules
         if self.shared_experts is not None:
             self.shared_experts.recompute = False  # by itself: it is part of what this layer recomputes

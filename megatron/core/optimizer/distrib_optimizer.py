@@ -1,50 +1,207 @@
-"""ZeRO-1: each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os).
+"""The distributed optimizer (ZeRO-1): clips, updates this rank's shards, and gathers the updated parameters.
 
-The flat tensors here are all that the optimizer proper sees. Without sharding a rank's part is the whole bucket and
-everything else is the same, so there is one implementation.
+Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without
+sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
+
+A step never waits for the device, except to move a dynamic loss scale. A loss or a gradient that is not finite leaves
+parameters and moments untouched, in every precision: the update kernels read the overflow flag on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
+from megatron.core.optimizer.grad_scaler import LossScaler, build_loss_scaler
+from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
 from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.parallel_state import ParallelState
+from megatron.core.parts import OPTIMIZERS
 
 
-class OptimizerShard:
-    """What one rank owns of one bucket: its main parameters, flat, with the gradient attached, and their moments.
+class StepResult:
+    """What a step did. Reading a value waits until the device has come as far as this step, and no further."""
 
-    Main parameters are the parameter memory itself where that has the main dtype; else a copy in the main dtype.
-    Moments are allocated at once, so that a checkpoint can load into them and memory is final before the first step.
+    def __init__(
+        self,
+        norm: Tensor,
+        overflow: Tensor,
+        verdict: tuple[Tensor, Tensor],
+        sums: Tensor,
+        loss_scale: float,
+        scale_can_fall: bool,
+    ) -> None:
+        skip, spike = verdict
+        self.skip = skip
+        """`skipped` as a float64 scalar on the device."""
+        self.loss_scale = loss_scale
+        """Loss scale that the step's gradients were computed with."""
+        self._scale_can_fall = scale_can_fall
+        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
+        self._values: Tensor | list[float] = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def _read(self) -> list[float]:
+        if isinstance(self._values, Tensor):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values = self._values.tolist()
+        return self._values
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm over the whole model before clipping; not finite if a gradient was not."""
+        return self._read()[0]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient and all of `sums` were finite."""
+        return not self._read()[1]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated: not `finite`, or refused by the judge."""
+        return bool(self._read()[2])
+
+    @property
+    def spike(self) -> bool:
+        """Whether the judge found the step out of the ordinary, whatever became of it."""
+        return bool(self._read()[3])
+
+    @property
+    def sums(self) -> list[float]:
+        """What was given as `sums`, over the world."""
+        return self._read()[4:]
+
+    @property
+    def scale_overflow(self) -> bool:
+        """Whether this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
+        are finite, and it is not at its lowest."""
+        return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
+
+
+Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
+scalars on the device."""
+
+
+class DistributedOptimizer:
+    """The optimizer that --optimizer names, over the main-precision shards of one rank.
+
+    Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
+    values, or call `reload_main_from_params` once they have.
     """
 
-    def __init__(self, bucket: Bucket, moments: tuple[str, ...]) -> None:
-        self.bucket = bucket
-        self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
-        self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
-        self.main.grad = bucket.owned_grads
-        self.moments = {name: torch.zeros_like(self.main) for name in moments}
+    def __init__(
+        self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, scaler: LossScaler
+    ) -> None:
+        self.config, self.ddp, self.scaler = config, ddp, scaler
+        self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
+        states = OPTIMIZERS.facts(config.optimizer).states
+        self.shards = [
+            OptimizerShard(bucket, states, buffer.layout.decays) for buffer in ddp.buffers for bucket in buffer.buckets
+        ]
+        self._rule: Optimizer = OPTIMIZERS[config.optimizer](config, self.shards)
+        self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
+        self._skipped = torch.zeros_like(self._updates)
 
-    def write_params(self) -> None:
-        """Main parameters into this rank's part of the parameters."""
-        if not self.aliased:
-            self.bucket.owned_params.copy_(self.main)
+    @torch.no_grad()
+    def step(
+        self, lr: float, weight_decay: float, sums: Tensor | None = None, judge: Judge | None = None
+    ) -> StepResult:
+        """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
 
-    def read_params(self) -> None:
-        """This rank's part of the parameters into the main parameters."""
-        if not self.aliased:
-            self.main.copy_(self.bucket.owned_params)
+        `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
+        `judge` may refuse the update.
+        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
+        `finish_param_sync`.
+        """
+        self.finish_param_sync()  # modules that did not run since the last step have not waited
+        norm, overflow, sums = self._grad_norm(sums)
+        refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
+        skip = torch.maximum(overflow, refused)
+        if self.config.clip_grad > 0 and self.shards:
+            coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
+            torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
+        self._rule.step(lr, weight_decay, skip, self._updates)
+        self._updates += 1.0 - skip
+        self._skipped += skip
+        self._start_param_sync()
+        if not self.ddp.config.overlap_param_gather:
+            self.finish_param_sync()
+        result = StepResult(norm, overflow, (skip, spike), sums, self.scaler.scale, self.scaler.can_fall)
+        if self.scaler.dynamic:
+            self.scaler.update(not result.finite)
+        return result
 
-    def pieces(self) -> Iterator[OptimizerPiece]:
-        """Live views of the state, one for each kind of state and owned part of a parameter."""
-        tensors: dict[str, Tensor] = ({} if self.aliased else {"main_param": self.main}) | self.moments
-        first = self.bucket.owned_range[0]
-        for piece in self.bucket.owned_pieces:
-            start = piece.offset - first
-            for key, tensor in tensors.items():
-                data = tensor[start : start + piece.stop - piece.start]
-                yield OptimizerPiece(key, piece.meta, data, piece.start, piece.stop)
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self.ddp.zero_grad_buffer()
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor for the next step's losses; 1 but in fp16."""
+        return self.scaler.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps since the start or load that updated nothing. Waits for the device."""
+        return int(self._skipped.item())
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far, in Adam's bias correction too; skipped steps do not count. Waits for the device."""
+        return int(self._updates.item())
+
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        self._updates.fill_(value)
+        self._rule.set_step_count(value)
+
+    def sharded_state(self) -> list[OptimizerPiece]:
+        """Live views of everything this rank owns; load in place, set `step_count`, then
+        `reload_params_from_main`. Main parameters are left out where the parameters are the main parameters."""
+        self.finish_param_sync()
+        return [piece for shard in self.shards for piece in shard.pieces()]
+
+    @torch.no_grad()
+    def reload_params_from_main(self) -> None:
+        """Makes the parameters, on all ranks, the rounded main parameters. Collective."""
+        self.finish_param_sync()
+        self._start_param_sync()
+        self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""
+        self.ddp.finish_param_sync()
+
+    def _start_param_sync(self) -> None:
+        for shard in self.shards:
+            shard.write_params()
+        self.ddp.start_param_sync()
+
+    @torch.no_grad()
+    def reload_main_from_params(self) -> None:
+        """Makes the main parameters the parameters, after those alone were loaded or initialised."""
+        for shard in self.shards:
+            shard.read_params()
+
+
+def build_optimizer(
+    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState
+) -> DistributedOptimizer:
+    """The optimizer of a run, with its loss scaler."""
+    if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
+        raise ValueError(
+            f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
+            f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
+        )
+    return DistributedOptimizer(config, ddp, state, build_loss_scaler(config, ddp.parallel_config.fp16))

@@ -1,229 +1,145 @@
-"""The optimizer: clips, updates main-precision shards, and makes the parameters whole again.
+"""How an optimizer changes the parameters: over flat shards, element by element, in place.
 
-A step never waits for the device, except to move a dynamic loss scale. A loss or a gradient that is not finite leaves
-parameters and moments untouched, in every precision: the update kernels read the overflow flag on the device.
+`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. What a step does beside, from the norm
+of the gradients to the gather of updated parameters, is `DistributedOptimizer`'s.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
-from megatron.core.optimizer.distrib_optimizer import OptimizerShard
-from megatron.core.optimizer.grad_scaler import LossScaler, build_loss_scaler
+from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.optimizer_piece import OptimizerPiece
-from megatron.core.parallel_state import ParallelState
+
+CHUNK = 2**22
+"""Elements that `Optimizer.step` updates at a time: bounds the memory of the copies that it works on."""
 
 
-class StepResult:
-    """What a step did. Reading a value waits until the device has come as far as this step, and no further."""
+class OptimizerShard:
+    """What one rank owns of one bucket: its main parameters, flat, with the gradient attached, and their states.
 
-    def __init__(
-        self,
-        norm: Tensor,
-        overflow: Tensor,
-        verdict: tuple[Tensor, Tensor],
-        sums: Tensor,
-        loss_scale: float,
-        scale_can_fall: bool,
-    ) -> None:
-        skip, spike = verdict
-        self.skip = skip
-        """`skipped` as a float64 scalar on the device."""
-        self.loss_scale = loss_scale
-        """Loss scale that the step's gradients were computed with."""
-        self._scale_can_fall = scale_can_fall
-        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
-        self._values: Tensor | list[float] = values.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if values.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def _read(self) -> list[float]:
-        if isinstance(self._values, Tensor):
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._values = self._values.tolist()
-        return self._values
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm over the whole model before clipping; not finite if a gradient was not."""
-        return self._read()[0]
-
-    @property
-    def finite(self) -> bool:
-        """Whether every gradient and all of `sums` were finite."""
-        return not self._read()[1]
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing was updated: not `finite`, or refused by the judge."""
-        return bool(self._read()[2])
-
-    @property
-    def spike(self) -> bool:
-        """Whether the judge found the step out of the ordinary, whatever became of it."""
-        return bool(self._read()[3])
-
-    @property
-    def sums(self) -> list[float]:
-        """What was given as `sums`, over the world."""
-        return self._read()[4:]
-
-    @property
-    def scale_overflow(self) -> bool:
-        """Whether this was an overflow of fp16 that a lower loss scale can mend: `sums`, which it does not multiply,
-        are finite, and it is not at its lowest."""
-        return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
-
-
-Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
-scalars on the device."""
-
-
-class MixedPrecisionOptimizer:
-    """AdamW or SGD over the main-precision shards of one rank.
-
-    Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
-    values, or call `reload_main_from_params` once they have.
+    Main parameters are the parameter memory itself where that has the main dtype; else a copy in the main dtype.
+    States are allocated at once, so that a checkpoint can load into them and memory is final before the first step.
     """
 
-    def __init__(
-        self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, scaler: LossScaler
+    def __init__(self, bucket: Bucket, states: Sequence[str], decays: bool) -> None:
+        self.bucket, self.decays = bucket, decays
+        self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
+        self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
+        self.main.grad = bucket.owned_grads
+        self.states = {name: torch.zeros_like(self.main) for name in states}
+
+    def write_params(self) -> None:
+        """Main parameters into this rank's part of the parameters."""
+        if not self.aliased:
+            self.bucket.owned_params.copy_(self.main)
+
+    def read_params(self) -> None:
+        """This rank's part of the parameters into the main parameters."""
+        if not self.aliased:
+            self.main.copy_(self.bucket.owned_params)
+
+    def pieces(self) -> Iterator[OptimizerPiece]:
+        """Live views of the state, one for each kind of state and owned part of a parameter."""
+        tensors: dict[str, Tensor] = ({} if self.aliased else {"main_param": self.main}) | self.states
+        first = self.bucket.owned_range[0]
+        for piece in self.bucket.owned_pieces:
+            start = piece.offset - first
+            for key, tensor in tensors.items():
+                data = tensor[start : start + piece.stop - piece.start]
+                yield OptimizerPiece(key, piece.meta, data, piece.start, piece.stop)
+
+
+class Optimizer:
+    """Base of optimizers: updates the shards that a rank owns. Build one by overriding `update`.
+
+    The states that it keeps for each element are named where it is registered:
+    `OPTIMIZERS.register("lion", Lion, states=("exp_avg",))`. They begin as zeros, are planned, saved and resharded.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        self.config, self.shards = config, shards
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        states: Mapping[str, Tensor],
+        lr: float,
+        weight_decay: float,
+        step: Tensor,
     ) -> None:
-        self.config, self.ddp, self.scaler = config, ddp, scaler
-        self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
-        moments = _moment_names(config)
-        self.shards: list[OptimizerShard] = []
-        groups = []
-        for buffer in ddp.buffers:
-            shards = [OptimizerShard(bucket, moments) for bucket in buffer.buckets]
-            groups.append({"params": [shard.main for shard in shards], "decays": buffer.layout.decays})
-            self.shards += shards
-        self._torch = _torch_optimizer(config, groups)
-        for shard in self.shards:
-            self._torch.state[shard.main].update(shard.moments)
-            if config.optimizer == "adam":
-                self._torch.state[shard.main]["step"] = torch.zeros((), dtype=torch.float32, device=shard.main.device)
-        self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        self._skipped = torch.zeros_like(self._updates)
+        """Updates `param` and `states` in place. All are 1-D and equally long, in the main dtype (fp32).
 
-    @torch.no_grad()
-    def step(
-        self, lr: float, weight_decay: float, sums: Tensor | None = None, judge: Judge | None = None
-    ) -> StepResult:
-        """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
-
-        `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
-        `judge` may refuse the update.
-        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
-        `finish_param_sync`.
+        They are any part of the parameters, cut as the layout has it: each element must depend on its own values
+        only. `weight_decay` is 0 for parameters that do not decay. `step` is the number of this update, from 1 on, as
+        a float64 scalar on the device, so that nothing waits for it.
         """
-        self.finish_param_sync()  # modules that did not run since the last step have not waited
-        norm, overflow, sums = self._grad_norm(sums)
-        refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
-        skip = torch.maximum(overflow, refused)
-        if self.config.clip_grad > 0 and self.shards:
-            coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
-            torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
+        raise NotImplementedError
+
+    def step(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> None:
+        """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes. Both are float64
+        scalars on the device, and never waited for: `update` works on copies, of which one or the other is kept."""
+        skipped, number = skip > 0, updates + 1.0
+        for shard in self.shards:
+            tensors = [shard.main, *shard.states.values()]
+            assert shard.main.grad is not None
+            for grad, *old in zip(shard.main.grad.split(CHUNK), *(t.split(CHUNK) for t in tensors), strict=True):
+                new = [tensor.clone() for tensor in old]
+                states = dict(zip(shard.states, new[1:], strict=True))
+                self.update(new[0], grad, states, lr, weight_decay if shard.decays else 0.0, number)
+                for before, after in zip(old, new, strict=True):
+                    torch.where(skipped, before, after, out=before)
+
+    def set_step_count(self, updates: int) -> None:
+        """Takes up a count of updates that a checkpoint was saved with."""
+
+
+class _Fused(Optimizer):
+    """One of torch's fused optimizers, which CPU and CUDA both have: they take the overflow flag as a tensor."""
+
+    _torch: torch.optim.Optimizer
+
+    def _groups(self) -> list[dict]:
+        groups = [
+            {"params": [shard.main for shard in self.shards if shard.decays == decays], "decays": decays}
+            for decays in (True, False)
+        ]
+        # A pipeline stage may have no parameters, and torch wants some.
+        return [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)], "decays": False}]
+
+    def step(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> None:
         for group in self._torch.param_groups:
             group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
         self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
-        self._updates += 1.0 - skip
-        self._skipped += skip
-        self._start_param_sync()
-        if not self.ddp.config.overlap_param_gather:
-            self.finish_param_sync()
-        result = StepResult(norm, overflow, (skip, spike), sums, self.scaler.scale, self.scaler.can_fall)
-        if self.scaler.dynamic:
-            self.scaler.update(not result.finite)
-        return result
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        self.ddp.zero_grad_buffer()
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor for the next step's losses; 1 but in fp16."""
-        return self.scaler.scale
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps since the start or load that updated nothing. Waits for the device."""
-        return int(self._skipped.item())
-
-    @property
-    def step_count(self) -> int:
-        """Updates made so far, in Adam's bias correction too; skipped steps do not count. Waits for the device."""
-        return int(self._updates.item())
-
-    @step_count.setter
-    def step_count(self, value: int) -> None:
-        self._updates.fill_(value)
-        for state in self._torch.state.values():
-            if "step" in state:
-                state["step"].fill_(value)
-
-    def sharded_state(self) -> list[OptimizerPiece]:
-        """Live views of everything this rank owns; load in place, set `step_count`, then
-        `reload_params_from_main`. Main parameters are left out where the parameters are the main parameters."""
-        self.finish_param_sync()
-        return [piece for shard in self.shards for piece in shard.pieces()]
-
-    @torch.no_grad()
-    def reload_params_from_main(self) -> None:
-        """Makes the parameters, on all ranks, the rounded main parameters. Collective."""
-        self.finish_param_sync()
-        self._start_param_sync()
-        self.finish_param_sync()
-
-    def finish_param_sync(self) -> None:
-        """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""
-        self.ddp.finish_param_sync()
-
-    def _start_param_sync(self) -> None:
-        for shard in self.shards:
-            shard.write_params()
-        self.ddp.start_param_sync()
-
-    @torch.no_grad()
-    def reload_main_from_params(self) -> None:
-        """Makes the main parameters the parameters, after those alone were loaded or initialised."""
-        for shard in self.shards:
-            shard.read_params()
 
 
-def build_optimizer(
-    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState
-) -> MixedPrecisionOptimizer:
-    """The optimizer of a run, with its loss scaler."""
-    if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
-        raise ValueError(
-            f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
-            f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
-        )
-    return MixedPrecisionOptimizer(config, ddp, state, build_loss_scaler(config, ddp.parallel_config.fp16))
+class AdamW(_Fused):
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
 
-
-def _moment_names(config: OptimizerConfig) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") if config.optimizer == "adam" else ("momentum_buffer",)
-
-
-def _torch_optimizer(config: OptimizerConfig, groups: list[dict]) -> torch.optim.Optimizer:
-    """torch's fused kernels, which CPU and CUDA both have: they take the overflow flag as a tensor."""
-    if not groups:  # a pipeline stage without parameters
-        groups = [{"params": [torch.zeros(0)], "decays": False}]
-    if config.optimizer == "adam":
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        super().__init__(config, shards)
         betas = (config.adam_beta1, config.adam_beta2)
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+        self._torch = torch.optim.AdamW(self._groups(), lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+        for shard in shards:
+            step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
+            self._torch.state[shard.main].update(shard.states, step=step)
+
+    def set_step_count(self, updates: int) -> None:
+        for state in self._torch.state.values():
+            state["step"].fill_(updates)
+
+
+class SGD(_Fused):
+    """SGD with momentum."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
+        super().__init__(config, shards)
+        self._torch = torch.optim.SGD(self._groups(), lr=0.0, momentum=config.sgd_momentum, fused=True)
+        for shard in shards:
+            self._torch.state[shard.main].update(shard.states)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.parts import LR_SCHEDULES
 
 # What is left of max_lr - min_lr at a share of the way from the end of warm-up to the end of decay.
 DECAY: dict[str, Callable[[float], float]] = {
@@ -65,6 +66,53 @@ class ScheduleLength:
         return cls(warmup=warmup or 0.0, decay=decay, anneal=anneal or 0.0, total=total)
 
 
+LrSchedule = Callable[[float, ScheduleLength, OptimizerConfig], float]
+"""(samples, length, config) -> learning rate of the update that follows so many consumed samples, after the warm-up."""
+
+
+def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    """The peak, to the end."""
+    assert config.lr is not None
+    return config.lr
+
+
+def linear(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    """From the peak to --min-lr in a straight line."""
+    return _decayed(samples, length, config, DECAY["linear"])
+
+
+def cosine(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    """From the peak to --min-lr along half a cosine (arXiv 1608.03983)."""
+    return _decayed(samples, length, config, DECAY["cosine"])
+
+
+def inverse_square_root(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    """In proportion to 1 / sqrt(samples) (arXiv 1706.03762), at least --min-lr."""
+    assert config.lr is not None
+    if samples > length.decay:
+        return config.min_lr
+    return max(config.min_lr, config.lr * max(length.warmup, 1.0) ** 0.5 / max(samples, 1) ** 0.5)
+
+
+def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    """Warmup-stable-decay (arXiv 2404.06395): the peak until a final anneal to --min-lr."""
+    into_anneal = samples - (length.decay - length.anneal)
+
+    def left(ratio: float) -> float:
+        return 1.0 if into_anneal <= 0 else WSD_ANNEAL[config.lr_wsd_decay_style](into_anneal / length.anneal)
+
+    return _decayed(samples, length, config, left)
+
+
+def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, left: Callable[[float], float]) -> float:
+    """`left` of the share of the way from the end of warm-up to the end of decay is what is left of lr - min_lr."""
+    assert config.lr is not None
+    if samples > length.decay:
+        return config.min_lr
+    share = (samples - length.warmup) / (length.decay - length.warmup)
+    return config.min_lr + left(share) * (config.lr - config.min_lr)
+
+
 class OptimizerParamScheduler:
     """Gives (lr, weight decay) at `num_steps` consumed samples, the scheduler's only state.
 
@@ -81,6 +129,7 @@ class OptimizerParamScheduler:
         self.config = config
         self.length = ScheduleLength.of(config, global_batch_size, train_iters, train_samples)
         self.max_lr = _check(config, self.length)
+        self._schedule: LrSchedule = LR_SCHEDULES[config.lr_decay_style]
         self.start_wd = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
         self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
         if config.weight_decay_incr_style == "constant" and self.start_wd != self.end_wd:
@@ -109,20 +158,7 @@ class OptimizerParamScheduler:
         config, length = self.config, self.length
         if length.warmup > 0 and samples <= length.warmup:
             return config.lr_warmup_init + (self.max_lr - config.lr_warmup_init) * samples / length.warmup
-        if config.lr_decay_style == "constant":
-            return self.max_lr
-        if samples > length.decay:
-            return config.min_lr
-        if config.lr_decay_style == "inverse-square-root":
-            return max(config.min_lr, self.max_lr * max(length.warmup, 1.0) ** 0.5 / max(samples, 1) ** 0.5)
-        return config.min_lr + self._decay_left(samples) * (self.max_lr - config.min_lr)
-
-    def _decay_left(self, samples: int) -> float:
-        length, style = self.length, self.config.lr_decay_style
-        if style == "WSD":
-            into_anneal = samples - (length.decay - length.anneal)
-            return 1.0 if into_anneal <= 0 else WSD_ANNEAL[self.config.lr_wsd_decay_style](into_anneal / length.anneal)
-        return DECAY[style]((samples - length.warmup) / (length.decay - length.warmup))
+        return self._schedule(samples, length, config)
 
     def weight_decay_at(self, samples: int) -> float:
         """Weight decay of the update that follows `samples` consumed samples."""

@@ -7,10 +7,10 @@ are added by `passes`. p is the number of pipeline ranks, m of microbatches, v o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 
@@ -145,37 +145,12 @@ def groups_of(m: int, p: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A schedule that --pipeline-schedule names: `build(p, m)`, or `build(p, m, v)` if it takes `any_chunks`."""
-
-    build: Callable[..., Schedule]
-    chunks: int = 1
-    """Stages on a rank, where nobody says how many."""
-    any_chunks: bool = False
-    v_shaped: bool = False
-    splits_backward: bool = False
-
-
-_SCHEDULES = {
-    "gpipe": _Named(gpipe),
-    "1f1b": _Named(one_f_one_b),
-    "interleaved": _Named(interleaved, chunks=2, any_chunks=True),
-    "zb-h1": _Named(zb_h1, splits_backward=True),
-    "zb-h2": _Named(zb_h2, splits_backward=True),
-    "zb-v": _Named(zb_v, chunks=2, v_shaped=True, splits_backward=True),
-}
-SCHEDULES = tuple(_SCHEDULES)
-
-
 def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
     """Where the stages of a schedule lie; v None takes its usual number of stages on a rank.
 
     Raises ValueError if the schedule is unknown or does not take v.
     """
-    if schedule not in _SCHEDULES:
-        raise ValueError(f"--pipeline-schedule {schedule}: must be one of {', '.join(SCHEDULES)}; pick one of them")
-    named = _SCHEDULES[schedule]
+    named = PIPELINE_SCHEDULES.facts(schedule)
     v = named.chunks if v is None else v
     if v < 1 or (v != named.chunks and not named.any_chunks):
         rule = "at least 1" if named.any_chunks else str(named.chunks)
@@ -188,11 +163,11 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 def splits_backward(schedule: str) -> bool:
     """Whether a schedule runs I and W in place of B, and so needs a WeightGradQueue."""
-    return _SCHEDULES[schedule].splits_backward
+    return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
 def build_schedule(schedule: str, p: int, m: int, v: int | None = None) -> Schedule:
     """The compute actions of a schedule by name. Raises ValueError as `layout_of` does."""
     v = layout_of(schedule, p, v).chunks
-    named = _SCHEDULES[schedule]
-    return named.build(p, m, v) if named.any_chunks else named.build(p, m)
+    build = PIPELINE_SCHEDULES[schedule]
+    return build(p, m, v) if PIPELINE_SCHEDULES.facts(schedule).any_chunks else build(p, m)

@@ -71,9 +71,16 @@ class TPContext:
     fp8: Fp8Context | None = None
     """What linear layers multiply in, if not in `dtype`."""
 
+    seed: int = 1234
+    """Seed of the run: dropout masks follow from it and the name of the place that drops."""
+
+    layer: int = 0
+    """Number of the transformer layer that is being built."""
+
     def of_layer(self, number: int) -> TPContext:
         """The context of one transformer layer, which may stay out of fp8."""
-        return self if self.fp8 is None or number in self.fp8.layers else replace(self, fp8=None)
+        in_fp8 = self.fp8 is not None and number in self.fp8.layers
+        return replace(self, layer=number, fp8=self.fp8 if in_fp8 else None)
 
 
 @dataclass(frozen=True)

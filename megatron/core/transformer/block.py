@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megatron.core.attention.kv_cache import attention_mask
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.norm import build_norm, sequence_partial
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.segments import recompute_segments
@@ -22,22 +22,14 @@ from megatron.core.transformer.segments import recompute_segments
 class TransformerBlock(nn.Module):
     """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers."""
 
-    def __init__(
-        self, config: TransformerConfig, ctx: TPContext, seed: int, numbers: Sequence[int], *, final_norm: bool
-    ) -> None:
+    def __init__(self, config: TransformerConfig, ctx: TPContext, numbers: Sequence[int], *, final_norm: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(number, config, ctx, seed) for number in numbers)
+        build = LAYERS[config.layer_module]
+        self.layers = nn.ModuleList(build(f"decoder.layers.{n}", config, ctx.of_layer(n)) for n in numbers)
+        for layer, number in zip(self.layers, numbers, strict=True):
+            layer.number = number  # type: ignore[assignment]
         self.final_layernorm = (
-            build_norm(
-                config.normalization,
-                "decoder.final_layernorm",
-                config.hidden_size,
-                config.norm_epsilon,
-                ctx,
-                sequence_partial(ctx),
-            )
-            if final_norm
-            else nn.Identity()
+            build_norm("decoder.final_layernorm", config.hidden_size, config, ctx) if final_norm else nn.Identity()
         )
         self.segments = recompute_segments(config, len(self.layers))
         rotary = config.position_embedding_type == "rope"

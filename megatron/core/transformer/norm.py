@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 PARTIAL_OVER_TP = ("tp",)
@@ -23,9 +25,11 @@ def sequence_partial(ctx: TPContext) -> tuple[str, ...]:
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalised in fp32."""
 
-    def __init__(self, name: str, size: int, eps: float, ctx: TPContext, partial_over: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
+    ) -> None:
         super().__init__()
-        self.shape, self.eps = (size,), eps
+        self.shape, self.eps = (size,), config.norm_epsilon
         self.weight = make_parameter(
             ParamMeta(f"{name}.weight", self.shape, init=Init("ones"), partial_over=partial_over), ctx
         )
@@ -40,9 +44,11 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467); 16-bit inputs in fp32."""
 
-    def __init__(self, name: str, size: int, eps: float, ctx: TPContext, partial_over: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
+    ) -> None:
         super().__init__()
-        self.shape, self.eps = (size,), eps
+        self.shape, self.eps = (size,), config.norm_epsilon
         self.weight = make_parameter(
             ParamMeta(f"{name}.weight", self.shape, init=Init("ones"), partial_over=partial_over), ctx
         )
@@ -52,8 +58,11 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(
-    kind: str, name: str, size: int, eps: float, ctx: TPContext, partial_over: tuple[str, ...]
-) -> LayerNorm | RMSNorm:
-    """The norm called `kind` ("LayerNorm" or "RMSNorm"), its parameters under `name`."""
-    norms: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-    return norms[kind](name, size, eps, ctx, partial_over)
+    name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...] | None = None
+) -> nn.Module:
+    """The model's norm over `size` channels, its parameters under `name`.
+
+    By default it acts on hidden states between the linear layers (`sequence_partial`).
+    """
+    partial_over = sequence_partial(ctx) if partial_over is None else partial_over
+    return NORMALIZATIONS[config.normalization](name, size, config, ctx, partial_over)

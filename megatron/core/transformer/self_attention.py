@@ -23,23 +23,21 @@ class SelfAttention(nn.Module):
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value.
     """
 
-    def __init__(
-        self, name: str, layer: int, config: TransformerConfig, ctx: TPContext, seed: int, init: Init, output_init: Init
-    ) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.queries_per_group = layer, config.head_dim, config.queries_per_group
+        self.layer, self.head_dim, self.queries_per_group = ctx.layer, config.head_dim, config.queries_per_group
         self.linear_qkv = column_parallel(ctx)(
             f"{name}.linear_qkv",
             config.hidden_size,
             (config.query_groups, config.queries_per_group + 2, config.head_dim),
             ctx,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            init=init,
+            init=Init("normal", config.init_method_std),
         )
         self.q_layernorm, self.k_layernorm = (
             self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
         )
-        self.core = CoreAttention(config, ctx, site_key(seed, f"{name}.attention_dropout"))
+        self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
         self.rotate = region(rotate_queries_and_keys, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
@@ -50,7 +48,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             ctx,
             bias=config.add_bias_linear,
-            init=output_init,
+            init=Init("normal", config.output_init_std),
         )
 
     @staticmethod
@@ -58,7 +56,7 @@ class SelfAttention(nn.Module):
         """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
         if not config.qk_layernorm:
             return nn.Identity()
-        return build_norm(config.normalization, name, config.head_dim, config.norm_epsilon, ctx, PARTIAL_OVER_TP)
+        return build_norm(name, config.head_dim, config, ctx, PARTIAL_OVER_TP)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""

@@ -13,12 +13,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.training.config.flags import Flag, all_flags, field_table, help_text, parse_int, sections, spelling_table
+from megatron.training.config.flags import (
+    Flag,
+    all_flags,
+    config_of_sections,
+    field_table,
+    help_text,
+    parse_int,
+    spelling_table,
+    value_of,
+)
 from megatron.training.config.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import vocab_size_flag
 from megatron.training.config.validation import resolve, validate
+from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 
 __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_config", "to_flat_dict", "with_flags"]
@@ -64,11 +74,16 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
     after one rank has printed every problem, those of the validation included."""
     launch = launch or Launch.from_environment()
+    try:
+        reading = _read(argv)
+    except ExtensionError as error:
+        if launch.rank == 0:
+            print_problems([Problem("--extension", None, str(error), "correct the extension, or leave it out")])
+        raise SystemExit(2) from None
     if any(token in ("--help", "-h") for token in argv):
         if launch.rank == 0:
             sys.stdout.write(help_text(OPTIONS))
         raise SystemExit(0)
-    reading = _read(argv)
     if reading.world_size is not None and not reading.dry_run and reading.world_size != launch.world_size:
         remedy = f"start {reading.world_size} processes with torchrun or srun, or add --dry-run"
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
@@ -106,27 +121,43 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
-    parts = {}
-    for section, cls in sections().items():
-        parts[section] = cls(
-            **{f.field: values[f.field] for f in all_flags() if f.section == section and f.field in values}
-        )
-    return RunConfig(**parts)
+    found: dict[str, dict[str, Any]] = {}
+    for field_name, value in values.items():
+        found.setdefault(field_table()[field_name].section, {})[field_name] = value
+    return config_of_sections(found)
 
 
 def _read(argv: Sequence[str]) -> _Reading:
-    """Files first, in order, then flags, so that flags win."""
+    """Files first, in order, then flags, so that flags win. Before both, the extensions that either names."""
     flags = _Reading()
+    extensions = _load_extensions(argv)
     for name, texts in _tokens(argv, flags):
         _read_flag(flags, name, texts)
     files = _Reading(problems=[], notes=[])
     for path in flags.files:
         _read_file(files, path)
-    flags.values = files.values | flags.values
+    flags.values = files.values | flags.values | ({"extension": extensions} if extensions else {})
     flags.problems = files.problems + flags.problems
     flags.notes = files.notes + flags.notes
     flags.suspects |= files.suspects
     return flags
+
+
+def _load_extensions(argv: Sequence[str]) -> tuple[str, ...]:
+    """Imports the extensions that flags and files name, and returns them with whole paths. One that a flag names takes
+    the place of one of the same file name in a file. Raises ExtensionError."""
+    tokens = list(_tokens(argv, _Reading()))
+    named = [text for name, texts in tokens if name == "--extension" for text in texts]
+    given = {Path(text).name for text in named}
+    for path in (text for name, texts in tokens if name == "--config" for text in texts):
+        try:
+            node = _compose(path)
+        except (OSError, ValueError):  # said when the rest of the file is read
+            continue
+        for key, value in node.value if node is not None and node.tag.endswith(":map") else ():
+            if key.value.lstrip("-") == "extension" and (plain := _plain(value)):
+                named += [text for text in _texts(plain) if Path(text).name not in given]
+    return load_extensions(named)
 
 
 def _tokens(argv: Sequence[str], reading: _Reading) -> Iterator[tuple[str, list[str]]]:
@@ -223,7 +254,7 @@ def _unknown(reading: _Reading, name: str, value: Any) -> None:
 
 
 def _set_value(reading: _Reading, flag: Flag, name: str, texts: Sequence[str]) -> None:
-    if not texts or (len(texts) > 1 and not flag.spec.many):
+    if not texts or (len(texts) > 1 and not flag.takes_several):
         rule = "takes one or more values" if flag.spec.many else "takes one value"
         _wrong(reading, flag, name, texts, rule, f"given: {len(texts)}")
         return
@@ -234,7 +265,7 @@ def _set_value(reading: _Reading, flag: Flag, name: str, texts: Sequence[str]) -
         _wrong(reading, flag, name, texts, str(error), remedy)
         return
     choices = flag.spec.choices
-    wrong = [v for v in (value if flag.spec.many else (value,)) if choices and v not in choices]
+    wrong = [v for v in (value if flag.takes_several else (value,)) if choices and v not in choices]
     if choices and wrong:
         close = difflib.get_close_matches(wrong[0].lower(), [c.lower() for c in choices], n=1, cutoff=0.3)
         nearest = next((c for c in choices if close and c.lower() == close[0]), None)
@@ -245,8 +276,11 @@ def _set_value(reading: _Reading, flag: Flag, name: str, texts: Sequence[str]) -
 
 
 def _set(reading: _Reading, flag: Flag, name: str, value: Any) -> None:
-    """The last of several wins, as launch scripts append overrides; where they differ, that is said."""
-    if flag.field in reading.given and reading.values.get(flag.field) != value:
+    """The last of several wins, as launch scripts append overrides; where they differ, that is said. Flags that may be
+    repeated add up."""
+    if flag.spec.repeats:
+        value = (*(reading.values[flag.field] if flag.field in reading.given else ()), *value)
+    elif flag.field in reading.given and reading.values.get(flag.field) != value:
         first = reading.given[flag.field]
         both = f"{name} is given twice" if first == name else f"{first} and {name} are both given"
         reading.notes.append(f"{both}, with different values: the last one, {name}{_shown(value)}, counts")
@@ -265,18 +299,26 @@ def _wrong(reading: _Reading, flag: Flag, name: str, texts: Sequence[str], rule:
     reading.suspects.add(flag.name)
 
 
-def _read_file(reading: _Reading, path: str) -> None:
-    """A flat YAML mapping: names of flags or fields, with dashes or underscores."""
+def _compose(path: str) -> Any:
+    """The YAML of a file as nodes. Raises OSError or ValueError where it cannot be read."""
     import yaml
 
     try:
-        node = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read_file(reading: _Reading, path: str) -> None:
+    """A flat YAML mapping: names of flags or fields, with dashes or underscores."""
+    try:
+        node = _compose(path)
+    except (OSError, ValueError) as error:
         reading.problems.append(Problem("--config", path, " ".join(str(error).split()), "give a readable YAML file"))
         return
     if node is None:
         return
-    if not isinstance(node, yaml.MappingNode):
+    if not node.tag.endswith(":map"):
         reading.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
         return
     reading.given = {}
@@ -333,7 +375,7 @@ def _texts(value: Any) -> list[str]:
 
 def to_flat_dict(config: RunConfig) -> dict[str, Any]:
     """Field -> value over all sections."""
-    return {flag.field: getattr(getattr(config, flag.section), flag.field) for flag in all_flags()}
+    return {flag.field: value_of(config, flag) for flag in all_flags()}
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
@@ -351,7 +393,7 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     lines = ["# Resolved configuration. Start a run with it by --config; flags win over what stands here."]
     section = None
     for flag in all_flags():
-        value = getattr(getattr(config, flag.section), flag.field)
+        value = value_of(config, flag)
         if flag.field == "vocab_size":
             value = vocab_size_flag(config.tokenizer, config.model)
         if flag.section != section:

@@ -7,8 +7,8 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -27,6 +27,7 @@ SECTION_TITLES = {
     "checks": "skipped steps and failing ones",
     "logging": "logging",
     "checkpoint": "checkpoints",
+    "extensions": "extensions",
 }
 
 
@@ -82,6 +83,11 @@ class Flag:
         return self.spec.name or dashed(self.field)
 
     @property
+    def takes_several(self) -> bool:
+        """Whether the field holds a tuple."""
+        return self.spec.many or self.spec.repeats
+
+    @property
     def shown(self) -> tuple[str, ...]:
         """Spellings that help lists."""
         both = self.kind is bool and self.default and not self.spec.name
@@ -108,23 +114,78 @@ class Flag:
             except (ValueError, OverflowError) as error:
                 special = self.field in FIELD_PARSERS
                 raise ValueError(str(error) if special else f"must be {KIND_NAMES[self.kind]}") from None
-        return tuple(values) if self.spec.many else values[0]
+        return tuple(values) if self.takes_several else values[0]
 
 
 def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+EXTENSION_SECTIONS: dict[str, type] = {}
+"""Title -> dataclass of the flags that an extension defines."""
+
+
+def add_section(title: str, cls: type) -> None:
+    """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
+
+    Raises ValueError if the class or a flag will not do.
+    """
+    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(f"the flags {title!r}: {cls.__name__} must be a frozen dataclass")
+    if title in sections() or cls in EXTENSION_SECTIONS.values():
+        raise ValueError(f"the flags {title!r} are registered twice; register each class once, under its own title")
+    taken = spelling_table()
+    for flag in _flags_of(title, cls):
+        if flag.default is MISSING or flag.kind not in (bool, *PARSERS):
+            raise ValueError(
+                f"the flags {title!r}: {cls.__name__}.{flag.field} must have a default and be a bool, int, float or "
+                "str, one of these or None, or a tuple of these"
+            )
+        if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
+            raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
+    EXTENSION_SECTIONS[title] = cls
+    for table in (all_flags, sections, spelling_table, field_table):
+        table.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def all_flags() -> tuple[Flag, ...]:
     """Every field of every section, in order."""
-    found = []
+    return tuple(flag for section, cls in sections().items() for flag in _flags_of(section, cls))
+
+
+def _flags_of(section: str, cls: type) -> Iterator[Flag]:
+    hints = get_type_hints(cls)
+    for field in _fields_in_order(cls):
+        spec = field.metadata.get("flag", FlagSpec())
+        if spec is not None:
+            yield Flag(section, field.name, _kind(hints[field.name]), field.default, spec)
+
+
+def value_of(config: RunConfig, flag: Flag) -> Any:
+    """What a configuration has in the field of a flag."""
+    extension = EXTENSION_SECTIONS.get(flag.section)
+    return getattr(config.options(extension) if extension else getattr(config, flag.section), flag.field)
+
+
+def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Section -> field -> value, those of extensions under their titles: what a checkpoint keeps as JSON."""
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for flag in all_flags():
+        values[flag.section][flag.field] = value_of(config, flag)
+    return values
+
+
+def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration of `values_by_section`. Fields that are not known any more are dropped, missing ones take their
+    default."""
+    built = {}
     for section, cls in sections().items():
-        hints = get_type_hints(cls)
-        for field in _fields_in_order(cls):
-            spec = field.metadata.get("flag", FlagSpec())
-            found.append(Flag(section, field.name, _kind(hints[field.name]), field.default, spec))
-    return tuple(found)
+        known = {flag.field for flag in all_flags() if flag.section == section}
+        given = {field: value for field, value in values.get(section, {}).items() if field in known}
+        built[section] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    options = tuple(built.pop(title) for title in EXTENSION_SECTIONS)
+    return RunConfig(**built, extension_options=options)
 
 
 def _fields_in_order(cls: type) -> list[Field]:
@@ -135,18 +196,18 @@ def _fields_in_order(cls: type) -> list[Field]:
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
-    """Attribute of `RunConfig` -> its dataclass."""
+    """Attribute of `RunConfig`, or title of an extension's flags -> its dataclass."""
     hints = get_type_hints(RunConfig)
-    return {field.name: hints[field.name] for field in fields(RunConfig)}
+    own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
+    return own | EXTENSION_SECTIONS
 
 
-def _kind(hint: Any) -> type:
+def _kind(hint: Any) -> Any:
     """`tuple[str, ...] | None` -> str."""
     if get_origin(hint) in (UnionType, Union):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
-    assert isinstance(hint, type), hint
     return hint
 
 

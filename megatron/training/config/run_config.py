@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
-from megatron.core.config.model import TransformerConfig, flag
+from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 
@@ -186,8 +187,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Everything that one command line says."""
+class ExtensionConfig:
+    """Code of a user's own."""
+
+    extension: tuple[str, ...] | None = flag(None, repeats=True)
+    """Python file, or package.module, that registers parts and flags of its own; may be given more than once."""
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """Everything that one command line says. Its `extension_options` are those of all sections."""
 
     parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -199,3 +208,10 @@ class RunConfig:
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            section = getattr(self, each.name)
+            if isinstance(section, Section) and section.extension_options != self.extension_options:
+                object.__setattr__(self, each.name, replace(section, extension_options=self.extension_options))

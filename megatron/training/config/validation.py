@@ -29,6 +29,9 @@ def validate(config: RunConfig, world_size: int) -> list[Problem]:
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
+    for options in resolved.extension_options:
+        if hasattr(options, "validate"):
+            problems += [p for p in options.validate(resolved, world_size) if p.flag not in flagged]
     return problems
 
 

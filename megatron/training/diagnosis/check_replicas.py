@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 
@@ -37,7 +37,7 @@ class Replica:
     axes: tuple[str, ...]
 
 
-def check_replicas(modules: Collection[nn.Module], optimizer: MixedPrecisionOptimizer, state: ParallelState) -> int:
+def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
     """Compares all replicas bit by bit. Collective over the world; returns how many tensors this rank compared.
 
     Raises ReplicaError, on every rank, naming the first tensor that differs, its ranks and values.
@@ -56,7 +56,7 @@ def check_replicas(modules: Collection[nn.Module], optimizer: MixedPrecisionOpti
 
 
 def replicas_of(
-    modules: Collection[nn.Module], optimizer: MixedPrecisionOptimizer, state: ParallelState
+    modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
     """Parameters, then optimizer state, in the same order on all ranks of a group."""
     for module in modules:

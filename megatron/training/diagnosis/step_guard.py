@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.optimizer import Judge, StepResult
+from megatron.core.optimizer.distrib_optimizer import Judge, StepResult
 from megatron.training.config.run_config import ChecksConfig
 from megatron.training.progress import Progress, Step
 

@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import EXTRA_COLUMNS, Balance, end_step
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.layer import TransformerLayer
 
 
 class ExpertLoad:
@@ -33,9 +32,9 @@ class ExpertLoad:
         found: dict[int, Balance] = {}
         for model in stages.values():
             for layer in model.decoder.layers:
-                assert isinstance(layer, TransformerLayer)
-                if isinstance(layer.mlp, MoELayer):
-                    found[rows[layer.number]] = layer.mlp.router.balance
+                for module in layer.modules():
+                    if isinstance(module, MoELayer):
+                        found[rows[layer.number]] = module.router.balance  # type: ignore[index]
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         self.totals = torch.zeros(
             len(rows), (config.num_experts or 0) + EXTRA_COLUMNS, dtype=torch.float64, device=device

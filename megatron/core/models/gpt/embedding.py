@@ -50,7 +50,7 @@ class PositionEmbedding(nn.Module):
 class Embedding(nn.Module):
     """The first thing a model does. `shared_stages` are the stages that hold the word embeddings, if several."""
 
-    def __init__(self, config: TransformerConfig, ctx: TPContext, seed: int, shared_stages: tuple[int, ...]) -> None:
+    def __init__(self, config: TransformerConfig, ctx: TPContext, shared_stages: tuple[int, ...]) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             WORD_EMBEDDINGS,
@@ -62,7 +62,7 @@ class Embedding(nn.Module):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
-        self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, seed, ctx)
+        self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""

@@ -17,7 +17,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.embedding import WORD_EMBEDDINGS, Embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.block import TransformerBlock
@@ -65,16 +65,17 @@ class GPTModel(nn.Module):
             compiled=parallel.compiles(torch.device(device).type),
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),
+            seed=seed,
             experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
-        self.compiled = ctx.compiled
         tied_stages = tied_stages if config.tied_embeddings else ()
-        self.embedding = Embedding(config, ctx, seed, tied_stages) if first else None
+        self.embedding = Embedding(config, ctx, tied_stages) if first else None
         if self.embedding is not None and config.tied_embeddings:
             tied_weight = self.embedding.word_embeddings.weight
-        self.decoder = TransformerBlock(config, ctx, seed, layers, final_norm=last)
+        self.decoder = TransformerBlock(config, ctx, layers, final_norm=last)
         self.output_layer = self._build_output_layer(ctx, tied_stages, tied_weight) if last else None
+        self.loss = LOSSES[config.loss_func](config, ctx) if last else None
         self._assert_built(layers)
         if initialize:
             initialize_parameters_(list(self.parameters()), seed, state.coords)
@@ -106,19 +107,17 @@ class GPTModel(nn.Module):
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states for the next stage; on the last one the scalar sum of loss_mask * cross entropy over tokens,
-        in fp32 (fp64 for fp64 parameters)."""
+        """Hidden states for the next stage; on the last one the scalar sum of loss_mask * loss over tokens, in fp32
+        (fp64 for fp64 parameters)."""
         if not self.last:
             return self._hidden_states(hidden, batch, None)
         losses = self.token_losses(hidden, batch)
         return (losses * batch.loss_mask.to(losses.dtype)).sum()
 
     def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Cross entropy of each label [b, s], for the last stage; the same on all tensor-parallel ranks."""
-        assert self.config.vocab_size is not None
-        logits = self._local_logits(hidden, batch, None)
-        labels, compiled = batch.labels.t(), self.compiled
-        return vocab_parallel_cross_entropy(logits, labels, self.tp, self.config.vocab_size, compiled).t()
+        """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
+        assert self.loss is not None, "only the last stage has a loss"
+        return self.loss(self._local_logits(hidden, batch, None), batch.labels.t()).t()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None = None) -> Tensor:

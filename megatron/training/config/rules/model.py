@@ -71,6 +71,9 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--num-query-groups", groups, rule, f"nearest: {' or '.join(map(str, near))}")
     if not m.group_query_attention and groups not in (None, heads):
         yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
+    short = [name for name, given in (("--swiglu", m.swiglu), ("--squared-relu", m.squared_relu)) if given]
+    if m.activation_func is not None and short:
+        yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
     if m.swiglu and m.squared_relu:
         yield Problem.exclusive("--swiglu", None, "--squared-relu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.training.config.flags import Flag, all_flags
+from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -50,11 +50,11 @@ RANGES: dict[str, tuple[float, float, str]] = {
 def single_values(config: RunConfig) -> Iterator[Problem]:
     """Checks each value on its own."""
     for flag in all_flags():
-        value = getattr(getattr(config, flag.section), flag.field)
+        value = value_of(config, flag)
         if flag.field in REQUIRED and value == 0:
             yield Problem(flag.name, None, "is required, and must be at least 1", REQUIRED[flag.field])
         elif flag.kind in (int, float) and value is not None:
-            values = value if flag.spec.many else (value,)
+            values = value if flag.takes_several else (value,)
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
             if broken:
                 yield Problem(flag.name, value, *broken)
@@ -67,6 +67,8 @@ def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     default = f"the default is {flag.default}" if flag.default not in (None, 0) else "remove it to use the default"
     if not math.isfinite(value):
         return "must be finite", default
+    if flag.section in EXTENSION_SECTIONS:
+        return None
     if flag.field in RANGES:
         low, high, text = RANGES[flag.field]
         return None if low <= value <= high else (f"must be {text}", default)

@@ -1,0 +1,37 @@
+"""The loss of each token, from logits whose vocabulary is cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import TPContext
+
+
+class TokenLoss:
+    """Base of losses. The training loop adds up loss_mask * loss over tokens and divides once, by the number of valid
+    tokens of the global batch; so a loss neither averages nor masks what it returns."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        self.config, self.ctx = config, ctx
+
+    @staticmethod
+    def prepare(config: TransformerConfig, batch: Batch) -> Batch:
+        """May replace `loss_mask` and `labels`; a micro-batch of whole samples, on the host, before context parallelism
+        cuts it. Runs on every rank, for training and evaluation alike: it must follow from the samples alone."""
+        return batch
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
+        Columns of the whole logits from `config.vocab_size` on are padding."""
+        raise NotImplementedError
+
+
+class CrossEntropy(TokenLoss):
+    """-log softmax(logits)[label]"""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        assert self.config.vocab_size is not None
+        return vocab_parallel_cross_entropy(logits, labels, self.ctx.tp, self.config.vocab_size, self.ctx.compiled)

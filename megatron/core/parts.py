@@ -1,0 +1,98 @@
+"""The registries of all kinds of parts that a run is built of, and the library's own parts in them. No torch.
+
+An extension adds to the same registries: `NORMALIZATIONS.register("MyNorm", MyNorm)`, or as a decorator. Below each
+registry stands how its parts are built. `config` is the section of the run's configuration that the part belongs to;
+`config.options(Cls)` are the values of an extension's own flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.registry import NoFacts, Registry
+
+NORMALIZATIONS: Registry[Any, NoFacts] = Registry("--normalization", NoFacts)
+"""`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
+parameters' ParamMeta."""
+
+NORMALIZATIONS.register("LayerNorm", "megatron.core.transformer.norm:LayerNorm")
+NORMALIZATIONS.register("RMSNorm", "megatron.core.transformer.norm:RMSNorm")
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    gated: bool = False
+    """Whether it maps [..., 2f], gate before up, to [..., f]; else it keeps the width."""
+
+
+ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", ActivationFacts)
+"""`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
+part of the width, so its parameters have `partial_over=("tp",)`."""
+
+ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
+ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
+ACTIVATIONS.register("swiglu", "megatron.core.transformer.activations:build_swiglu", gated=True)
+
+ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
+"""`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
+
+ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
+
+MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts)
+"""`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
+
+MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
+
+LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts)
+"""`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
+
+LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
+
+LOSSES: Registry[Any, NoFacts] = Registry("--loss-func", NoFacts)
+"""`Loss(config, tp)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
+
+LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    states: tuple[str, ...]
+    """Names of the tensors kept for each element of the parameters beside the main parameter."""
+
+
+OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry("--optimizer", OptimizerFacts)
+"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.UpdateRule`."""
+
+OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
+OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
+
+LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts)
+"""`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
+
+for _style in ("constant", "linear", "cosine", "inverse_square_root", "WSD"):
+    LR_SCHEDULES.register(_style.replace("_", "-"), f"megatron.core.optimizer.param_scheduler:{_style.lower()}")
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    chunks: int = 1
+    """Stages on a rank, where nobody says how many."""
+    any_chunks: bool = False
+    """Whether it is called with the number of stages on a rank as a third argument, and takes any."""
+    v_shaped: bool = False
+    """Whether stages lie on the ranks there and back, so that rank 0 has the first and the last one."""
+    splits_backward: bool = False
+    """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
+
+
+PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule", ScheduleFacts)
+"""`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe")
+PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b")
+PIPELINE_SCHEDULES.register("interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True)
+PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
+PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True)
+PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)

@@ -1,0 +1,106 @@
+"""Loading of extensions: Python files of a user's own that register parts and flags (--extension). No torch itself.
+
+An extension is imported before flags are parsed, so that what it registers stands in `--help` and is validated like
+what is built in. Its path is kept in the saved configuration and in checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+from megatron.training.config.flags import add_section
+from megatron.training.config.problem import Problem
+
+__all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
+
+LIBRARY = str(Path(__file__).resolve().parents[1])
+
+T = TypeVar("T")
+
+
+class ExtensionError(ValueError):
+    """An extension cannot be used; the message names its file and line."""
+
+
+def extension_flags(title: str) -> Callable[[type[T]], type[T]]:
+    """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
+
+    Parts read the values by `config.options(Cls)`. A method `validate(config, world_size)` may yield a `Problem` for
+    each value that is wrong; `config` is the whole `RunConfig`.
+    """
+
+    def add(cls: type[T]) -> type[T]:
+        add_section(title, cls)
+        return cls
+
+    return add
+
+
+def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
+    """Imports each extension once in a process: a path that ends in .py, or package.module.
+
+    Returns the names, paths made whole. Raises ExtensionError.
+    """
+    return tuple(dict.fromkeys(_load(name) for name in names))
+
+
+def load_saved_extensions(names: Sequence[str]) -> None:
+    """Imports the extensions that a checkpoint was saved under, apart from those that this process has under the same
+    file name, as they may have moved. Raises ExtensionError."""
+    present = {Path(name).name for name in _LOADED}
+    load_extensions([name for name in names if Path(name).name not in present])
+
+
+_LOADED: dict[str, str] = {}
+"""Name, paths whole -> module of every extension that was imported."""
+
+
+def _load(name: str) -> str:
+    path = Path(name).expanduser().resolve() if name.endswith(".py") else None
+    whole = name if path is None else str(path)
+    if whole in _LOADED:
+        return whole
+    if path is not None and not path.is_file():
+        raise ExtensionError(f"{name}: there is no such file; relative paths are taken from {Path.cwd()}")
+    try:
+        _LOADED[whole] = import_module(name).__name__ if path is None else _import_file(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ExtensionError(_what_failed(whole, error)) from error
+    return whole
+
+
+def _import_file(path: Path) -> str:
+    name = f"extension_{path.stem}"
+    while name in sys.modules:  # another file of this name
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return name
+
+
+def _what_failed(name: str, error: BaseException) -> str:
+    """`file:line: Kind: message`, the place being the last one in the user's code."""
+    what = f"{type(error).__name__}: " + (" ".join(str(error).split()) or "no message")
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", LIBRARY)) and "importlib" not in frame.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {what}" if frames else f"{name}: {what}"
