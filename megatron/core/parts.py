@@ -62,7 +62,7 @@ class OptimizerFacts:
 
 
 OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry("--optimizer", OptimizerFacts)
-"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.UpdateRule`."""
+"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`."""
 
 OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
