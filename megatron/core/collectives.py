@@ -1,11 +1,15 @@
-"""Collectives along one mesh axis, put on their way now and waited for later, so that a product can run meanwhile.
+"""Collectives along one axis of the mesh, in three forms.
 
-On an axis of size 1 all of them return their input and touch no process group.
+- `start_*` launch a collective and return a `Pending`; its `wait()` completes it, so that a GEMM can overlap.
+- `all_reduce_`, `all_gather`, `reduce_scatter` wait, and `copy_to` ... `swap_blocks` are their differentiable forms for
+  activations: a linear map and its adjoint, each the other's backward.
+- `RingExchange` sends to the next rank and receives from the previous one.
 
-On CPU a reduce-scatter is an all-to-all and a sum on the rank that keeps it: gloo's own takes longer for the same
-bytes, (t-1)/t of the operand. So are all-reduces between two ranks that are bound by the number of
-messages and not by bytes: both send what they have and add, one message in place of two. The order of the terms is
-that of the ranks.
+On an axis of size 1 all but the ring return their input and touch no process group. Shapes: t is the size of the axis.
+
+On CPU a reduce-scatter is an all-to-all and a sum on the rank that keeps the part, as gloo's own takes longer for the
+same bytes, (t-1)/t of the operand. An all-reduce of few bytes between two ranks is an exchange of operands that both
+ranks add up: one message instead of two. Both add the ranks' terms in order of rank.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 EXCHANGED_BYTES = 2**20
-"""All-reduces of up to so many bytes between two ranks on CPU are one exchange."""
+"""Largest operand of an all-reduce between two ranks on CPU that is done by one exchange."""
 
 
 class Pending:
-    """The result of a collective that may still be under way. It keeps the operands alive until waited for."""
+    """Result of a collective in flight. It keeps the operands alive until `wait()`."""
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Pending:
         self._result, self._work, self._operand, self._finish = result, work, operand, finish
 
     def wait(self) -> Tensor:
+        """Completes the collective and returns its result. Further calls return it again."""
         if self._work is not None:
             self._work.wait()
             if self._finish is not None:
@@ -53,12 +58,12 @@ Start = Callable[[Tensor, Axis], Pending]
 
 
 def start_nothing(x: Tensor, axis: Axis) -> Pending:
-    """No collective: the other half of a pair whose one half needs none."""
+    """No collective, where the other direction of a layer boundary has one."""
     return Pending(x)
 
 
 def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
-    """Sums the contiguous `x` over the axis, in place."""
+    """Launches an in-place sum of the contiguous `x` over the axis."""
     if axis.size == 1:
         return Pending(x)
     if x.is_cpu and axis.size == 2 and x.numel() * x.element_size() <= EXCHANGED_BYTES:
@@ -67,7 +72,7 @@ def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [n, ...] -> [n * size, ...], `out` if given: the ranks' parts in their order on dim 0."""
+    """x [n, ...] -> [t * n, ...], written to `out` if given: launches an all-gather along dim 0, in order of rank."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -77,9 +82,9 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [n * size, ...] -> [n, ...], `out` if given: this rank's part of the sum over the axis.
+    """x [t * n, ...] -> [n, ...], written to `out` if given: launches a reduce-scatter (sum) along dim 0.
 
-    `out` may be that part of x itself. What else is in x remains.
+    `out` may be this rank's part of `x` itself; the rest of `x` stays as it is.
     """
     if axis.size == 1:
         return Pending(x)
@@ -93,14 +98,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
 
 
 def _exchanged(blocks: Tensor, result: Tensor, axis: Axis) -> Pending:
-    """Block i of [size, ...] goes to rank i, which sums what it gets into `result`."""
+    """Sends block i of blocks [t, ...] to rank i; each rank sums the blocks it receives into `result`."""
     received = torch.empty_like(blocks)
     work = dist.all_to_all_single(received, blocks, group=axis.group, async_op=True)
     return Pending(result, work, blocks, partial(torch.sum, received, 0, dtype=result.dtype, out=result))
 
 
 def part_length(x: Tensor, axis: Axis, dim: int) -> int:
-    """Of this rank's part of `x` along `dim`."""
+    """Length of one rank's part of `x` along `dim`."""
     length = x.shape[dim]
     assert length % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide over {axis.size} ranks"
     return length // axis.size
@@ -114,7 +119,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., n, ...] -> [..., n * size, ...]"""
+    """x [..., n, ...] -> [..., t * n, ...]: concatenates the ranks' tensors along `dim`."""
     gathered = start_all_gather(x, axis).wait()
     if axis.size == 1 or dim % x.ndim == 0:
         return gathered
@@ -122,7 +127,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., n * size, ...] -> [..., n, ...], summed over the axis"""
+    """x [..., t * n, ...] -> [..., n, ...]: sums over the axis and keeps this rank's part of `dim`."""
     if axis.size > 1 and dim % x.ndim:
         part_length(x, axis, dim)
         x = torch.cat(x.chunk(axis.size, dim))
@@ -130,7 +135,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's part of `x` along `dim`: a view."""
+    """x [..., t * n, ...] -> [..., n, ...]: a view of this rank's part of `dim`."""
     part = part_length(x, axis, dim)
     return x.narrow(dim, axis.rank * part, part)
 
@@ -139,7 +144,7 @@ LinearMap = Callable[[Tensor], Tensor]
 
 
 class _AdjointPair(torch.autograd.Function):
-    """A linear map whose backward is its adjoint; as that is a linear map of the same kind, it differentiates again."""
+    """A linear map whose backward is its adjoint. The adjoint's backward is the map, so it differentiates again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
@@ -153,70 +158,26 @@ class _AdjointPair(torch.autograd.Function):
 
 
 def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-    """forward(x), differentiable by means of its adjoint."""
+    """Computes forward(x), and differentiates it by its adjoint."""
     return _AdjointPair.apply(x, forward, adjoint)
 
 
-def _identity(x: Tensor) -> Tensor:
+def _pair(x: Tensor, axis: Axis, forward: Callable[..., Tensor], adjoint: Callable[..., Tensor], *dim: int) -> Tensor:
+    if axis.size == 1:
+        return x
+    return apply_linear(x, lambda x: forward(x, axis, *dim), lambda x: adjoint(x, axis, *dim))
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, axis: Axis) -> Tensor:
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 def _slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return local_slice(x, axis, dim).contiguous()
-
-
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Replicated activation enters sharded computation: forward identity, backward all-reduce."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, _identity, partial(_sum, axis=axis))
-
-
-def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums leave sharded computation: forward all-reduce, backward identity."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, partial(_sum, axis=axis), _identity)
-
-
-def scatter_to(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Replicated -> this rank's part along `dim`. The backward all-gathers: the parts' gradients make up the whole."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, partial(_slice, axis=axis, dim=dim), partial(all_gather, axis=axis, dim=dim))
-
-
-def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's part along `dim` -> replicated. The backward slices the gradient, which all ranks have whole."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, partial(all_gather, axis=axis, dim=dim), partial(_slice, axis=axis, dim=dim))
-
-
-def all_gather_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Sequence-parallel activation enters sharded computation: forward all-gather, backward reduce-scatter."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, partial(all_gather, axis=axis, dim=dim), partial(reduce_scatter, axis=axis, dim=dim))
-
-
-def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Partial sums leave for a sequence-parallel activation: forward reduce-scatter, backward all-gather."""
-    if axis.size == 1:
-        return x
-    return _AdjointPair.apply(x, partial(reduce_scatter, axis=axis, dim=dim), partial(all_gather, axis=axis, dim=dim))
-
-
-def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
-    """All-to-all: block i of x [size, ...] goes to rank i, block i of the result is from rank i. Backward: the same."""
-    if axis.size == 1:
-        return x
-    swap = partial(_swap, axis=axis)
-    return _AdjointPair.apply(x, swap, swap)
 
 
 def _swap(x: Tensor, axis: Axis) -> Tensor:
@@ -227,11 +188,46 @@ def _swap(x: Tensor, axis: Axis) -> Tensor:
     return result
 
 
-class Passing:
-    """A tensor on its way to the next rank, and the previous rank's, of the same shape, on its way here: `into` a
-    contiguous tensor where one is given.
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Replicated activation enters sharded computation: forward identity, backward all-reduce."""
+    return _pair(x, axis, _identity, _all_reduce)
 
-    All ranks pass tensors on in one order. gloo takes no CUDA tensors point to point: these go through host memory.
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """Partial sums leave sharded computation: forward all-reduce, backward identity."""
+    return _pair(x, axis, _all_reduce, _identity)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Replicated -> this rank's part along `dim`. The backward all-gathers: the parts' gradients make up the whole."""
+    return _pair(x, axis, _slice, all_gather, dim)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """This rank's part along `dim` -> replicated. The backward slices the gradient, which all ranks have whole."""
+    return _pair(x, axis, all_gather, _slice, dim)
+
+
+def all_gather_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Sequence-parallel activation enters sharded computation: forward all-gather, backward reduce-scatter."""
+    return _pair(x, axis, all_gather, reduce_scatter, dim)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Partial sums leave for a sequence-parallel activation: forward reduce-scatter, backward all-gather."""
+    return _pair(x, axis, reduce_scatter, all_gather, dim)
+
+
+def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
+    """All-to-all: sends block i of x [t, ...] to rank i and receives block i from rank i. Its own backward."""
+    return _pair(x, axis, _swap, _swap)
+
+
+class RingExchange:
+    """One ring step: send `x` to the next rank, receive a tensor of the same shape from the previous one.
+
+    Received values go `into` a contiguous tensor where one is given. All ranks start their exchanges in one order.
+    gloo cannot send CUDA tensors point to point: those travel through host memory.
     """
 
     def __init__(self, x: Tensor, axis: Axis, tag: int, into: Tensor | None = None) -> None:
@@ -248,7 +244,7 @@ class Passing:
         )
 
     def wait(self) -> Tensor:
-        """What came from the previous rank. The tensor that went may be changed or dropped afterwards."""
+        """Returns what the previous rank sent. The tensor sent may be changed or dropped afterwards."""
         for work in self._works:
             work.wait()
         if self._into is None:

@@ -14,7 +14,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.model_math import Stage
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.fp8.recipes import DelayedProducts
+from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.batch import Batch
 from megatron.planner.activations import MicroBatch, stage_kept
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
@@ -52,7 +52,7 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     local = local.to(batch.device)
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
-    scaling = [part for part in built.modules() if isinstance(part, DelayedProducts)]
+    scaling = [part for part in built.modules() if isinstance(part, DelayedGemms)]
     given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
         hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype, **of_device)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.init import initialize_parameters_
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, add_rows_
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, add_product_, add_rows_
 from tests.harness import run_world
 
 S, B, H, F, V, VOCAB = 8, 2, 12, 16, 40, 37
@@ -259,9 +259,9 @@ def test_deferred_work_runs_per_key_and_is_not_forgotten() -> None:
     weight.main_grad = torch.zeros(2, 3)
     for key in ((0, 0), (0, 1)):
         queue.begin(key)
-        queue.accumulate(weight, lambda out: out.add_(4))
+        assert accumulate_weight_grad(weight, lambda out: out.add_(4), queue) is None
         queue.end()
-    assert not queue.deferring and not weight.main_grad.any()
+    assert not queue.defers(weight) and not weight.main_grad.any()
     queue.run((0, 1))
     assert weight.main_grad.eq(4).all()
     with pytest.raises(AssertionError, match=r"left undone: \[\(0, 0\)\]"):
@@ -271,6 +271,19 @@ def test_deferred_work_runs_per_key_and_is_not_forgotten() -> None:
     queue.run((0, 0))
     queue.assert_empty()
     assert weight.main_grad.eq(8).all()
+
+
+def test_frozen_weights_are_not_queued_and_others_go_to_autograd() -> None:
+    queue = WeightGradQueue()
+    frozen, plain = (nn.Parameter(torch.zeros(2, 3), requires_grad=trained) for trained in (False, True))
+    frozen.main_grad = torch.zeros(2, 3)
+    queue.begin(0)
+    assert accumulate_weight_grad(frozen, lambda out: out.add_(4), queue) is None
+    assert torch.equal(accumulate_weight_grad(plain, lambda out: out.add_(4), queue), torch.full((2, 3), 4.0))
+    assert not queue.defers(plain)
+    queue.end()
+    queue.run(0)
+    assert not frozen.main_grad.any() and plain.grad is None
 
 
 def weights(rank: int, size: int) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from megatron.core.config import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
-from megatron.core.fp8.recipes import Fp8Context, WeightCasts, build_products
+from megatron.core.fp8.recipes import Fp8Context, WeightCasts, build_gemms
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 torch.manual_seed(1)
@@ -45,11 +45,11 @@ torch.manual_seed(1)
 
 def layer(recipe, name, device, compiled, x, w, b, dy):
     context = Fp8Context(PrecisionConfig(fp8_format=name, fp8_recipe=recipe), range(1), WeightCasts())
-    products = build_products("linear", context, Axis(), Cuts(), torch.device(device), compiled)
+    gemms = build_gemms("linear", context, Axis(), Cuts(), torch.device(device), compiled)
     x, w, b = (value.to(device).detach().requires_grad_() for value in (x, w, b))
     w.main_grad = torch.zeros(w.shape, device=device)
     queue = WeightGradQueue()
-    y = LinearFunction.apply(x, w, b, LOCAL, Axis(), queue, products)
+    y = LinearFunction.apply(x, w, b, LOCAL, Axis(), queue, gemms)
     y.backward(dy.to(device))
     return {"y": y.detach(), "dx": x.grad, "dw": w.main_grad, "db": b.grad}
 
@@ -72,8 +72,8 @@ for scaled in (
     fp8.cast_by_amax(bad, fp8.amax_of(bad), fp8.E4M3),
     fp8.cast_by_multiplier(bad, torch.ones((), device="cuda"), fp8.E5M2)[0],
 ):
-    assert not fp8.product(scaled, weight, torch.bfloat16).isfinite().any()
-rows = fp8.product(
+    assert not fp8.scaled_mm(scaled, weight, torch.bfloat16).isfinite().any()
+rows = fp8.scaled_mm(
     fp8.cast_by_amax(bad, fp8.amax_of_rows(bad), fp8.E4M3),
     fp8.cast_by_amax(good, fp8.amax_of_rows(good), fp8.E4M3),
     torch.bfloat16,

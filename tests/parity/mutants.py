@@ -78,13 +78,13 @@ def _keep_own_gradient(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return mappings.local_slice(x, axis, dim)
 
 
-def _passing_of_nothing(real: type) -> Callable[..., Any]:
+def _exchange_of_zeros(real: type) -> Callable[..., Any]:
     """Gradients of keys and values that are on their way around the ring arrive as zeros."""
 
-    def passing(x: Tensor, cp: Axis, tag: int) -> Any:
+    def exchange(x: Tensor, cp: Axis, tag: int) -> Any:
         return real(torch.zeros_like(x) if tag == 1 else x, cp, tag)
 
-    return passing
+    return exchange
 
 
 def _report_early(self: Any, microbatches: int) -> None:
@@ -163,7 +163,7 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
         [Combination.of(world="2", tp="2"), Combination.of(world="2", pp="2")],
     ),
     "ring attention loses gradients of keys and values": (
-        [(ring, "_Passing", _passing_of_nothing(ring._Passing))],
+        [(ring, "RingExchange", _exchange_of_zeros(ring.RingExchange))],
         [Combination.of(world="2", cp="2ring"), Combination.of(world="4", cp="4ring")],
     ),
     "ring attention adds parts without their weights": (

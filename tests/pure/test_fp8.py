@@ -15,7 +15,7 @@ from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
 from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
 from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import RECIPES, Fp8Context, WeightCasts, build_fp8, build_products
+from megatron.core.fp8.recipes import RECIPES, Fp8Context, WeightCasts, build_fp8, build_gemms
 from megatron.core.parallel_state import Axis
 from megatron.core.regions import region
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
@@ -120,7 +120,7 @@ def test_what_is_not_finite_reaches_the_product(bad: float, dtype: torch.dtype) 
     x, w = spread(16, 32), spread(16, 32)
     x[3, 4] = bad
     for scaled, weight in zip(casts(x, dtype), casts(w, E4M3), strict=True):
-        y = fp8.product(scaled, weight, torch.bfloat16)
+        y = fp8.scaled_mm(scaled, weight, torch.bfloat16)
         assert y[3].isnan().all()
         assert not y.isfinite().any() if scaled.scale.ndim == 0 else y[4:].isfinite().all()
 
@@ -132,7 +132,7 @@ def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype
     for a, b in zip(casts(x, dtype), casts(w, E4M3), strict=True):
         added = bias if out == torch.bfloat16 else None  # CUDA's kernel adds it to 16-bit results only
         exact = Exact(fp64(a), fp64(b), added)
-        for y in (fp8.product(a, b, out, added), fp8.product_of_dequantized(a, b, out, added)):
+        for y in (fp8.scaled_mm(a, b, out, added), fp8.dequantized_mm(a, b, out, added)):
             assert y.dtype == out
             assert exact.is_near(y)
 
@@ -140,7 +140,7 @@ def test_product_is_that_of_the_dequantized(dtype: torch.dtype, out: torch.dtype
 def test_a_wrong_product_is_not_near() -> None:
     """The bound of these tests has no room for a sum in bf16, a term left out, or another scale."""
     for a, b in zip(casts(spread(48, 64), E4M3), casts(spread(32, 64), E4M3), strict=True):
-        exact, found = Exact(fp64(a), fp64(b)), fp8.product(a, b, torch.float32)
+        exact, found = Exact(fp64(a), fp64(b)), fp8.scaled_mm(a, b, torch.float32)
         assert exact.is_near(found)
         in_bf16 = a.dequantized(torch.bfloat16) @ b.dequantized(torch.bfloat16).t()
         one_less = found - a.dequantized()[:, :1] @ b.dequantized()[:, :1].t()
@@ -160,7 +160,7 @@ def test_a_missing_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8.has_kernel.cache_clear()
     try:
         for a, b in zip(casts(x, E4M3), casts(w, E4M3), strict=True):
-            assert Exact(fp64(a), fp64(b)).is_near(fp8.product(a, b, torch.float32))
+            assert Exact(fp64(a), fp64(b)).is_near(fp8.scaled_mm(a, b, torch.float32))
     finally:
         fp8.has_kernel.cache_clear()
     assert len(asked) == 2, "once by rows, once with one scale each"
@@ -179,7 +179,7 @@ class Layer:
             range(1),
             WeightCasts(),
         )
-        self.products = build_products("linear", self.context, Axis(), Cuts(), CPU, False)
+        self.gemms = build_gemms("linear", self.context, Axis(), Cuts(), CPU, False)
         self.queue = WeightGradQueue()
         self.weight = nn.Parameter(spread(4, 8, 64))  # two output dims, as query-key-value has more
         self.weight.main_grad = torch.zeros(4, 8, 64)  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ class Layer:
     def backward(self) -> tuple[Tensor, Tensor]:
         """(y, dX); dW goes to main_grad."""
         self.x.grad = None
-        y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), self.queue, self.products)
+        y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), self.queue, self.gemms)
         y.backward(self.dy)
         assert self.x.grad is not None
         return y.detach(), self.x.grad
@@ -257,15 +257,15 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
 
 def test_inputs_are_kept_in_one_byte() -> None:
     for recipe, size in (("tensorwise", 1), ("delayed", 1), ("rowwise", 2)):
-        parts = Layer(recipe).products.cast_input(spread(24, 2, 64))
+        parts = Layer(recipe).gemms.cast_input(spread(24, 2, 64))
         assert parts[0].element_size() == size and parts[0].shape == (24, 2, 64)
 
 
 def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
     layer = Layer("delayed")
     config = PrecisionConfig(fp8_format="hybrid", **options)
-    layer.products = build_products("linear", Fp8Context(config, range(1), WeightCasts()), Axis(), Cuts(), CPU, False)
-    return layer, DelayedScaling(config, [layer.products], Axis())
+    layer.gemms = build_gemms("linear", Fp8Context(config, range(1), WeightCasts()), Axis(), Cuts(), CPU, False)
+    return layer, DelayedScaling(config, [layer.gemms], Axis())
 
 
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
@@ -278,40 +278,40 @@ def test_delayed_scaling_follows_the_steps_before() -> None:
     for factor in (8.0, 1.0, 2.0, 0.5, 0.25):
         values = [layer.x.detach() * factor, layer.weight.detach(), layer.dy * factor]
         used = torch.where(expected.amax(1) > 0, largest / 2 / expected.amax(1), 1.0)
-        assert torch.equal(layer.products.multiplier, used)
+        assert torch.equal(layer.gemms.multiplier, used)
         for which, value in enumerate(values):
             for part in value.flatten(0, -2).split(12):  # micro-batches
-                layer.products.cast(part, which)
+                layer.gemms.cast(part, which)
         scaling.end_step(GO)
         amax = torch.stack([value.abs().max().float() for value in values])
         expected = torch.cat((amax[:, None], expected[:, :-1]), dim=1)
-        assert torch.equal(layer.products.amax_history, expected)
+        assert torch.equal(layer.gemms.amax_history, expected)
     recent, scaling = delayed(fp8_amax_history_len=3)
-    recent.products.amax_history.copy_(expected)
+    recent.gemms.amax_history.copy_(expected)
     scaling.refresh()
-    assert torch.equal(recent.products.multiplier, largest / expected[:, 0])
+    assert torch.equal(recent.gemms.multiplier, largest / expected[:, 0])
 
 
 def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
     layer, scaling = delayed()
     layer.backward()
     scaling.end_step(GO)
-    before = layer.products.amax_history.clone()
+    before = layer.gemms.amax_history.clone()
     assert (before > 0).all()
     layer.x.data.mul_(2)
     layer.backward()
     scaling.end_step(SKIP)
     layer.backward()
     scaling.forget_step()
-    layer.products.eval()
+    layer.gemms.eval()
     layer.backward()
-    assert torch.equal(layer.products.amax_history, before) and not scaling.amax.any()
-    layer.products.train()
+    assert torch.equal(layer.gemms.amax_history, before) and not scaling.amax.any()
+    layer.gemms.train()
     layer.x.data[0, 0, 0] = torch.nan
     layer.backward()
     scaling.end_step(GO)
-    assert torch.equal(layer.products.amax_history[0], before[0]), "of the inputs; the weight's has moved on"
-    assert layer.products.multiplier.isfinite().all()
+    assert torch.equal(layer.gemms.amax_history[0], before[0]), "of the inputs; the weight's has moved on"
+    assert layer.gemms.multiplier.isfinite().all()
 
 
 def test_a_compiled_cast_is_the_same() -> None:

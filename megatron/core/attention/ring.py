@@ -18,7 +18,7 @@ from megatron.core.attention.kernels import Kernel, Rows, key_rows, query_rows
 from megatron.core.attention.partition import Documents, Spans, rank_spans
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
 from megatron.core.attention.varlen import packed_attention
-from megatron.core.collectives import Passing as _Passing
+from megatron.core.collectives import RingExchange
 from megatron.core.parallel_state import Axis
 
 
@@ -74,7 +74,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.cp.size):
             arriving = None
             if step + 1 < ring.cp.size:
-                arriving = _Passing(torch.stack((keys, values)), ring.cp, tag=0)
+                arriving = RingExchange(torch.stack((keys, values)), ring.cp, tag=0)
             for tile, (part, part_lse) in ring.causal.kernel.forward(q, keys, values, ring.tiles(step)):
                 _merge_(query_rows(out, tile), query_rows(lse, tile), part, part_lse, tile.diagonal)
             if arriving is not None:
@@ -90,11 +90,11 @@ class _RingAttention(torch.autograd.Function):
         q, keys, values, out, lse = ctx.saved_tensors
         ring, rows = ctx.ring, Rows(grad, out, lse)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        coming: _Passing | None = None
+        coming: RingExchange | None = None
         for step in range(ring.cp.size):
             arriving = None
             if step + 1 < ring.cp.size:
-                arriving = _Passing(torch.stack((keys, values)), ring.cp, tag=0)
+                arriving = RingExchange(torch.stack((keys, values)), ring.cp, tag=0)
             dk, dv = dkv = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
             for tile, parts in ring.causal.kernel.backward(rows, q, keys, values, ring.tiles(step)):
                 query_rows(dq, tile).add_(parts[0])
@@ -103,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
             if coming is not None:
                 dkv += coming.wait()
             if ring.cp.size > 1:
-                coming = _Passing(dkv, ring.cp, tag=1)
+                coming = RingExchange(dkv, ring.cp, tag=1)
             if arriving is not None:
                 keys, values = arriving.wait().unbind()
         dk, dv = dkv if coming is None else coming.wait()

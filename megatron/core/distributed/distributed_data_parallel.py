@@ -7,7 +7,7 @@ it over as soon as it is complete. Both then report to `param.on_main_grad`, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGrad
 from megatron.core.distributed.param_layout import launch_order, plan_buffers
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
 
 
 class DistributedDataParallel:
@@ -137,13 +138,10 @@ def _communication_device(axis: Axis) -> torch.device:
 
 
 def _move_grad(param: Tensor) -> None:
-    """Autograd hook: the gradient goes into `main_grad` and its own memory is freed.
+    """Autograd hook: adds the gradient to `main_grad` and frees it.
 
-    It runs without a gradient too, when whoever used the parameter has accounted for it already."""
-    if param.grad is None:
-        return
-    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-    param.grad = None
-    report: Callable[[], None] | None = getattr(param, "on_main_grad", None)
-    if report is not None:
-        report()
+    It also runs without a gradient, for a parameter whose Functions have added theirs to `main_grad` already.
+    """
+    grad, param.grad = param.grad, None
+    if grad is not None:
+        accumulate_weight_grad(param, lambda main_grad: main_grad.add_(grad))

@@ -100,7 +100,7 @@ def has_kernel(device_type: str, by_row: bool) -> bool:
     return True
 
 
-def product(
+def scaled_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accumulation: bool = False
 ) -> Tensor:
     """a bᵀ + bias [n, m] of a [n, k] and b [m, k], summed in fp32 and rounded to `out_dtype`; with a scale for each row
@@ -108,12 +108,12 @@ def product(
 
     The one place that knows kernels. Both operands are given row-major, so that b's transpose is column-major: the only
     arrangement that Hopper multiplies. CUDA wants k and m to be multiples of 16, and not both operands in e5m2. The
-    kernel of CPUs multiplies what it has dequantised, as `product_of_dequantized` does, which takes its place where
+    kernel of CPUs multiplies what it has dequantised, as `dequantized_mm` does, which takes its place where
     there is none. `fast_accumulation` is for Hopper, whose tensor cores then keep partial sums to fewer bits.
     """
     by_row = a.scale.ndim == 2
     if not has_kernel(a.values.device.type, by_row):
-        return product_of_dequantized(a, b, out_dtype, bias)
+        return dequantized_mm(a, b, out_dtype, bias)
     if by_row and a.values.is_cuda:
         out_dtype = torch.bfloat16
     scale_b = b.scale.t() if by_row else b.scale
@@ -122,7 +122,7 @@ def product(
     )
 
 
-def product_of_dequantized(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """What `product` computes, without a kernel for fp8."""
     out = a.dequantized() @ b.dequantized().t()
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)

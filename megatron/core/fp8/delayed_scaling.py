@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.casts import E4M3, LARGEST, formats, multiplier_of
-from megatron.core.fp8.recipes import DelayedProducts
+from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.parallel_state import Axis
 
 
@@ -25,7 +25,7 @@ class DelayedScaling:
 
     def __init__(self, config: PrecisionConfig, modules: Iterable[nn.Module], stage: Axis) -> None:
         found = (part for module in modules for part in module.modules())
-        self.layers = [part for part in found if isinstance(part, DelayedProducts)]
+        self.layers = [part for part in found if isinstance(part, DelayedGemms)]
         self.stage, self.margin, self.takes_max = stage, config.fp8_margin, config.fp8_amax_compute_algo == "max"
         if not self.layers:
             return

@@ -23,13 +23,13 @@ from megatron.core.fp8.casts import (
     cast_by_amax,
     cast_by_multiplier,
     formats,
-    product,
+    scaled_mm,
     transposed_bytes,
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.regions import region
-from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, Parts, Products, matrix_of, rows_of
+from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of, rows_of
 
 
 class WeightCasts:
@@ -74,16 +74,16 @@ def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts) -> F
     return Fp8Context(config, layers, casts) if layers else None
 
 
-def build_products(
+def build_gemms(
     name: str, fp8: Fp8Context | None, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool
-) -> Products:
+) -> LinearGemms:
     """Those of the linear layer `name`: in fp8 if there is a context for that."""
     if fp8 is None:
         return PLAIN
     return RECIPES[fp8.config.fp8_recipe](name, fp8, tp, cuts, device, compiled)
 
 
-class Fp8Products(nn.Module):
+class Fp8Gemms(nn.Module):
     """What the recipes have in common."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -104,7 +104,7 @@ class Fp8Products(nn.Module):
 INPUT, WEIGHT, GRAD = range(3)
 
 
-class OneScaleProducts(Fp8Products):
+class PerTensorGemms(Fp8Gemms):
     """A scale for each tensor: what is cast serves all products, transposed where these sum over rows.
 
     Inputs are gathered and kept in fp8, one byte an element.
@@ -114,27 +114,27 @@ class OneScaleProducts(Fp8Products):
         """x [n, k], which is an input, a weight or a gradient."""
         raise AssertionError("a recipe says how")
 
-    def cast_input(self, x: Tensor) -> Parts:
+    def cast_input(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT)
         return values.view(torch.uint8).view(x.shape), scale  # bytes, as not every backend sends fp8
 
-    def forward(self, x: Parts, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = weight.dtype
-        y = product(_operand(x, E4M3), self._weight(weight), dtype, bias, fast_accumulation=True)
+        y = scaled_mm(_operand(x, E4M3), self._weight(weight), dtype, bias, fast_accumulation=True)
         return y.view(*x[0].shape[:-1], -1)
 
-    def cast_grad(self, dy: Tensor) -> Parts:
+    def cast_grad(self, dy: Tensor) -> Operand:
         values, scale = self.cast(rows_of(dy), GRAD)
         return values.view(torch.uint8).view(dy.shape), scale
 
-    def input_grad(self, dy: Parts, weight: Tensor) -> Tensor:
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         columns = self.casts.get(weight, "columns", lambda: self._transposed(self._weight(weight)))
-        dx = product(_operand(dy, self.grad_format), columns, weight.dtype)
+        dx = scaled_mm(_operand(dy, self.grad_format), columns, weight.dtype)
         return dx.view(*dy[0].shape[:-1], -1)
 
-    def add_weight_grad_(self, out: Tensor, dy: Parts, x: Parts) -> None:
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         rows, columns = self._transposed(_operand(dy, self.grad_format)), self._transposed(_operand(x, E4M3))
-        out.add_(product(rows, columns, out.dtype))
+        out.add_(scaled_mm(rows, columns, out.dtype))
 
     def _transposed(self, x: Scaled) -> Scaled:
         values = region(transposed_bytes, self.compiled)(x.values.view(torch.uint8)).view(x.values.dtype)
@@ -144,11 +144,11 @@ class OneScaleProducts(Fp8Products):
         return self.casts.get(weight, "rows", lambda: self.cast(matrix_of(weight.detach()), WEIGHT))
 
 
-def _operand(parts: Parts, dtype: torch.dtype) -> Scaled:
+def _operand(parts: Operand, dtype: torch.dtype) -> Scaled:
     return Scaled(rows_of(parts[0]).view(dtype), parts[1])
 
 
-class TensorwiseProducts(OneScaleProducts):
+class TensorwiseGemms(PerTensorGemms):
     """Each tensor is scaled by its own largest value, which costs a look at it before the cast."""
 
     def cast(self, x: Tensor, which: int) -> Scaled:
@@ -157,7 +157,7 @@ class TensorwiseProducts(OneScaleProducts):
         return self.cast_by_amax(x, amax_of, cut, self.grad_format if which == GRAD else E4M3)
 
 
-class DelayedProducts(OneScaleProducts):
+class DelayedGemms(PerTensorGemms):
     """Each tensor is scaled by the largest values of the steps before, so that nothing is waited for.
 
     Largest values of this step are noted in training, on each rank for itself; `DelayedScaling` brings ranks together
@@ -187,32 +187,32 @@ AMAX_HISTORY = ".amax_history"
 """What names of such states end in."""
 
 
-class RowwiseProducts(Fp8Products):
+class RowwiseGemms(Fp8Gemms):
     """A scale for each row of each operand, along which a product sums; so each tensor is cast twice, by rows and by
     columns, and inputs are kept as they come."""
 
-    def cast_input(self, x: Tensor) -> Parts:
+    def cast_input(self, x: Tensor) -> Operand:
         return (x,)
 
-    def forward(self, x: Parts, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = self.casts.get(weight, "rows", lambda: self._rows(matrix_of(weight.detach()), self.cuts.inputs))
-        y = product(self._rows(rows_of(x[0]), self.cuts.inputs), rows, weight.dtype, bias, fast_accumulation=True)
+        y = scaled_mm(self._rows(rows_of(x[0]), self.cuts.inputs), rows, weight.dtype, bias, fast_accumulation=True)
         return y.view(*x[0].shape[:-1], -1)
 
-    def cast_grad(self, dy: Tensor) -> Parts:
+    def cast_grad(self, dy: Tensor) -> Operand:
         return (dy,)
 
-    def input_grad(self, dy: Parts, weight: Tensor) -> Tensor:
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         columns = self.casts.get(
             weight, "columns", lambda: self._columns(matrix_of(weight.detach()), self.cuts.outputs)
         )
-        dx = product(self._rows(rows_of(dy[0]), self.cuts.outputs, self.grad_format), columns, weight.dtype)
+        dx = scaled_mm(self._rows(rows_of(dy[0]), self.cuts.outputs, self.grad_format), columns, weight.dtype)
         return dx.view(*dy[0].shape[:-1], -1)
 
-    def add_weight_grad_(self, out: Tensor, dy: Parts, x: Parts) -> None:
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         # Tokens, which this sums over, are on every rank.
         rows, columns = self._columns(rows_of(dy[0]), False, self.grad_format), self._columns(rows_of(x[0]), False)
-        out.add_(product(rows, columns, out.dtype))
+        out.add_(scaled_mm(rows, columns, out.dtype))
 
     def _rows(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:
         return self.cast_by_amax(x, amax_of_rows, cut, dtype)
@@ -222,8 +222,8 @@ class RowwiseProducts(Fp8Products):
         return self._rows(x.t(), cut, dtype)
 
 
-RECIPES: dict[str, type[TensorwiseProducts | DelayedProducts | RowwiseProducts]] = {
-    "tensorwise": TensorwiseProducts,
-    "delayed": DelayedProducts,
-    "rowwise": RowwiseProducts,
+RECIPES: dict[str, type[TensorwiseGemms | DelayedGemms | RowwiseGemms]] = {
+    "tensorwise": TensorwiseGemms,
+    "delayed": DelayedGemms,
+    "rowwise": RowwiseGemms,
 }

@@ -23,8 +23,8 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
-    add_grouped_product_,
-    main_grad_of,
+    accumulate_weight_grad,
+    add_product_,
     saved_without_graph,
 )
 from megatron.core.transformer.activations import Activation, build_activation
@@ -87,13 +87,15 @@ class GroupedLinearFunction(torch.autograd.Function):
         weight, segments = ctx.weight, ctx.segments
         dy = dy.contiguous()
         dx = ctx.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1] and main_grad_of(weight) is not None:
-            ctx.queue.accumulate_grouped(weight, dy, x, segments.splits)
-        elif ctx.needs_input_grad[1]:
-            dw = torch.zeros_like(weight)
-            add_grouped_product_(_matrices(dw), dy, x, segments.splits)
-        return dx, dw, None, None, None
+
+        def add_dw_(out: Tensor) -> None:
+            for expert, dy_rows, x_rows in zip(
+                _matrices(out), dy.split(segments.splits), x.split(segments.splits), strict=True
+            ):
+                if x_rows.shape[0]:
+                    add_product_(expert, dy_rows, x_rows)
+
+        return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
 
 def _matrices(weight: Tensor) -> Tensor:

@@ -22,7 +22,13 @@ from megatron.core.moe.load_balancing import Balance
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of, saved_without_graph
+from megatron.core.tensor_parallel.linear_gemms import rows_of
+from megatron.core.tensor_parallel.weight_grad import (
+    WeightGradQueue,
+    accumulate_weight_grad,
+    add_product_,
+    saved_without_graph,
+)
 from megatron.core.transformer.norm import sequence_partial
 
 
@@ -41,11 +47,9 @@ class RouterFunction(torch.autograd.Function):
         (x,) = saved_without_graph(ctx)
         weight, dtype = ctx.weight, ctx.dtype
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1] and main_grad_of(weight) is not None:
-            ctx.queue.accumulate(weight, lambda out: add_product_(out, grad.flatten(0, -2), x.flatten(0, -2).to(dtype)))
-        elif ctx.needs_input_grad[1]:
-            dw = grad.flatten(0, -2).t().matmul(x.flatten(0, -2).to(dtype)).to(weight.dtype)
+        dw = accumulate_weight_grad(
+            weight, lambda out: add_product_(out, rows_of(grad), rows_of(x).to(dtype)), ctx.queue
+        )
         return dx, dw, None, None
 
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Passing, start_all_gather, start_reduce_scatter
+from megatron.core.collectives import RingExchange, start_all_gather, start_reduce_scatter
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, main_grad_of, saved_without_graph
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
 
 
 class Overlap(Protocol):
@@ -55,7 +55,7 @@ class RingOverlap:
             source = (axis.rank - step) % axis.size
             arriving = None
             if step + 1 < axis.size:
-                arriving = Passing(parts[source], axis, tag=0, into=parts[source - 1])
+                arriving = RingExchange(parts[source], axis, tag=0, into=parts[source - 1])
             _multiply(parts[source], matrix, bias, products[source])
             if arriving is not None:
                 arriving.wait()
@@ -63,12 +63,12 @@ class RingOverlap:
 
     def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
         parts = x.chunk(axis.size)
-        arriving: Passing | None = None
+        arriving: RingExchange | None = None
         for step in range(axis.size):
             part = parts[(axis.rank - 1 - step) % axis.size].matmul(matrix)
             if arriving is not None:
                 part.add_(arriving.wait())
-            arriving = Passing(part, axis, tag=1) if step + 1 < axis.size else None
+            arriving = RingExchange(part, axis, tag=1) if step + 1 < axis.size else None
         return part
 
 
@@ -114,81 +114,68 @@ OVERLAPS: dict[str, Callable[[], Overlap]] = {"ring": RingOverlap, "symmetric": 
 class _ColumnFunction(torch.autograd.Function):
     """y = gather(x) Wᵀ + bias"""
 
+    # x [s/t, b, h] -> [s, b, f/t]; W [f/t, h]
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        queue: WeightGradQueue,
-        overlap: Overlap,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: OverlappedColumnParallelLinear
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.queue, ctx.overlap = weight, axis, queue, overlap
-        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.layer, ctx.weight, ctx.bias_shape = layer, weight, None if bias is None else bias.shape
         flat_bias = None if bias is None else bias.flatten()
-        return overlap.gather_matmul(x, matrix_of(weight).t(), axis, flat_bias)[1]
+        return layer.overlap.gather_matmul(x, matrix_of(weight).t(), layer.axis, flat_bias)[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
-        weight, axis = ctx.weight, ctx.axis
+        layer, weight, axis = ctx.layer, ctx.weight, ctx.layer.axis
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        at_once = needs_dw and not (ctx.queue.deferring and main_grad_of(weight) is not None)
+        at_once = needs_dw and not layer.queue.defers(weight)
         dx = reducing = dw = None
         gathering = start_all_gather(x, axis) if at_once else None
         if needs_dx and at_once:
             reducing = start_reduce_scatter(dy.matmul(matrix_of(weight)), axis)
         elif needs_dx:
-            dx = ctx.overlap.matmul_scatter(dy, matrix_of(weight), axis)
+            dx = layer.overlap.matmul_scatter(dy, matrix_of(weight), axis)
+
+        def add_dw_(out: Tensor) -> None:
+            whole_x = (start_all_gather(x, axis) if gathering is None else gathering).wait()
+            add_product_(matrix_of(out), rows_of(dy), rows_of(whole_x))
+
         if needs_dw:
-            fetch = (lambda: start_all_gather(x, axis).wait()) if gathering is None else gathering.wait
-            dw = _weight_grad(ctx.queue, weight, dy, fetch)
+            dw = accumulate_weight_grad(weight, add_dw_, layer.queue)
         db = dy.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
-        return (dx if reducing is None else reducing.wait()), dw, db, None, None, None
+        return (dx if reducing is None else reducing.wait()), dw, db, None
 
 
 class _RowFunction(torch.autograd.Function):
     """y = scatter(x Wᵀ) + bias"""
 
+    # x [s, b, f/t] -> [s/t, b, h]; W [h, f/t]
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        queue: WeightGradQueue,
-        overlap: Overlap,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: OverlappedRowParallelLinear) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.queue, ctx.overlap = weight, axis, queue, overlap
-        y = overlap.matmul_scatter(x, matrix_of(weight).t(), axis)
+        ctx.layer, ctx.weight = layer, weight
+        y = layer.overlap.matmul_scatter(x, matrix_of(weight).t(), layer.axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
+        layer, weight = ctx.layer, ctx.weight
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dy = dx = dw = None
+        dx = dw = None
         if needs_dx:
-            dy, dx = ctx.overlap.gather_matmul(grad_output, matrix_of(ctx.weight), ctx.axis)
+            dy, dx = layer.overlap.gather_matmul(grad_output, matrix_of(weight), layer.axis)
+        elif needs_dw:
+            dy = start_all_gather(grad_output, layer.axis).wait()
         if needs_dw:
-            dy = start_all_gather(grad_output, ctx.axis).wait() if dy is None else dy
-            dw = _weight_grad(ctx.queue, ctx.weight, dy, lambda: x)
+            dw = accumulate_weight_grad(
+                weight, lambda out: add_product_(matrix_of(out), rows_of(dy), rows_of(x)), layer.queue
+            )
         db = grad_output.flatten(0, -2).sum(0) if needs_db else None
-        return dx, dw, db, None, None, None
-
-
-def _weight_grad(queue: WeightGradQueue, weight: Tensor, dy: Tensor, fetch: Callable[[], Tensor]) -> Tensor | None:
-    """Hands dW to the queue; the gradient itself where the weight has no `main_grad`."""
-    if main_grad_of(weight) is not None:
-        queue.accumulate(weight, lambda out: add_product_(out, rows_of(dy), rows_of(fetch())))
-        return None
-    return rows_of(dy).t().matmul(rows_of(fetch())).view_as(weight)
+        return dx, dw, db, None
 
 
 class OverlappedColumnParallelLinear(ColumnParallelLinear):
@@ -201,7 +188,7 @@ class OverlappedColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s/tp, b, in] -> [s, b, out/tp]"""
-        return _ColumnFunction.apply(x, self.weight, self.bias, self.axis, self.queue, self.overlap)
+        return _ColumnFunction.apply(x, self.weight, self.bias, self)
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
@@ -214,7 +201,7 @@ class OverlappedRowParallelLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in/tp] -> [s/tp, b, out]"""
-        return _RowFunction.apply(x, self.weight, self.bias, self.axis, self.queue, self.overlap)
+        return _RowFunction.apply(x, self.weight, self.bias, self)
 
 
 def column_parallel(ctx: TPContext) -> type[ColumnParallelLinear]:

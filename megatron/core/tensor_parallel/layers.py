@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import Start, start_all_gather, start_all_reduce_, start_nothing, start_reduce_scatter
-from megatron.core.fp8.recipes import Fp8Context, build_products
+from megatron.core.fp8.recipes import Fp8Context, build_gemms
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, Products, matrix_of
+from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
+    accumulate_weight_grad,
     add_rows_,
-    main_grad_added,
-    main_grad_of,
     saved_without_graph,
 )
 
@@ -66,7 +65,7 @@ class TPContext:
     """Whether element-wise regions are compiled."""
 
     comm_overlap: str | None = None
-    """How transformer layers overlap their collectives with products: a key of `overlapped.OVERLAPS`."""
+    """How transformer layers overlap their collectives with products: a key of `comm_overlap.OVERLAPS`."""
 
     fp8: Fp8Context | None = None
     """What linear layers multiply in, if not in `dtype`."""
@@ -131,13 +130,14 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = leave(enter(x) Wᵀ) + bias, with W [..., in] taken as a matrix [out, in] and `products` of matrices.
+    """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
-    Backward: the input, of which only the local part is saved, is gathered again while dX is computed; dX is reduced
-    while dW is computed. dW goes to the queue, which adds it to `weight.main_grad` now or later; a weight without
-    `main_grad` gets its gradient from autograd.
+    Only the local part of the input is saved. The backward gathers it again while it computes dX, and reduces dX while
+    it computes dW, which goes to `accumulate_weight_grad`.
     """
 
+    # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
+    # Row parallel: x [s, b, f/t] -> [s, b, h]; W [h, f/t]. With sequence parallelism y [s/t, b, h].
     @staticmethod
     def forward(
         ctx: Any,
@@ -147,44 +147,40 @@ class LinearFunction(torch.autograd.Function):
         boundary: Boundary,
         axis: Axis,
         queue: WeightGradQueue,
-        products: Products = PLAIN,
+        gemms: LinearGemms = PLAIN,
     ) -> Tensor:
-        local, *rest = products.cast_input(x)
+        local, *rest = gemms.cast_input(x)
         ctx.save_for_backward(local, *rest)
-        # The parameter itself, as activation checkpointing hands back saved tensors without their attributes.
-        ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.products = weight, boundary, axis, queue, products
+        # The parameter itself: activation checkpointing returns saved tensors without their attributes.
+        ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
         ctx.bias_shape = None if bias is None else bias.shape
         full_x = (boundary.enter(local, axis).wait(), *rest)
         flat_bias = None if bias is None else bias.flatten()
         if boundary.leave is start_nothing:
-            return products.forward(full_x, weight, flat_bias)
-        y = boundary.leave(products.forward(full_x, weight, None), axis).wait()
+            return gemms.forward(full_x, weight, flat_bias)
+        y = boundary.leave(gemms.forward(full_x, weight, None), axis).wait()
         return y if flat_bias is None else y.add_(flat_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         local, *rest = saved_without_graph(ctx)
-        weight, boundary, axis, products = ctx.weight, ctx.boundary, ctx.axis, ctx.products
+        weight, boundary, axis, gemms = ctx.weight, ctx.boundary, ctx.axis, ctx.gemms
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        deferred = needs_dw and ctx.queue.deferring and main_grad_of(weight) is not None
 
-        gathering = boundary.enter(local, axis) if needs_dw and not deferred else None
+        gathering = boundary.enter(local, axis) if needs_dw and not ctx.queue.defers(weight) else None
         dx = dw = None
         if needs_dx or needs_dw:
-            dy = products.cast_grad(boundary.leave_adjoint(grad_output, axis).wait())
+            dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait())
         if needs_dx:
-            dx = boundary.enter_adjoint(products.input_grad(dy, weight), axis)
+            dx = boundary.enter_adjoint(gemms.input_grad(dy, weight), axis)
 
         def add_dw_(out: Tensor) -> None:
             full_x = (boundary.enter(local, axis) if gathering is None else gathering).wait()
-            products.add_weight_grad_(out, dy, (full_x, *rest))
+            gemms.add_weight_grad_(matrix_of(out), dy, (full_x, *rest))
 
-        if needs_dw and main_grad_of(weight) is not None:
-            ctx.queue.accumulate(weight, add_dw_)
-        elif needs_dw:
-            dw = torch.zeros_like(weight)
-            add_dw_(matrix_of(dw))
+        if needs_dw:
+            dw = accumulate_weight_grad(weight, add_dw_, ctx.queue)
         db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (None if dx is None else dx.wait()), dw, db, None, None, None, None
 
@@ -212,13 +208,13 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(ParamMeta(f"{name}.weight", (*out_dims, in_size), sharded, init), ctx)
         self.bias = make_parameter(ParamMeta(f"{name}.bias", out_dims, sharded, Init("zeros")), ctx) if bias else None
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
-        self.products = build_products(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
+        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
         self.local_out_dims = tuple(self.weight.shape[:-1])
         self.out_features = prod(self.local_out_dims)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in], or [s/tp, b, in] under sequence parallelism -> [s, b, out/tp]"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.products)
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
 
 
 class RowParallelLinear(nn.Module):
@@ -231,19 +227,21 @@ class RowParallelLinear(nn.Module):
         bias_meta = ParamMeta(f"{name}.bias", (out_size,), init=Init("zeros"), partial_over=partial_over)
         self.bias = make_parameter(bias_meta, ctx) if bias else None
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, row_boundary(ctx)
-        self.products = build_products(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
+        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in/tp] -> [s, b, out], or [s/tp, b, out] under sequence parallelism"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.products)
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a vocabulary cut over the ranks: each looks up its own, zero for the rest, and the sum is the result.
+    """Lookup in an embedding table whose rows are sharded: each rank looks up its own ids, zeros stand for the others,
+    and the sum over the ranks is the result.
 
-    The gradient is added row by row to `weight.main_grad`, so no gradient of the weight's size is made.
+    The gradient is added to `weight.main_grad` row by row, so that no gradient of the table's size is made.
     """
 
+    # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
         start, stop = local_rows(weight.shape[0] * axis.size, axis)
@@ -261,21 +259,14 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        weight = ctx.weight
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
+        (ids,) = ctx.saved_tensors
         dy = ctx.boundary.leave_adjoint(grad_output, ctx.axis).wait()
         if ctx.elsewhere is not None:
             dy = dy.masked_fill(ctx.elsewhere, 0.0)
-        dw = main_grad = main_grad_of(weight)
-        if dw is None:
-            dw = torch.zeros_like(weight)
-        add_rows_(dw, ids.flatten(), dy.flatten(0, -2))
-        if main_grad is None:
-            return None, dw, None, None
-        main_grad_added(weight)
-        return None, None, None, None
+        dw = accumulate_weight_grad(ctx.weight, lambda out: add_rows_(out, ids.flatten(), dy.flatten(0, -2)))
+        return None, dw, None, None
 
 
 class VocabParallelEmbedding(nn.Module):

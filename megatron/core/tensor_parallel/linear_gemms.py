@@ -1,8 +1,8 @@
-"""The three matrix products of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
+"""The three GEMMs of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
 
-`LinearFunction` says when they are computed and what is sent between ranks; a `Products` says in which precision. What
-is multiplied comes as `Parts`: the first has the shape of the activation, and what stands for a part of the sequence is
-gathered along its first dim; the others belong to all of it.
+`LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision. Operands
+are `Operand` tuples: the first tensor has the shape of the activation and is what a sequence-parallel gather gathers,
+along dim 0; the others (fp8 scales) hold for the whole sequence.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
-Parts = tuple[Tensor, ...]
+Operand = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """What of a linear layer's tensors the tensor-parallel ranks have parts of."""
+    """Which operands of a linear layer are sharded over the tensor-parallel ranks."""
 
     sequence: bool = False
-    """The sequence of inputs, which are gathered."""
+    """The input along the sequence; it is gathered before the GEMM."""
 
     inputs: bool = False
-    """The features of inputs, and the weight along them."""
+    """The input features, and the weight along them (row parallel)."""
 
     outputs: bool = False
-    """The features of outputs, and the weight along them."""
+    """The output features, and the weight along them (column parallel)."""
 
 
-class Products(Protocol):
-    """What a linear layer multiplies in."""
+class LinearGemms(Protocol):
+    """The GEMMs of one linear layer in one precision."""
 
-    def cast_input(self, x: Tensor) -> Parts:
-        """x [s, b, in] as it is kept for the backward; its first part is gathered before it is multiplied."""
+    def cast_input(self, x: Tensor) -> Operand:
+        """x [s, b, in] as it is saved for backward. Its first tensor is gathered before the GEMM."""
         ...
 
-    def forward(self, x: Parts, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[s, b, in], weight [..., in], bias [out] -> [s, b, out]"""
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]"""
         ...
 
-    def cast_grad(self, dy: Tensor) -> Parts:
-        """dY [s, b, out] as the two products of the backward take it."""
+    def cast_grad(self, dy: Tensor) -> Operand:
+        """dY [s, b, out] as both GEMMs of the backward read it."""
         ...
 
-    def input_grad(self, dy: Parts, weight: Tensor) -> Tensor:
-        """[s, b, out] -> dX [s, b, in]"""
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
+        """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
         ...
 
-    def add_weight_grad_(self, out: Tensor, dy: Parts, x: Parts) -> None:
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         """out [out, in] += dYᵀ X"""
         ...
 
 
-class PlainProducts:
-    """In the numbers of the parameters."""
+class PlainGemms:
+    """GEMMs in the precision of the parameters."""
 
-    def cast_input(self, x: Tensor) -> Parts:
+    def cast_input(self, x: Tensor) -> Operand:
         return (x,)
 
-    def forward(self, x: Parts, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x[0], matrix_of(weight), bias)
 
-    def cast_grad(self, dy: Tensor) -> Parts:
+    def cast_grad(self, dy: Tensor) -> Operand:
         return (dy,)
 
-    def input_grad(self, dy: Parts, weight: Tensor) -> Tensor:
+    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         return dy[0].matmul(matrix_of(weight))
 
-    def add_weight_grad_(self, out: Tensor, dy: Parts, x: Parts) -> None:
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         add_product_(out, rows_of(dy[0]), rows_of(x[0]))
 
 
-PLAIN = PlainProducts()
+PLAIN = PlainGemms()
 
 
 def matrix_of(weight: Tensor) -> Tensor:

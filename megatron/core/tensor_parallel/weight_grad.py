@@ -1,48 +1,46 @@
-"""The weight gradients of linear layers: added to `main_grad` at once, or kept for later.
+"""Weight gradients: accumulated into `main_grad` during backward, or queued for the W passes of a zero-bubble schedule.
 
-A backward pass has two halves: the input gradient, which the pipeline stage before is waiting for, and the weight
-gradient, which nobody waits for. Zero-bubble schedules (arXiv 2401.10241) run the second one in what would be idle
-time. `WeightGradQueue` is where the halves part; the pipeline executor owns it and hands it to the layers.
+The backward of a linear layer has two halves. The previous pipeline stage waits for the input gradient; nobody waits
+for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it where a rank would be idle.
+
+Every autograd Function with a weight hands its weight gradient to `accumulate_weight_grad`, which decides what to do
+with it. The pipeline executor owns the `WeightGradQueue` and gives it to the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CONVERTED_AT_ONCE = 2**19
-"""Elements of a bf16 product that become fp32 at a time on CPU: as many as its cache holds."""
+"""Elements of a bf16 product that are converted to fp32 at a time on CPU: as many as its cache holds."""
 
 
 class WeightGradQueue:
-    """Adds dW = dYᵀ X to `weight.main_grad`: in the backward pass, or for passes between `begin` and `end` in `run`."""
+    """Queue of weight-gradient jobs: backward passes between `begin(key)` and `end()` leave theirs for `run(key)`."""
 
     def __init__(self) -> None:
         self._jobs: dict[Hashable, list[Callable[[], None]]] = {}
         self._key: Hashable | None = None
 
-    @property
-    def deferring(self) -> bool:
-        return self._key is not None
-
     def begin(self, key: Hashable) -> None:
-        """From here on, backward passes leave their weight gradients under `key`."""
+        """Starts to queue weight gradients under `key`."""
         assert key is not None and self._key is None, f"{key} begins before {self._key} has ended"
         assert key not in self._jobs, f"the weight gradients of {key} have not been run"
         self._key = key
         self._jobs[key] = []
 
     def end(self) -> None:
-        """Backward passes do their weight gradients themselves again."""
+        """Stops queueing: backward passes compute their weight gradients themselves again."""
         assert self._key is not None, "end() without begin()"
         self._key = None
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
-        """Does the work left under `key`, in the order of its backward pass, and frees what it needed."""
+        """Runs the jobs queued under `key`, in the order of the backward pass, and frees their operands."""
         assert key != self._key, f"{key} has not ended"
         jobs = self._jobs.pop(key)
         jobs.reverse()
@@ -50,74 +48,69 @@ class WeightGradQueue:
             jobs.pop()()
 
     def assert_empty(self) -> None:
-        """For the end of a step: no gradient may be left behind."""
+        """Checks, at the end of a step, that no weight gradient is left."""
         assert self._key is None, f"{self._key} has not ended"
         assert not self._jobs, f"weight gradients left undone: {list(self._jobs)}"
 
-    def accumulate(self, weight: Tensor, add_: Callable[[Tensor], None]) -> None:
-        """weight [..., in] with a main_grad, which `add_` is handed as a matrix [out, in] to add dW to. It is called
-        only then, so that it may fetch what it needs, as a sequence-parallel input has to be gathered first."""
-        self._do(lambda: add_weight_grad_(weight, add_))
+    def defers(self, weight: Tensor) -> bool:
+        """Whether the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs it at once."""
+        return self._key is not None and main_grad_of(weight) is not None
 
-    def accumulate_grouped(self, weight: Tensor, grad_output: Tensor, x: Tensor, splits: Sequence[int]) -> None:
-        """weight [groups, ..., in] with a main_grad, grad_output [n, ...], input [n, in]: of the n rows each group has
-        the next `splits[group]`. A group without rows gets nothing."""
-        self._do(lambda: add_grouped_weight_grad_(weight, grad_output, x, splits))
-
-    def _do(self, job: Callable[[], None]) -> None:
+    def run_or_defer(self, job: Callable[[], None]) -> None:
+        """Runs a job now, or queues it between `begin` and `end`."""
         if self._key is None:
             job()
         else:
             self._jobs[self._key].append(job)
 
 
-def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
-    """What a Function saved, without the graph that made it: in a queue it would hold on to that graph's inputs, which
-    the backward is done with."""
-    return tuple(x.detach() for x in ctx.saved_tensors)
+def accumulate_weight_grad(
+    weight: Tensor, add_: Callable[[Tensor], object], queue: WeightGradQueue | None = None
+) -> Tensor | None:
+    """Adds a weight gradient to `weight.main_grad`, now or from the queue. Returns what a Function's backward returns.
+
+    `add_(out)` adds dW to `out`, a tensor of the weight's shape. It is called only when the gradient is computed, so
+    that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first.
+
+    A frozen weight needs nothing. A weight without `main_grad` gets its gradient from autograd: it is returned. After
+    each contribution to a `main_grad`, `weight.on_main_grad` is called where it is set (`GradReadiness` counts them).
+    """
+    if not weight.requires_grad:
+        return None
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        dw = torch.zeros_like(weight)
+        add_(dw)
+        return dw
+
+    def accumulate() -> None:
+        add_(main_grad)
+        report = getattr(weight, "on_main_grad", None)
+        if report is not None:
+            report()
+
+    if queue is None:
+        accumulate()
+    else:
+        queue.run_or_defer(accumulate)
+    return None
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The buffer that gradients of `weight` are summed in, if it has one; else they go to autograd."""
+    """The buffer that sums up the gradients of `weight`; None if autograd does, in `weight.grad`."""
     return getattr(weight, "main_grad", None)
 
 
-def main_grad_added(weight: Tensor) -> None:
-    """Says that a contribution to `weight.main_grad` is in, to whoever set `weight.on_main_grad`."""
-    notify = getattr(weight, "on_main_grad", None)
-    if notify is not None:
-        notify()
-
-
-def add_weight_grad_(weight: Tensor, add_: Callable[[Tensor], None]) -> None:
-    """Has `add_` add to weight.main_grad, as a matrix [out, in]."""
-    main_grad = main_grad_of(weight)
-    assert main_grad is not None
-    add_(main_grad.view(-1, main_grad.shape[-1]))
-    main_grad_added(weight)
-
-
-def add_grouped_weight_grad_(weight: Tensor, grad_output: Tensor, x: Tensor, splits: Sequence[int]) -> None:
-    """weight.main_grad[group] += grad_outputᵀ x over the group's rows"""
-    main_grad = main_grad_of(weight)
-    assert main_grad is not None
-    add_grouped_product_(main_grad.view(len(splits), -1, x.shape[-1]), grad_output, x, splits)
-    main_grad_added(weight)
-
-
-def add_grouped_product_(out: Tensor, dy: Tensor, x: Tensor, splits: Sequence[int]) -> None:
-    """out [groups, o, i] += dyᵀ x, group by group: dy [n, o], x [n, i]"""
-    parts = zip(out, dy.split(list(splits)), x.split(list(splits)), strict=True)
-    for group_out, group_dy, group_x in parts:
-        if group_x.shape[0]:
-            add_product_(group_out, group_dy, group_x)
+def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved tensors of a Function, detached: a queued job would otherwise keep the graph behind them alive."""
+    return tuple(x.detach() for x in ctx.saved_tensors)
 
 
 def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
     """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`.
 
-    On CPU, whose bf16 kernels have no fp32 result but are several times as fast as fp32 ones, the product of bf16
-    matrices is rounded once, to bf16, before it is added: a relative error of at most 2^-9 of what a micro-batch adds.
+    On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added: a relative error of at most 2^-9 of
+    what one micro-batch adds. CPU kernels of bf16 have no fp32 result, and are several times as fast as fp32 ones.
     """
     if out.dtype == dy.dtype:
         out.addmm_(dy.t(), x)
@@ -127,15 +120,17 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
         rows = max(1, CONVERTED_AT_ONCE // out.shape[1])
         for part, product in zip(out.split(rows), dy.t().mm(x).split(rows), strict=True):
             part.add_(product)
-    else:
+    elif torch.promote_types(out.dtype, dy.dtype) == out.dtype:
         out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
+    else:
+        out.add_(dy.t().mm(x))
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
-    """out[index[i]] += rows[i], in the precision of `out` and in an order that is the same each time.
+    """out[index[i]] += rows[i], in the precision of `out` and in the same order each time.
 
-    Indices must lie in [0, len(out)): on GPUs nobody looks, as `index_put_` would read the largest and the smallest
-    on the host in some versions of torch.
+    Indices must lie in [0, len(out)). GPUs do not check: `index_put_` would read the largest and the smallest index on
+    the host in some versions of torch.
     """
     if out.is_cuda:  # sorts; index_add_ would race
         torch.ops.aten._index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
