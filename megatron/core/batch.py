@@ -1,7 +1,7 @@
-"""What a micro-batch is, and what of it every layer needs.
+"""A micro-batch, and the context of it that every layer receives.
 
-Both are passed explicitly from the model down to the attention core: no layer keeps state of the batch, so a
-stage may have many micro-batches in flight and recompute any of them.
+Both are arguments all the way down to core attention. No layer keeps state of a batch, so a pipeline stage can have
+many micro-batches in flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: b samples of s tokens, or a context-parallel rank's part of each, s/cp tokens (`local_to`)."""
+    """One micro-batch: b samples of s tokens, or the s/cp tokens of each that a context-parallel rank holds."""
 
     tokens: Tensor
     """[b, s] int64."""
@@ -34,28 +34,28 @@ class Batch:
     """[b, s] float: 1 where the loss counts, 0 where it does not."""
 
     sample_index: Tensor
-    """[b] int64: absolute number of each sample in the run; dropout masks follow from it, whatever the layout."""
+    """[b] int64: number of each sample in the run. Dropout masks follow from it, so every layout has the same."""
 
     position_ids: Tensor | None = None
     """[b, s] int64; None for 0 .. s-1."""
 
     document_ids: Tensor | None = None
-    """[b, s] int64: tokens attend within equal ids only, which lie side by side; None for one document a sample."""
+    """[b, s] int64: tokens attend to tokens of equal id only, which are adjacent; None for one document a sample."""
 
     documents: Documents | None = None
-    """Where the documents of the whole samples begin: `document_ids` in a form that is on the host and of all ranks."""
+    """Where the documents of the whole samples begin: `document_ids` of all context-parallel ranks, on the host."""
 
     places: Tensor | None = None
-    """[s/cp] int64: where these tokens stand in their samples; None for 0 .. s-1. Dropout masks follow from it, and
-    positions where there are no `position_ids`."""
+    """[s/cp] int64: index of these tokens in their samples; None for 0 .. s-1. Dropout masks follow from it, and so do
+    positions without `position_ids`."""
 
     aux_scale: Tensor | None = None
-    """Scalar: what the gradients of auxiliary losses, as sums over tokens, are multiplied by
-    (`megatron.core.moe.load_balancing`); None for no auxiliary losses."""
+    """Scalar: factor of the gradients of auxiliary losses, which are sums over tokens
+    (`megatron.core.moe.load_balancing`); None without auxiliary losses."""
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
-        """A batch without labels of its own: each token predicts the next, the last predicts nothing."""
+        """A batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
         labels = torch.roll(tokens, -1, dims=1)
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
         loss_mask[:, -1] = 0
@@ -63,17 +63,17 @@ class Batch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Scalar: tokens whose loss counts. Stays on the device."""
+        """Scalar on the device: tokens whose loss counts."""
         return self.loss_mask.sum()
 
     def local_to(self, cp: Axis) -> Batch:
-        """What a rank has of whole samples. Reads `document_ids`, so call it before they are on a device."""
+        """The shard of a context-parallel rank: [b, s] -> [b, s/cp]. Reads `document_ids` on the host."""
         documents = self.documents
         if documents is None and self.document_ids is not None:
             documents = document_starts(self.document_ids.tolist())
         if cp.size == 1:
             return replace(self, documents=documents)
-        assert self.places is None, "the batch is cut already"
+        assert self.places is None, "the batch is sharded already"
         spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
         places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
         return replace(
@@ -88,7 +88,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`; on the way to a GPU nothing waits."""
+        """The batch on `device`. Copies to a GPU do not block."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         moved: dict[str, Any] = {name: copied_to(value, device) for name, value in values if isinstance(value, Tensor)}
         return replace(self, **moved)
@@ -96,38 +96,38 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What layers need to know of a micro-batch beyond its hidden states. A stage derives it once per forward pass."""
+    """What layers need of a micro-batch besides its hidden states. A stage derives it once per forward pass."""
 
     sample_index: Tensor
     """[b] int64."""
 
     position_ids: Tensor | None = None
-    """[b, s]; None for 0 .. s-1 (from the cache's length on, with a cache)."""
+    """[b, s]; None for 0 .. s-1, or with a cache for its length and up."""
 
     document_ids: Tensor | None = None
-    """[b, s]; None for one document a sample. For generation, where keys are cached; else see `documents`."""
+    """[b, s]; None for one document a sample. Read in generation only; training reads `documents`."""
 
     documents: Documents | None = None
     """Where the documents of the whole samples begin; None for one document a sample."""
 
     places: Tensor | None = None
-    """[s/cp] places of the tokens in their samples; None for 0 .. s-1."""
+    """[s/cp] index of the tokens in their samples; None for 0 .. s-1."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary positions."""
+    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary embedding."""
 
     mask: Tensor | None = None
     """[1 or b, 1, s, keys] bool, true where a query sees a cached key; None for plain causal attention."""
 
     cache: KeyValueCache | None = None
-    """Keys and values of earlier tokens, for generation."""
+    """Keys and values of earlier tokens, in generation."""
 
     aux_scale: Tensor | None = None
-    """As the batch has it."""
+    """As in `Batch`."""
 
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
-        """The context of a batch, before a stage has derived `rotary` and `mask`."""
+        """The context of a batch; the stage adds `rotary` and `mask`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None and cache is None:
             documents = document_starts(batch.document_ids.tolist())
@@ -142,8 +142,10 @@ class BatchContext:
         )
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
-        """[n] places of the tokens of x [n, ...], which is the whole sequence (`tp_rank` 0), the part of it that this
-        context-parallel rank holds, or a tensor-parallel rank's part of that."""
+        """x [n, ...] -> [n]: index in their samples of the tokens of x.
+
+        x is what this context-parallel rank holds of the sequence (`tp_rank` 0), or under sequence parallelism the
+        shard of it of tensor-parallel rank `tp_rank`."""
         rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
         if self.places is not None:
             return self.places[rows]

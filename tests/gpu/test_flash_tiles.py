@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.core.attention.flash_kernels import FlashCUDAKernel, flash_kernel
-from megatron.core.attention.kernels import TorchKernel
+from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
-from megatron.core.attention.ring import Causal, local_attention
+from megatron.core.attention.tile_kernels import Causal, TorchKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

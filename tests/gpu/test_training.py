@@ -66,7 +66,7 @@ def test_attention_kernels_are_compared() -> None:
         [sys.executable, "pretrain_gpt.py", *FLAGS, "--bf16"], cwd=ROOT, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, done.stderr
-    assert " attention by flash (" in done.stdout or " attention by cudnn (" in done.stdout, done.stdout
+    assert " attention kernel: flash (" in done.stdout or " attention kernel: cudnn (" in done.stdout, done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron.core.attention import varlen as packed
 from megatron.core.attention.flash_kernels import FlashCPUKernel
-from megatron.core.attention.partition import document_starts
-from megatron.core.attention.ring import Causal, local_attention
-from megatron.core.attention.varlen import Sequences, packed_attention, sequence_starts
+from megatron.core.attention.local_attention import local_attention
+from megatron.core.attention.partition import Documents, document_starts
+from megatron.core.attention.tile_kernels import Causal
+from megatron.core.attention.varlen import Sequences, cumulative_lengths, packed_attention
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,
@@ -83,6 +84,7 @@ def test_starts_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
     copy = packed.integers_on
     monkeypatch.setattr(packed, "integers_on", lambda *args: copies.append(args[1]) or copy(*args))
     packed._sequences.cache_clear()
+    cumulative_lengths.cache_clear()
     twin = Twin()
     for _ in range(3):
         packed_attention(*operands(1), ((0, 5), (0,), (0, 1, 23)), None, twin).sum().backward()  # type: ignore[arg-type]
@@ -91,5 +93,8 @@ def test_starts_are_copied_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_starts_of_one_sample() -> None:
-    assert sequence_starts(((0,),), 7) == (0, 7)
-    assert sequence_starts(((0, 2), (0,)), 7) == (0, 2, 7, 14)
+    def starts(documents: Documents) -> list[int]:
+        return packed._sequences(documents, 7, None, torch.device("cpu")).starts.tolist()
+
+    assert starts(((0,),)) == [0, 7]
+    assert starts(((0, 2), (0,))) == [0, 2, 7, 14]

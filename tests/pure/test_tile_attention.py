@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
-from megatron.core.attention.kernels import Dropout, Kernel, TorchKernel
 from megatron.core.attention.kv_cache import attention_mask
+from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
-from megatron.core.attention.ring import Causal, local_attention
+from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.dropout import attention_dropout
 
 SCALE = 0.4

@@ -1,1 +1,1 @@
-"""Attention: kernels, tiles, documents, and sequences sharded over ranks."""
+"""Core attention: kernels, masks as tiles, packed documents, and context parallelism."""

@@ -1,7 +1,7 @@
-"""Which of torch's attention kernels for GPUs a model uses: measured once, at its own shapes.
+"""Choose the attention kernel on GPUs, FlashAttention or cuDNN, by timing both at the model's own shapes.
 
-Flash attention and cuDNN's overtake each other from one GPU, head width and version to the next, so a choice by rule
-is wrong somewhere. Ranks compare what each took longest for, and take one kernel everywhere.
+Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
+compare the slowest time of each kernel, and all use the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one rank's plain causal attention in training."""
+    """Shape of one rank's plain causal attention in training."""
 
     length: int
     samples: int
@@ -41,26 +41,26 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Choice:
-    """`seconds` by kernel, forward and backward; infinite for one that does not take these shapes."""
+    """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape."""
 
     seconds: Mapping[str, float]
 
     @property
     def winner(self) -> str | None:
-        """None if none runs."""
+        """The fastest kernel; None if no kernel supports the shape."""
         name = min(self.seconds, key=self.seconds.__getitem__)
         return name if math.isfinite(self.seconds[name]) else None
 
     def __str__(self) -> str:
         shown = ", ".join(
-            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} does not take it"
+            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unsupported"
             for name, seconds in self.seconds.items()
         )
-        return f"attention by {self.winner or 'what torch takes'} (a layer's forward and backward: {shown})"
+        return f"attention kernel: {self.winner or 'torch default'} (forward and backward of a layer: {shown})"
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis) -> Choice:
-    """Measures the kernels and has torch use the fastest from now on. Collective over the world."""
+    """Times the kernels and makes torch use the fastest. Collective over the world."""
     runs = {name: attention_run(shape, device, backend) for name, backend in BACKENDS.items()}
     choice = compare(runs, device_clock, device, world)
     if choice.winner is not None:
@@ -69,7 +69,7 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis) -> C
 
 
 def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Times each run on each rank: what counts is the slowest one's. Collective over the world."""
+    """Times each run on every rank; the slowest rank counts. Collective over the world."""
     seconds = torch.tensor([_time(run, clock) for run in runs.values()], dtype=torch.float64, device=device)
     if world.size > 1:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
@@ -77,7 +77,7 @@ def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torc
 
 
 def _time(run: Callable[[], object], clock: Clock) -> float:
-    """Infinite where torch has no kernel for it, which it says with a RuntimeError."""
+    """Seconds of a run; infinite if torch raises RuntimeError, which it does for unsupported shapes."""
     try:
         return clock(run)
     except RuntimeError:
@@ -85,7 +85,7 @@ def _time(run: Callable[[], object], clock: Clock) -> float:
 
 
 def device_clock(run: Callable[[], object]) -> float:
-    """Median of `REPEATS` on the GPU."""
+    """Median of `REPEATS` runs, in seconds on the GPU."""
     for _ in range(WARM_UP):
         run()
     found = []
@@ -100,7 +100,7 @@ def device_clock(run: Callable[[], object]) -> float:
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: SDPBackend) -> Callable[[], object]:
-    """Forward and backward of attention by one kernel, its operands laid out as layers have them."""
+    """A forward and backward of attention by one kernel, with operands strided as in a layer."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(heads: int) -> Tensor:
@@ -120,7 +120,7 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: SDPBacke
 
 
 def use(winner: str) -> None:
-    """Turns the other kernels off where torch would take them first: it prefers those for masks to cuDNN's."""
+    """Disables the other kernels in torch. The memory-efficient one goes with cuDNN too, which torch ranks below it."""
     torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
     torch.backends.cuda.enable_flash_sdp(winner == "flash")
     torch.backends.cuda.enable_mem_efficient_sdp(winner == "flash")

@@ -1,6 +1,6 @@
-"""The core of attention: scores, softmax, weighted values, by the implementation that fits.
+"""Core attention, softmax(q kᵀ) v, by the implementation that fits the model, the layout and the batch.
 
-Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; heads of one group lie side by side.
+Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; the heads of a group are adjacent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megatron.core.attention.all_gather import gathered_attention
 from megatron.core.attention.flash_kernels import flash_kernel
-from megatron.core.attention.kernels import Dropout, TorchKernel
-from megatron.core.attention.ring import Causal, local_attention, ring_attention
+from megatron.core.attention.local_attention import local_attention
+from megatron.core.attention.ring import ring_attention
+from megatron.core.attention.tile_kernels import Causal, Dropout, TorchKernel
 from megatron.core.attention.ulysses import ulysses_attention
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
@@ -21,17 +22,19 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class FusedAttention(nn.Module):
-    """torch's scaled_dot_product_attention: flash kernels, no [s, s] matrix kept."""
+    """torch's scaled_dot_product_attention: fused kernels that never keep the [s, s] scores."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [s, b, heads, d], k and v [keys, b, groups, d], mask [b, 1, s, keys] -> [s, b, heads, d]. Causal without
+        a mask."""
         queries, _, heads, _ = q.shape
         keys, groups = k.shape[0], k.shape[2]
         assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
-        if mask is not None:  # kernels that take a mask want as many key heads as query heads
+        if mask is not None:  # kernels with a mask need as many key heads as query heads
             k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q.permute(1, 2, 0, 3),
@@ -50,10 +53,11 @@ CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2
 
 
 class CoreAttention(nn.Module):
-    """The core of a layer: whichever way of computing it the model, the layout and the batch call for.
+    """Core attention of one layer.
 
-    Plain causal attention within a rank, and attention to cached keys, are torch's. Documents, windows, sequences cut
-    over ranks and dropout of weights (the same mask at every layout) are computed tile by tile.
+    torch's fused attention computes plain causal attention within a rank, and attention to cached keys. Tiles
+    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism and attention
+    dropout, whose mask is the same at every layout.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:

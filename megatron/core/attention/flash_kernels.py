@@ -1,14 +1,13 @@
-"""The flash attention that torch has, for CPUs and for GPUs, behind the interface of `kernels`."""
+"""torch's FlashAttention kernels for CPUs and GPUs as kernels of tiles (`megatron.core.attention.tile_kernels`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from megatron.core.attention.kernels import (
+from megatron.core.attention.tile_kernels import (
     Gradients,
     Kernel,
     Outputs,
@@ -19,12 +18,11 @@ from megatron.core.attention.kernels import (
     query_rows,
 )
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import FlashCUDAPackedKernel
-from megatron.core.host_copies import integers_on
+from megatron.core.attention.varlen import FlashCUDAPackedKernel, cumulative_lengths
 
 
 def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernel:
-    """The fastest kernel there is; all give the same to rounding."""
+    """The fastest kernel that supports the device, dtype and head size. All kernels agree to rounding."""
     if device.type == "cpu":
         return FlashCPUKernel(scale)
     fits = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
@@ -61,7 +59,7 @@ class FlashCPUKernel:
     ) -> Iterator[tuple[Tile, Gradients]]:
         for tile in tiles:
             causal, mask = self._mask(tile, q)
-            lse = query_rows(rows.lse, tile).transpose(0, 1).contiguous()  # [b, n, heads]: how the kernel keeps it
+            lse = query_rows(rows.lse, tile).transpose(0, 1).contiguous()  # [b, n, heads], as the kernel stores it
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _by_head(query_rows(rows.grad, tile)),
                 _by_head(query_rows(q, tile)),
@@ -78,7 +76,7 @@ class FlashCPUKernel:
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
-        """Whether the kernel's causal mask will do, and the mask to be added to the scores if it will not."""
+        """(whether the kernel masks causally by itself, the mask [n, m] to add to the scores if any)"""
         if tile.window is None:
             return tile.diagonal, None
         hidden = hidden_pairs(tile, q.device)
@@ -92,11 +90,11 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 Window = tuple[int, int]
-"""How many keys left and right of its own a query sees, rows aligned at their ends; -1 for all."""
+"""Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
 
 
 class FlashCUDAKernel:
-    """Flash attention for GPUs in 16 bits: one launch for all tiles of one shape (diagonal, full, fading out)."""
+    """FlashAttention for GPUs in 16 bits: one launch for all tiles with the same window."""
 
     needs_places = False
 
@@ -134,7 +132,7 @@ class FlashCUDAKernel:
                 *_lengths(group, q),
                 0.0,
                 window == (-1, 0),
-                torch.zeros(2, dtype=torch.uint64, device=q.device),  # the state of a dropout that is not used
+                torch.zeros(2, dtype=torch.uint64, device=q.device),  # random state of dropout, which is off
                 torch.empty(0, device=q.device),
                 scale=self.scale,
                 window_size_left=window[0],
@@ -146,6 +144,7 @@ class FlashCUDAKernel:
 
 
 def window_of(tile: Tile) -> Window:
+    """The kernel's window argument that computes a tile."""
     if tile.diagonal:
         return (-1 if tile.window is None else tile.window - 1, 0)
     if tile.window is None:
@@ -164,23 +163,23 @@ TileRows = Callable[[Tensor, Tile], Tensor]
 
 
 def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
-    """The tiles' rows of x [s, b, ...], one sample after the other -> [total, ...]"""
+    """x [s, b, ...] -> [total, ...]: the rows of every tile, sample by sample"""
     return torch.cat([rows(x, tile).transpose(0, 1).flatten(0, 1) for tile in tiles])
 
 
 def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) -> Iterator[Tensor]:
-    """packed [total, ...] -> for each tile [n, b, ...], where `packed` is of rows of x [s, b, ...]"""
+    """packed [total, ...] -> [n, b, ...] of each tile; x [s, b, ...] is the tensor that was packed"""
     shapes = [rows(x, tile).shape[:2] for tile in tiles]
     for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
         yield part.unflatten(0, (b, n)).transpose(0, 1)
 
 
 def _lengths(tiles: Sequence[Tile], q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Where each sequence of packed queries and keys begins, on the device, and the longest of both."""
+    """Starts of the packed sequences of queries and of keys [sequences + 1], and the longest of each."""
     of_queries, of_keys = [], []
     for tile in tiles:
         samples = q.shape[1] if tile.sample is None else 1
         of_queries += [len(tile.queries)] * samples
         of_keys += [len(tile.keys)] * samples
-    starts = [integers_on(q.device, accumulate(lengths, initial=0), torch.int32) for lengths in (of_queries, of_keys)]
-    return starts[0], starts[1], max(of_queries), max(of_keys)
+    starts, key_starts = (cumulative_lengths(tuple(lengths), q.device) for lengths in (of_queries, of_keys))
+    return starts, key_starts, max(of_queries), max(of_keys)

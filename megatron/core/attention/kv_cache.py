@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens during generation, and the mask over them."""
+"""KV cache for generation, and the attention mask over cached keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class KeyValueCache:
     """Keys and values of all earlier tokens, by layer, for at most `max_length` tokens.
 
-    A forward pass appends to every layer and then calls `advance` once, so that all layers of it see one `length`.
+    A forward pass appends to every layer and then calls `advance` once, so that all its layers see the same `length`.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -19,7 +19,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [s, b, groups, d] of the new tokens -> those of all tokens so far, theirs last."""
+        """k, v [s, b, groups, d] of the new tokens -> [length + s, b, groups, d] of all tokens so far."""
         stop = self.length + k.shape[0]
         if layer not in self._layers:
             shape = (self.max_length, *k.shape[1:])
@@ -31,7 +31,7 @@ class KeyValueCache:
         return keys[:stop], values[:stop]
 
     def append_documents(self, document_ids: Tensor | None) -> Tensor | None:
-        """document_ids [b, s] of the new tokens -> of all tokens so far. Given always or never."""
+        """document_ids [b, s] of the new tokens -> [b, length + s] of all tokens so far. Give them always or never."""
         assert self.length == 0 or (document_ids is None) == (self.document_ids is None)
         if document_ids is not None and self.document_ids is not None:
             document_ids = torch.cat((self.document_ids, document_ids), dim=1)
@@ -51,7 +51,7 @@ def attention_mask(
     key_documents: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """[1 or b, 1, queries, keys] bool, true where a query sees a key; None where plain causal attention says it all.
+    """[1 or b, 1, queries, keys] bool, true where a query sees a key; None where plain causal attention suffices.
 
     The queries are the last of the keys. A query sees at most `window` keys, its own included, and keys of its own
     document only: `documents` [b, queries], `key_documents` [b, keys].

@@ -1,8 +1,8 @@
-"""Ring attention (arXiv:2310.01889): queries stay, keys and values go around the context-parallel ranks.
+"""Ring attention (arXiv:2310.01889): queries stay, keys and values rotate over the context-parallel ranks.
 
-A rank computes the tiles of its queries with the keys it has while those of its neighbour arrive. The backward goes
-around once more, and the gradient of each key travels with it, from rank to rank, until it is home. Kept for it are
-this rank's queries, keys, values, outputs and log-sum-exps, however long the sequence.
+A rank computes the tiles of its queries with the keys that it has, while the next keys arrive. The backward rotates
+keys and values once more; their gradients rotate with them, and reach the rank that owns the keys after the last step.
+Saved for the backward are only this rank's queries, keys, values, outputs and log-sum-exps.
 """
 
 from __future__ import annotations
@@ -14,59 +14,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.kernels import Kernel, Rows, key_rows, query_rows
-from megatron.core.attention.partition import Documents, Spans, rank_spans
+from megatron.core.attention.partition import Spans, rank_spans
+from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
-from megatron.core.attention.varlen import packed_attention
 from megatron.core.collectives import RingExchange
 from megatron.core.parallel_state import Axis
 
 
-@dataclass(frozen=True)
-class Causal:
-    """Who sees whom, and the kernel that computes it."""
-
-    kernel: Kernel
-    documents: Documents | None = None
-    """Where documents begin in each sample; None for one document a sample."""
-    window: int | None = None
-    """Tokens that a query sees, its own included; None for all."""
-
-
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], as `rank_spans` cuts s -> [s/cp, b, heads, d]"""
+    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], sharded by `rank_spans` -> [s/cp, b, heads, d]"""
     spans = tuple(rank_spans(q.shape[0] * cp.size, rank, cp.size) for rank in range(cp.size))
-    return _RingAttention.apply(q, k, v, _Ring(cp, spans[cp.rank], spans, causal))
-
-
-def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
-    """q [n, b, heads, d] at the places `queries`, default all; k and v [s, b, groups, d] -> [n, b, heads, d]"""
-    if queries is None and causal.kernel.packed is not None:
-        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed)
-    whole = (range(k.shape[0]),)
-    return _RingAttention.apply(q, k, v, _Ring(Axis(), queries or whole, (whole,), causal))
+    return RingAttention.apply(q, k, v, Ring(cp, spans[cp.rank], spans, causal))
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
+    """What a rank computes in each step of a ring, which may be of this rank alone."""
+
     cp: Axis
     queries: Spans
+    """Positions of this rank's queries."""
     keys: tuple[Spans, ...]
-    """Of each rank."""
+    """Positions of each rank's keys."""
     causal: Causal
 
-    def source(self, step: int) -> int:
-        """The rank whose keys are here in a step."""
-        return (self.cp.rank - step) % self.cp.size
-
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        found = causal_tiles(self.queries, self.keys[self.source(step)], self.causal.documents, self.causal.window)
+        """The tiles of this rank's queries with the keys that it has in a step."""
+        source = (self.cp.rank - step) % self.cp.size
+        found = causal_tiles(self.queries, self.keys[source], self.causal.documents, self.causal.window)
         return found if self.causal.kernel.needs_places else joined(found)
 
 
-class _RingAttention(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):
+    """q [n, b, heads, d], k and v [m, b, groups, d] of this rank -> [n, b, heads, d]; sums are in fp32 or fp64."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
@@ -111,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Adds a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] to those of its rows."""
+    """Merges a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] into those of its rows."""
     if first:
         out.copy_(part)
         lse.copy_(part_lse)

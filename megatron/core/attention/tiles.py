@@ -1,9 +1,8 @@
-"""Causal attention as rectangles of queries and keys: integers only, no torch.
+"""Causal attention as a list of tiles, rectangles of queries and keys. Integers only, no torch.
 
-Who sees whom follows from places in the sequence: a query sees the keys up to its own place, of its own document, in
-its window. Rows that a rank holds, keys that it is sent, documents: all are ranges of places, so what is to be computed
-is a list of rectangles, most of them full. No mask of the sequence's square is ever made, and what nobody sees is
-never looked at.
+A query sees the keys up to its own position, in its own document and window. The queries of a rank, the keys that it
+receives and the documents are all ranges of positions, so the work is a list of rectangles, and most of them need no
+mask. No [s, s] mask is built, and pairs that the mask hides are not computed.
 """
 
 from __future__ import annotations
@@ -18,39 +17,38 @@ from megatron.core.attention.partition import Documents, Spans
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of queries against some rows of keys."""
+    """A rectangle of attention: some rows of queries and some rows of keys."""
 
     sample: int | None
-    """The sample they belong to; None for all."""
+    """The sample that the rows belong to; None for all samples."""
 
     queries: range
     """Rows of the local queries."""
 
     keys: range
-    """Rows of the keys at hand."""
+    """Rows of the keys that the rank has at the moment."""
 
     first_query: int
-    """Place in the sequence of the first query; the others follow it."""
+    """Position of the first query; the others follow it."""
 
     first_key: int
-    """Place in the sequence of the first key; the others follow it."""
+    """Position of the first key; the others follow it."""
 
     diagonal: bool
-    """True: queries and keys are the same tokens, and each query sees the keys up to its own.
-    False: all keys lie before all queries."""
+    """True: queries and keys are the same tokens, under a causal mask. False: all keys precede all queries."""
 
     window: int | None = None
-    """Where it hides some keys of the tile: a query sees this many places, its own included."""
+    """Keys that a query sees, its own included; None where the window hides no key of the tile."""
 
     @property
     def offset(self) -> int:
-        """How far the first query is from the first key."""
+        """Distance from the first key to the first query."""
         return self.first_query - self.first_key
 
 
 @lru_cache(maxsize=256)
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
-    """What queries at the places `queries` have to compute with keys at the places `keys`; those on the diagonal first.
+    """The tiles of queries at positions `queries` with keys at positions `keys`, those on the diagonal first.
 
     Where the keys include the queries, each query is in exactly one tile on the diagonal.
     """
@@ -69,7 +67,7 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 @lru_cache(maxsize=256)
 def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """The same with full neighbours made one, so that fewer kernels run. In these, places have no meaning any more."""
+    """Merges adjacent tiles without a mask, so that fewer kernels run. Positions of merged tiles mean nothing."""
     whole: list[Tile] = []
     for tile in tiles:
         last = whole[-1] if whole else None
@@ -93,7 +91,7 @@ def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, .
 
 
 def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
-    """Each span with the row that its first place is in."""
+    """(shift, span): position p of the span is in row p + shift."""
     row = 0
     for span in spans:
         yield row - span.start, span
@@ -114,7 +112,7 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """The tiles of one document, given the places of its queries and keys, and what leads from a place to its row."""
+    """The tiles of one document, from the positions of its queries and keys and their shifts to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)
@@ -126,7 +124,7 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
 
 
 def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
-    """The parts of a tile in which something is in the window: a full one, and one that fades out."""
+    """The parts of a tile that the window leaves: one without a mask, and one that the window cuts diagonally."""
     if tile.diagonal:
         yield replace(tile, window=window) if len(tile.queries) > window else tile
         return

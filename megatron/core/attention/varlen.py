@@ -1,15 +1,14 @@
-"""Causal attention over whole samples, or documents packed in them, in one launch of a kernel that takes sequences of
-any lengths, one after the other.
+"""Variable-length causal attention: all documents of a micro-batch in one launch of a kernel.
 
-Who sees whom is then in the lengths alone, so nothing is put together afterwards. Tiles, on CPU, of queries that are
-cut over ranks and with dropout, give the same result (`ring.local_attention`).
+The kernel takes sequences of any lengths, packed one after another, and `cu_seqlens`, the row at which each begins. On
+CPU, under context parallelism and with dropout, tiles compute the same (`local_attention`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,32 +21,32 @@ from megatron.core.host_copies import integers_on
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where sequences begin in rows that hold them one after the other."""
+    """Sequences packed one after another, and the window within each."""
 
     starts: Tensor
-    """[n + 1] int32 on the device; the last is the number of rows."""
+    """cu_seqlens, [n + 1] int32 on the device: the first row of each sequence, and the number of rows."""
 
     longest: int
+    """Rows of the longest sequence."""
 
     window: int | None
-    """Rows that a query sees, its own included; None for all up to its own."""
+    """Keys that a query sees, its own included; None for all up to its own."""
 
 
 class PackedKernel(Protocol):
-    """Attention within each of the sequences of q [rows, heads, d], k and v [rows, groups, d]; each row sees rows up to
-    its own."""
+    """Causal attention within each sequence of q [rows, heads, d], k and v [rows, groups, d]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """The output [rows, heads, d], and what else the backward needs."""
+        """The output [rows, heads, d] first, then the other tensors that the backward needs."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v; `kept` is all that the forward returned."""
+        """Gradients of q, k and v, from grad [rows, heads, d] and `kept`, which the forward returned."""
 
 
 class FlashCUDAPackedKernel:
-    """torch's flash attention for GPUs in 16 bits."""
+    """torch's FlashAttention for GPUs in 16 bits."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -86,7 +85,7 @@ def packed_attention(
     """q [s, b, heads, d], k and v [s, b, groups, d] of whole samples -> [s, b, heads, d]"""
     length, samples = q.shape[:2]
     sequences = _sequences(documents or ((0,),) * samples, length, window, q.device)
-    # One sample after the other: for a single one the rows lie like this already.
+    # Pack sample by sample. A single sample is packed already.
     rows = _PackedAttention.apply(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), sequences, kernel)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
@@ -108,13 +107,11 @@ class _PackedAttention(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _sequences(documents: Documents, length: int, window: int | None, device: torch.device) -> Sequences:
-    """All layers and passes of a micro-batch ask for the same ones: they are copied to the device once."""
-    starts = sequence_starts(documents, length)
-    longest = max(stop - start for start, stop in pairwise(starts))
-    return Sequences(integers_on(device, starts, torch.int32), longest, window)
+    lengths = tuple(stop - start for starts in documents for start, stop in pairwise((*starts, length)))
+    return Sequences(cumulative_lengths(lengths, device), max(lengths), window)
 
 
-def sequence_starts(documents: Documents, length: int) -> tuple[int, ...]:
-    """Rows at which the documents of all samples begin, samples of `length` rows one after the other, and the end."""
-    starts = (sample * length + place for sample, places in enumerate(documents) for place in places)
-    return *starts, len(documents) * length
+@lru_cache(maxsize=64)
+def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """cu_seqlens of sequences, [n + 1] int32 on the device. All layers and passes of a micro-batch share one copy."""
+    return integers_on(device, tuple(accumulate(lengths, initial=0)), torch.int32)

@@ -1,10 +1,12 @@
-"""Attention within a tile, with what it takes to put tiles together: log-sum-exp forward, and a backward that is given
-the log-sum-exp and the output of the whole row.
+"""Kernels of attention within a tile (`megatron.core.attention.tiles`), and the interface that they share.
+
+The forward also returns the log-sum-exp of each row, with which the outputs of several tiles are merged:
 
     out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
 
-Operands are rows: q [n, b, heads, d], k and v [m, b, groups, d], lse [n, b, heads]; heads of one group lie side by
-side. `TorchKernel` does everything in plain torch; the others are the flash kernels that torch has, for what they can.
+The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k and v [m, b, groups, d],
+lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports everything in plain torch;
+`megatron.core.attention.flash_kernels` holds torch's FlashAttention kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.attention.partition import Documents
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import PackedKernel
 from megatron.core.dropout import attention_dropout
@@ -24,24 +27,24 @@ Outputs = tuple[Tensor, Tensor]
 """Output [n, b, heads, d] and log-sum-exp [n, b, heads] of a tile."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of the queries, keys and values of a tile."""
+"""Gradients of the queries, keys and values of a tile."""
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights, with masks that follow from places in the sequence and numbers of samples."""
+    """Dropout of attention weights. Masks follow from positions and sample numbers, so every layout has the same."""
 
     p: float
     key: int
     head_offset: int
-    """Number of the first local head among all heads."""
+    """Global number of the first local head."""
 
     sample_index: Tensor
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tile's part of the gradient of the output, and of the output and log-sum-exp of whole rows."""
+    """The gradient of the output [n, b, heads, d], and the merged output and log-sum-exp of these rows."""
 
     grad: Tensor
     out: Tensor
@@ -49,39 +52,53 @@ class Rows:
 
 
 class Kernel(Protocol):
+    """Computes attention of tiles. May return them in another order."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        """Each tile with its outputs."""
+        """Yields each tile with its outputs; q, k and v are whole."""
 
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Each tile with its gradients. `rows` are all rows."""
+        """Yields each tile with its gradients; `rows`, q, k and v are whole."""
 
     @property
     def needs_places(self) -> bool:
-        """Whether the places of a full tile matter."""
+        """Whether the kernel reads the positions of tiles without a mask, as dropout does."""
 
     @property
     def packed(self) -> PackedKernel | None:
-        """What computes whole samples in one launch, if there is such a thing."""
+        """The kernel that computes whole samples in one launch; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A causal mask, and the kernel that computes attention under it."""
+
+    kernel: Kernel
+    documents: Documents | None = None
+    """Where documents begin in each sample; None for one document a sample."""
+    window: int | None = None
+    """Keys that a query sees, its own included; None for all up to its own."""
 
 
 def samples_of(tile: Tile) -> slice:
+    """The samples of a tile, as an index of dimension b."""
     return slice(None) if tile.sample is None else slice(tile.sample, tile.sample + 1)
 
 
 def query_rows(x: Tensor, tile: Tile) -> Tensor:
-    """A tile's part of what has a row for each query."""
+    """x [queries, b, ...] -> [n, b or 1, ...]: the rows of a tile's queries"""
     return x[tile.queries.start : tile.queries.stop, samples_of(tile)]
 
 
 def key_rows(x: Tensor, tile: Tile) -> Tensor:
-    """A tile's part of what has a row for each key."""
+    """x [keys, b, ...] -> [m, b or 1, ...]: the rows of a tile's keys"""
     return x[tile.keys.start : tile.keys.stop, samples_of(tile)]
 
 
 def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
-    """[n, m] bool, true where the query does not see the key; None where it sees all."""
+    """[n, m] bool, true where the query does not see the key; None where it sees all of the tile."""
     if not tile.diagonal and tile.window is None:
         return None
     distance = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
@@ -91,7 +108,7 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 class TorchKernel:
-    """Plain torch, for any device and dtype, with dropout. 16-bit scores become fp32 before their softmax."""
+    """Plain torch, for any device and dtype, with dropout. The softmax of 16-bit scores is in fp32."""
 
     packed = None
 
@@ -144,14 +161,14 @@ class TorchKernel:
     def _scores(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
         """[b, heads, n, m], in fp32 or fp64, -inf where the query does not see the key"""
         (n, b, heads, _), m = q.shape, k.shape[0]
-        # Scaled before the product, which in fp16 might overflow.
+        # Scaled before the product, which could overflow in fp16.
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         hidden = hidden_pairs(tile, q.device)
         return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
     def _dropout_factors(self, weights: Tensor, tile: Tile) -> Tensor | None:
-        """What each weight is multiplied by: 0 or 1 / (1 - p)"""
+        """[b, heads, n, m] of 0 and 1 / (1 - p); None without dropout"""
         if self.dropout is None:
             return None
         d = self.dropout

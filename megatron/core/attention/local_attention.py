@@ -1,0 +1,23 @@
+"""Causal attention within one rank: packed documents, sliding windows and dropout."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron.core.attention.partition import Spans
+from megatron.core.attention.ring import Ring, RingAttention
+from megatron.core.attention.tile_kernels import Causal
+from megatron.core.attention.varlen import packed_attention
+from megatron.core.parallel_state import Axis
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
+    """q [n, b, heads, d], k and v [s, b, groups, d] -> [n, b, heads, d]
+
+    The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
+    variable-length launch where the kernel has one and the queries are whole samples; else tiles, as a ring of one.
+    """
+    if queries is None and causal.kernel.packed is not None:
+        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed)
+    whole = (range(k.shape[0]),)
+    return RingAttention.apply(q, k, v, Ring(Axis(), queries or whole, (whole,), causal))
