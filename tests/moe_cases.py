@@ -12,10 +12,9 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parallel_state import ParallelState
-from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.activations import gelu, squared_relu, swiglu
 from tests.gpt_cases import LLAMA
+from tests.harness import tp_context
 
 MIXTRAL = replace(LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24, moe_z_loss_coeff=0.01)
 DEEPSEEK = replace(
@@ -48,8 +47,7 @@ def build_layer(
 ) -> MoELayer:
     """A layer with random weights that do not depend on the layout, uneven loads in the past and an uneven bias."""
     state = state or ParallelState()
-    axes = ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp")))
-    ctx = TPContext(state.tp, sequence_parallel, dtype, torch.device("cpu"), WeightGradQueue(), axes)
+    ctx = tp_context(state, sequence_parallel, dtype)
     config = replace(config, init_method_std=0.4)
     layer = MoELayer("decoder.layers.0.mlp", config, ctx)
     initialize_parameters_(layer.parameters(), 5, state.coords)

@@ -6,21 +6,19 @@ a random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron.core.batch import Batch
+from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import FLOOR
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.progress import Step
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 
 STEP_SIZE = 1e-5
 """e above: in fp64 the truncation error, of order e^2, and the rounding error, of order 1e-16 / e, are both far below
@@ -45,10 +43,7 @@ def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, f
 
 
 def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list[tuple[str, float]]:
-    set_determinism(config)
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         step = run.progress.next_step(run.batch_sizes)
         batches = run.data.read_batches(step)
         _loss(run, step, batches)

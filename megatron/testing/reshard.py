@@ -8,20 +8,18 @@ through the code of checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
 
 NOW = Label(0)
@@ -93,9 +91,7 @@ class Checkpoints:
 
 def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: Mapping[str, Saved]) -> Visit:
     found = Visit()
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         if train:
             train_step(run, Interval())
             save_checkpoint(config, run.runtime.state, run.stages, run.optimizer, run.progress)

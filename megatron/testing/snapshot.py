@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.parallel_state import ParallelState
+from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
 
 
@@ -105,10 +104,7 @@ def train_in_world(
 def _train_on_rank(
     rank: int, world_size: int, config: Any, steps: int, activations: bool, unseen: int
 ) -> list[Fragment]:
-    set_determinism(config)
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         fragments = list(_weights(run, Label(0)))
         for _ in range(unseen):
             train_step(run, Interval())

@@ -15,19 +15,16 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
-from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.storage import CheckpointError, read_latest, saved_folders
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.training.config.arguments import parse_args
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
-from megatron.training.setup import build_run
-from megatron.training.training import train
 from megatron.training.config.validation import resolve, validate
-from tests.harness import run_world
+from megatron.training.training import train
+from tests.harness import local_run, run_world
 from tools.inspect_checkpoint import whole
 
 ROWS = 40
@@ -138,10 +135,8 @@ def train_on_a_bad_disk(rank: int, world_size: int, broken: str, *argv: str) -> 
     assert not validate(config, world_size)
     if rank == 1 and broken:
         break_disk(3, broken)
-    parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size)
     with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
+        run = resources.enter_context(local_run(config, rank, world_size))
         assert run.saver.writer is not None
         run.saver.writer.pause = 0.0
         train(run, resources)

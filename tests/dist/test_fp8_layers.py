@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.param_meta import Init
-from megatron.core.config.precision import PrecisionConfig
 from megatron.core import collectives as mappings
+from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from tests.harness import run_world
+from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from tests.harness import run_world, tp_context
 
 S, B, H, F = 8, 2, 16, 32
 NORMAL = Init("normal", 0.3)
@@ -48,7 +47,7 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
     state = initialize_model_parallel(size)
     config = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
     fp8 = build_fp8(config, 1, WeightCasts())
-    ctx = TPContext(state.tp, sp, torch.float32, torch.device("cpu"), WeightGradQueue(), fp8=fp8)
+    ctx = tp_context(state, sp, torch.float32, fp8=fp8)
     net, found = Pair(ctx), {}
     weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
     initialize_parameters_(weights, 7, state.coords)

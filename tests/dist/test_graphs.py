@@ -4,7 +4,6 @@ replay, on the memory that it was made on. `tests/gpu/test_training.py` records 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.training.bad_steps import settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.cuda_graphs import GraphedMicrobatches
-from megatron.training.bad_steps import settle
-from megatron.training.initialize import local_runtime, prepare_graphs
-from megatron.training.diagnosis.nonfinite_search import search
-from megatron.training.setup import build_run
-from megatron.training.training import Interval, train_step
 from megatron.training.config.validation import resolve, validate
-from tests.harness import run_world
+from megatron.training.cuda_graphs import GraphedMicrobatches
+from megatron.training.diagnosis.nonfinite_search import search
+from megatron.training.initialize import prepare_graphs
+from megatron.training.training import Interval, train_step
+from tests.harness import local_run, run_world
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data --lr 1e-2 "
@@ -51,9 +49,7 @@ class FakeRecorder:
 def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
     """Loss sums of five steps and the weights after them, and how often was recorded and replayed."""
     config = resolve(parse_args([*MODEL.split(), "--cpu", *flags.split()]), world_size)
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         recorder = FakeRecorder()
         assert run.pipeline.graph is None, "nothing is recorded on CPU"
         if graphs:

@@ -7,17 +7,14 @@ Seen on the CPU, where the same calls are made: what reads values, needs values 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 
 import pytest
 import torch
 
 from megatron.training.config.arguments import parse_args
-from megatron.training.initialize import local_runtime
-from megatron.training.setup import build_run
-from megatron.training.training import Interval, train_step
 from megatron.training.config.validation import resolve, validate
-from tests.harness import run_world
+from megatron.training.training import Interval, train_step
+from tests.harness import local_run, run_world
 from tests.host_waits import HostWaits
 
 COMMON = (
@@ -51,9 +48,7 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
     """What the third step waits for, and how often it calls each operation of torch."""
     config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
     assert not validate(config, world_size)
-    with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         interval = Interval()
         for _ in range(2):
             train_step(run, interval)

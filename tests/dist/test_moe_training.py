@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
-from megatron.core.parallel_state import initialize_model_parallel
-from megatron.training.config.arguments import parse_args
-from megatron.training.initialize import local_runtime
-from megatron.training.reliability.launch import Launch
-from megatron.training.setup import build_run
 from megatron.testing.snapshot import relative_difference, train_in_world
-from megatron.training.training import train
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from tests.harness import run_world
+from megatron.training.training import train
+from tests.harness import local_run, run_world
 from tools.inspect_checkpoint import first_difference
 
 BASE = (
@@ -40,8 +35,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     config = resolve(parse_args(argv), world_size)
     assert not validate(config, world_size)
     with ExitStack() as resources:
-        run = build_run(config, local_runtime(config, rank, world_size))
-        resources.callback(run.data.close)
+        run = resources.enter_context(local_run(config, rank, world_size))
         train(run, resources)
 
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
-from megatron.training.setup import build_run
 from megatron.training.config.validation import resolve
-from tests.harness import run_world
+from tests.harness import local_run, run_world
 
 COMMON = (
     "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --mock-data "
@@ -27,12 +21,10 @@ COMMON = (
 def compare(rank: int, world_size: int, flags: str) -> tuple[Any, Any]:
     """(planned, built): names of parameters in order, their elements, bytes of weights and gradients."""
     config = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
-    with ExitStack() as resources:
-        state = initialize_model_parallel(1, config.parallel.pipeline_model_parallel_size)
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
+        pp_rank = run.runtime.state.pp.rank
     dims = ParallelDims.from_config(config.parallel, world_size)
-    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, state.pp.rank)
+    plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, pp_rank)
     planned = [str(meta) for meta in plan.metas], plan.parameters, plan.memory.parameters, plan.memory.gradients
     built = (
         [str(param.meta) for param in run.ddp.params],  # type: ignore[attr-defined]

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.core.parallel_state import Axis
 from megatron.training.config.arguments import parse_args
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
-from megatron.training.setup import build_run
-from megatron.training.training import train
 from megatron.training.config.validation import resolve, validate
-from tests.harness import run_world
+from megatron.training.training import train
+from tests.harness import local_run, run_world
 from tools.inspect_checkpoint import first_difference
 
 MODEL = (
@@ -34,13 +30,8 @@ DOCUMENTS = [list(range(n % 40, n % 40 + 3 + n % 9)) for n in range(60)]
 def train_here(rank: int, world_size: int, argv: list[str]) -> None:
     config = resolve(parse_args(argv), world_size)
     assert not validate(config, world_size), validate(config, world_size)
-    parallel = config.parallel
-    state = initialize_model_parallel(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    )
     with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-        resources.callback(run.data.close)
+        run = resources.enter_context(local_run(config, rank, world_size))
         train(run, resources)
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 
 import pytest
-import torch
 
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.config.run_config import RunConfig
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
+from megatron.training.diagnosis.straggler import PHASES
 from megatron.training.metrics.interval import summarize
 from megatron.training.metrics.sinks import Record
-from megatron.training.setup import build_run
-from megatron.training.diagnosis.straggler import PHASES
 from megatron.training.training import Interval, train_step
-from tests.harness import run_world
+from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
 DELAY = 0.5
@@ -25,11 +19,7 @@ DELAY = 0.5
 
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:
-    parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    with ExitStack() as resources:
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         (model,) = run.stages.values()
         module = model.decoder.layers[0].mlp
         if rank == slow.get("forward"):

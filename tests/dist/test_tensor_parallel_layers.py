@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core import collectives as mappings
+from megatron.core.init import initialize_parameters_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core import collectives as mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -21,9 +22,8 @@ from megatron.core.tensor_parallel.layers import (
     TPContext,
     VocabParallelEmbedding,
 )
-from megatron.core.init import initialize_parameters_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, add_product_, add_rows_
-from tests.harness import run_world
+from tests.harness import run_world, tp_context
 
 S, B, H, F, V, VOCAB = 8, 2, 12, 16, 40, 37
 CUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def build(state: ParallelState, sp: bool, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
-    ctx = TPContext(state.tp, sp, dtype, torch.device("cpu"), WeightGradQueue())
+    ctx = tp_context(state, sp, dtype)
     net = Net(ctx, **options)
     initialize_parameters_(net.parameters(), 11, state.coords)
     for param in net.parameters():

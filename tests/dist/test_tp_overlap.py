@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
+from megatron.core.collectives import all_gather
+from megatron.core.init import initialize_parameters_
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
-from megatron.core.collectives import all_gather
 from megatron.core.tensor_parallel.comm_overlap import (
     OVERLAPS,
     OverlappedColumnParallelLinear,
@@ -24,13 +24,13 @@ from megatron.core.tensor_parallel.comm_overlap import (
     column_parallel,
     row_parallel,
 )
-from megatron.core.init import initialize_parameters_
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.training.config.arguments import parse_args
 from megatron.testing.snapshot import first_difference
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.dist.test_collective_counts import recorded, ring_bytes
-from tests.harness import Snapshot, run_world, train_in_world
+from tests.harness import Snapshot, run_world, tp_context, train_in_world
 
 COMMON = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --mock-data "
@@ -74,7 +74,7 @@ Layers = tuple[ColumnParallelLinear, RowParallelLinear]
 
 def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
     state = initialize_model_parallel(size)
-    ctx = TPContext(state.tp, True, dtype, torch.device("cpu"), queue, comm_overlap=overlap)
+    ctx = tp_context(state, True, dtype, queue=queue, comm_overlap=overlap)
     column = column_parallel(ctx)("fc1", H, (2, 4 * H), ctx, shard_dim=1, bias=True, init=Init("normal", 1.0))
     row = row_parallel(ctx)("fc2", 8 * H, H, ctx, bias=True, init=Init("normal", 1.0))
     parameters = [*column.parameters(), *row.parameters()]

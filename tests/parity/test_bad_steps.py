@@ -12,19 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.diagnosis.step_dump import SavedStep
 from megatron.training.diagnosis.step_replay import replay
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, save, train_step
-from tests.harness import run_world
+from tests.harness import local_run, run_world
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --cpu --mock-data "
@@ -46,10 +42,7 @@ def config_of(flags: str, world_size: int = 1) -> RunConfig:
 
 
 def build(config: RunConfig, rank: int, world_size: int, resources: ExitStack) -> TrainingRun:
-    parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-    resources.callback(run.data.close)
+    run = resources.enter_context(local_run(config, rank, world_size))
     return run
 
 

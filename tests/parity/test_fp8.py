@@ -20,11 +20,9 @@ from megatron.testing.snapshot import first_difference
 from megatron.training.bad_steps import BadStepError
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, save, train_step
-from tests.harness import Snapshot, train_in_world
+from tests.harness import Snapshot, local_run, train_in_world
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 "
@@ -104,9 +102,7 @@ def test_layers_kept_in_bf16_have_no_histories() -> None:
 
 def build(rank: int, world_size: int, flags: list[str], resources: ExitStack) -> TrainingRun:
     config = resolve(parse_args(flags), world_size)
-    set_determinism(config)
-    run = build_run(config, local_runtime(config, rank, world_size))
-    resources.callback(run.data.close)
+    run = resources.enter_context(local_run(config, rank, world_size))
     return run
 
 

@@ -21,7 +21,7 @@ from megatron.core.config.parallel import DDPConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import plan_buffers
 from megatron.core.parallel_dims import ParallelDims
-from megatron.core.parallel_state import build_parallel_state, initialize_model_parallel
+from megatron.core.parallel_state import build_parallel_state
 from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
@@ -29,12 +29,9 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
 from megatron.training.evaluation import evaluate
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, save, train_step
-from tests.harness import Snapshot, train_in_world
+from tests.harness import Snapshot, local_run, train_in_world
 
 COMMON = (
     "--num-layers 5 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 "
@@ -108,10 +105,7 @@ def test_no_parameter_is_read_before_it_has_arrived(layout: tuple[int, str, str]
 
 def build(rank: int, world_size: int, flags: str, resources: ExitStack) -> TrainingRun:
     config: RunConfig = resolve(parse_args([*COMMON.split(), *flags.split()]), world_size)
-    p = config.parallel
-    state = initialize_model_parallel(p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
-    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-    resources.callback(run.data.close)
+    run = resources.enter_context(local_run(config, rank, world_size))
     return run
 
 

@@ -61,7 +61,7 @@ def test_a_good_model_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--layouts", "tp2", "ep2-alltoall", "tp2-sp-pp2-ep2", "--max-ranks", "4", "--", *MOE]) == 0
     found = verdicts(capsys.readouterr().out)
-    assert found["tp2"].startswith("refused") and "with TP needs --sequence-parallel" in found["tp2"]
+    assert found["tp2"].startswith("refused") and "needs --sequence-parallel with TP" in found["tp2"]
     assert "--max-ranks 4: the layout needs 8 ranks" in found["tp2-sp-pp2-ep2"]
     assert found["ep2-alltoall"].startswith("equal")
 
@@ -121,7 +121,7 @@ def test_bad_flags_exit_2(arguments: list[str], message: str, capsys: pytest.Cap
 def test_the_list_shows_flags_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--", *MOE, "--tp", "2"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "refused: --num-experts 4: with TP needs" in lines["given"]
+    assert "refused: --num-experts 4: needs --sequence-parallel with TP" in lines["given"]
     assert "--pp 2 --pipeline-schedule zb-v" in lines["pp2-zb-v"] and "trained" not in lines
 
 

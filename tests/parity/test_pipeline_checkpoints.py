@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
-from megatron.core.parallel_state import initialize_model_parallel
+from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import relative_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, save, train_step
 
 COMMON = (
@@ -32,10 +26,7 @@ CHAIN = [
 
 def one_step(rank: int, world_size: int, argv: list[str]) -> int:
     config = resolve(parse_args(argv), world_size)
-    with ExitStack() as resources:
-        state = initialize_model_parallel(1, config.parallel.pipeline_model_parallel_size)
-        run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-        resources.callback(run.data.close)
+    with local_run(config, rank, world_size) as run:
         train_step(run, Interval())
         save(run)
         run.optimizer.finish_param_sync()

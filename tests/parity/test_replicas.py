@@ -7,16 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
-from megatron.training.initialize import Runtime
-from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
-from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
-from tests.harness import run_world
+from tests.harness import local_run, run_world
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 "
@@ -27,17 +23,15 @@ FLAGS = (
 
 def _check(rank: int, world_size: int, argv: list[str], damage: Callable[[TrainingRun, int], None]) -> int | str:
     config = resolve(parse_args(argv), world_size)
-    parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    run = build_run(config, Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state))
-    train_step(run, Interval())
-    compared = check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
-    damage(run, rank)
-    try:
-        check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
-    except ReplicaError as error:
-        return str(error)
-    return compared
+    with local_run(config, rank, world_size) as run:
+        train_step(run, Interval())
+        compared = check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
+        damage(run, rank)
+        try:
+            check_replicas(run.stages.values(), run.optimizer, run.runtime.state)
+        except ReplicaError as error:
+            return str(error)
+        return compared
 
 
 def _nothing(run: TrainingRun, rank: int) -> None:

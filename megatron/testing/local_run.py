@@ -1,0 +1,21 @@
+"""Build one rank's training run on the CPU, in a world that `run_world` has started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import local_runtime, set_determinism
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+
+
+@contextmanager
+def local_run(config: RunConfig, rank: int, world_size: int) -> Iterator[TrainingRun]:
+    """Process groups, model, optimizer and data of this rank; closes the data at the end. `config` is resolved for
+    `world_size`. Collective over the world."""
+    set_determinism(config)
+    run = build_run(config, local_runtime(config, rank, world_size))
+    with closing(run.data):
+        yield run
