@@ -74,7 +74,7 @@ def test_resets_equal_the_loop_over_ends(tokens):
 
 @pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
 def test_switches_that_need_an_end_of_document_say_so(flag):
-    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs the end-of-document token"):
+    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}: needs an end-of-document token"):
         build(**{flag: True})
 
 
@@ -86,21 +86,21 @@ def test_switches_that_need_an_end_of_document_say_so(flag):
     [
         (
             {"split": "969,30,1", "sizes": (1, 1, 1)},
-            r"--split 969,30,1: the test split's share of 0.1 % is none of the 60",
+            r"--split 969,30,1: the test split has no documents, with 0.1 % of the 60",
         ),
-        ({"split": "0,0,0"}, "--split 0,0,0: up to three shares"),
-        ({"split": "a,b"}, "--split a,b: three numbers"),
+        ({"split": "0,0,0"}, "--split 0,0,0: must be up to three shares"),
+        ({"split": "a,b"}, "--split a,b: must be up to three numbers"),
         ({"split": "90,20,-10"}, "none negative"),
         ({"data_path": ("/no/such/prefix",)}, "there is no file /no/such/prefix.idx"),
         ({"data_path": ("0.5", ALPHA, "0.5")}, "3 values are not pairs of weight and prefix"),
         ({"data_path": (ALPHA, "0.5", ALPHA, "0.5")}, "must be the weight of '0.5'"),
         ({"data_path": ("0", ALPHA, "1", ALPHA)}, "weight 0 must be positive"),
         ({"data_path": ("nan", ALPHA)}, "weight nan must be positive"),
-        ({"data_path": ("1", ALPHA), "sizes": (None, 0, 0)}, "by weight, which has no epoch"),
-        ({"data_path": None}, "no data: give --data-path"),
-        ({"train_data_path": (ALPHA,)}, "exclude each other"),
-        ({"mock_data": True}, "leave out --data-path"),
-        ({"mock_data": True, "data_path": None, "sizes": (None, 0, 0)}, "--mock-data has no epoch"),
+        ({"data_path": ("1", ALPHA), "sizes": (None, 0, 0)}, "by weight, so it has no epochs"),
+        ({"data_path": None}, "--data-path: the run has no data; add --data-path"),
+        ({"train_data_path": (ALPHA,)}, "cannot be combined with --train-data-path"),
+        ({"mock_data": True}, "--mock-data: cannot be combined with --data-path"),
+        ({"mock_data": True, "data_path": None, "sizes": (None, 0, 0)}, "--mock-data: synthetic data has no epochs"),
         (
             {"seq_length": 10**6, "sizes": (None, 0, 0)},
             r"have 2420 tokens, too few for one sample of --seq-length 1000000",
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_at_the_last_bytes_of_a_file_leaves_none(tmp_path):
     array = np.zeros((limit + 100) // 4, np.int32)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_and_hard[1]))
     try:
-        with pytest.raises(ValueError, match=r"index files cannot be written .*name a folder that .* has space"):
+        with pytest.raises(ValueError, match=r"index files cannot be written .*use a folder that .* has free space"):
             IndexCache(str(tmp_path), "").arrays(["zeros"], "full", {"what": "full"}, lambda: [array])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)

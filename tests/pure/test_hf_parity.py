@@ -233,7 +233,7 @@ def test_every_problem_with_weights_is_named() -> None:
     tensors["model.layers.7.mlp.down_proj.weight"] = torch.zeros(32, 56)
     with pytest.raises(ValueError, match=r"norm.weight is missing") as error:
         from_hf(tensors, config, "llama")
-    assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight has no place" in str(error.value)
+    assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight is unknown" in str(error.value)
 
 
 def test_tied_head_that_differs_is_refused() -> None:

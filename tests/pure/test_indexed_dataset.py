@@ -132,12 +132,12 @@ def test_the_writer_counts_past_2_31_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda i, d: (i[:20], d), "truncated: 20 bytes, and the header alone has 34"),
+        (lambda i, d: (i[:20], d), "truncated: 20 bytes, but the header has 34"),
         (lambda i, d: (i[:-1], d), r"truncated: \d+ bytes, but 3 sequences and 5 document boundaries take"),
         (lambda i, d: (i + b"\0", d), "too long"),
-        (lambda i, d: (b"PK\x03\x04" + i[4:], d), "an indexed dataset has b'MMIDIDX"),
+        (lambda i, d: (b"PK\x03\x04" + i[4:], d), "an indexed dataset starts with b'MMIDIDX"),
         (lambda i, d: (i[:9] + struct.pack("<Q", 2) + i[17:], d), "format version 2"),
-        (lambda i, d: (i[:17] + b"\x09" + i[18:], d), "dtype code 9; known are 1 uint8"),
+        (lambda i, d: (i[:17] + b"\x09" + i[18:], d), "dtype code 9 is unknown; known codes are 1 uint8"),
         (lambda i, d: (i, d[:-2]), r"truncated: 406 bytes, but .*x.idx describes 408"),
         (lambda i, d: (i, d + d), "too long: 816 bytes"),
         (lambda i, d: (i, b""), "truncated: 0 bytes"),

@@ -76,7 +76,7 @@ def test_null_tokenizer_reads_ids_and_appends_eod_to_the_vocabulary():
     assert tokenizer.tokenize("1 2  99\n") == [1, 2, 99]
     assert tokenizer.detokenize([1, 2, 99]) == "1 2 99"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.eos, tokenizer.bos) == (101, 100, 100, None)
-    with pytest.raises(ValueError, match=r"not all in 0\.\.100"):
+    with pytest.raises(ValueError, match=r"must be in 0\.\.100"):
         tokenizer.tokenize("1 101")
 
 
@@ -163,7 +163,7 @@ def test_hugging_face_file_and_folder(folder, gpt2_files):
         ("HuggingFaceTokenizer", {"tokenizer_model": str(ROOT)}, ["there is no", "tokenizer.json"]),
         ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, ["not a tokenizer.json"]),
         ("GPT2BPETokenizer", {"merge_file": "/no/m"}, ["needs --vocab-file FILE", "--merge-file /no/m: there is no"]),
-        ("GPT2BPETokenizer", {"merge_file": __file__, "vocab_file": __file__}, ["not GPT-2's vocab.json"]),
+        ("GPT2BPETokenizer", {"merge_file": __file__, "vocab_file": __file__}, ["must be GPT-2's vocab.json"]),
         ("NullTokenizer", {}, ["needs --vocab-size N"]),
     ],
 )

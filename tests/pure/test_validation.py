@@ -244,7 +244,7 @@ def test_each_rule(flags: str, world_size: int, expected: str) -> None:
         ("--data-path a --train-data-path b", ["--data-path: cannot be combined with --train-data-path"]),
         ("--data-path 0.5 a 0.5", ["--data-path 0.5 a 0.5: 3 values are not pairs of weight and prefix"]),
         ("--data-path 0.5 a -1 b", ["--data-path 0.5 a -1 b: weight -1 must be positive"]),
-        ("--data-path a --split 1,x", ["--split 1,x: three numbers separated by commas are needed"]),
+        ("--data-path a --split 1,x", ["--split 1,x: must be up to three numbers separated by commas"]),
         ("--data-path a --split 0,1,1", ["--split 0,1,1: leaves no training data"]),
         ("--data-path a b --split 90/5/5", []),
         ("--train-data-path 2 a", []),

@@ -1,4 +1,4 @@
-"""Several datasets drawn from by weight, or by size until all are spent."""
+"""Blends of several datasets: by weight, or by size until all samples are used."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_DATASETS = 2**15 - 1
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Weights over their sum, rounded as Megatron does."""
+    """Divides weights by their sum, with Megatron-LM's rounding."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 
 
 class BlendedDataset:
-    """`size` samples of the datasets in proportion to `weights`, always from the one furthest below its share.
+    """Draws `size` samples in proportion to `weights`, always from the dataset furthest below its share.
 
-    With `size` None the weights are the datasets' lengths and every sample of each appears once.
+    If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class BlendedDataset:
     ) -> None:
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:
-            raise ValueError(f"a blend of {len(datasets)} datasets; at most {MAX_DATASETS}: merge some of them")
+            raise ValueError(f"a blend has {len(datasets)} datasets; the limit is {MAX_DATASETS}: merge some of them")
         self.datasets = list(datasets)
         lengths = [len(dataset) for dataset in datasets]
         if size is None:
@@ -46,7 +46,7 @@ class BlendedDataset:
             parts = cache.arrays(BlendIndex._fields, "BlendedDataset", rule, lambda: build_blend_index(shares, size))
         self.index = BlendIndex(*parts)
         self._check_counts(lengths)
-        # A longer run of the same weights begins with the same draws, so the size is no part of the order.
+        # A longer run with the same weights begins with the same draws, so the fingerprint does not contain the size.
         order = {"weights": self.weights, "sizes": None if self.weights else lengths}
         self.fingerprint = content_hash({**order, "datasets": [dataset.fingerprint for dataset in datasets]})
 
@@ -63,7 +63,7 @@ class BlendedDataset:
         return dataset.text(sample)
 
     def origin(self, index: int) -> str:
-        """Where a sample begins: `dataset:document+token`."""
+        """Start of a sample: `dataset:document+token`."""
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 

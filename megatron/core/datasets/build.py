@@ -1,4 +1,4 @@
-"""The training, validation and test datasets of a run, from its flags."""
+"""Builds the training, validation and test datasets of a run from its flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
 
-# Datasets of a weighted blend are built this much larger than their share, as greedy draws may run ahead.
+# Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
 SURPLUS = 0.005
 SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iters", "test": "--eval-iters"}
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Datasets(NamedTuple):
-    """One dataset for each split; None where the split has no share, or none of it is wanted."""
+    """One dataset per split; None if the split has no share or no samples are needed."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -33,31 +33,31 @@ class Datasets(NamedTuple):
 
 
 class Blend(NamedTuple):
-    """Prefixes and, when given, their weights."""
+    """Prefixes and their weights; None for weights that are not given."""
 
     prefixes: list[str]
     weights: list[float] | None
 
 
 def parse_blend(flag: str, values: Sequence[str]) -> Blend:
-    """`PREFIX...` or `WEIGHT PREFIX ...` as a blend. Raises ValueError naming the flag."""
+    """Parses `PREFIX...` or `WEIGHT PREFIX ...`. Raises ValueError naming the flag."""
     shown = f"{flag} {' '.join(values)}"
     if not values:
-        raise ValueError(f"{flag}: a dataset prefix, or pairs of weight and prefix, are needed")
+        raise ValueError(f"{flag}: must be a dataset prefix, or pairs of weight and prefix")
     weights = [_number(value) for value in values[::2]]
     if len(values) == 1 or all(_number(value) is None for value in values):
         return Blend([strip_suffix(value) for value in values], None)
     if len(values) % 2:
         raise ValueError(
             f"{shown}: {len(values)} values are not pairs of weight and prefix; "
-            "give every prefix a weight before it, or none"
+            "put a weight before every prefix, or before none"
         )
     for place, (value, weight) in enumerate(zip(values[::2], weights, strict=True)):
         if weight is None:
             prefix = values[2 * place + 1]
             raise ValueError(f"{shown}: value {2 * place + 1}, {value!r}, must be the weight of {prefix!r}")
         if not 0 < weight < float("inf"):
-            raise ValueError(f"{shown}: weight {value} must be positive; leave out a dataset that is not wanted")
+            raise ValueError(f"{shown}: weight {value} must be positive; remove the dataset if it is not needed")
     return Blend([strip_suffix(value) for value in values[1::2]], [weight for weight in weights if weight is not None])
 
 
@@ -77,10 +77,10 @@ def build_datasets(
     eod: int | None = None,
     vocab_size: int | None = None,
 ) -> Datasets:
-    """The datasets of a run. `sizes` are the samples wanted of train, valid and test, None for one epoch.
+    """Builds the datasets of a run. `sizes` are the samples of train, valid and test; None means one epoch.
 
-    Every process may call this at the same time; no process group is needed. Raises ValueError for whatever a
-    user can have got wrong: flags, files, splits without documents, token ids outside the vocabulary.
+    All processes may call this at the same time, without a process group. Raises ValueError for user errors: flags,
+    files, splits without documents, token ids outside the vocabulary.
     """
     format = SampleFormat(
         seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
@@ -89,10 +89,12 @@ def build_datasets(
         return _build_mock(config, format, seed, sizes)
     if config.per_split and config.data_path:
         raise ValueError(
-            "--data-path and --train-data-path/--valid-data-path/--test-data-path exclude each other; keep one kind"
+            "--data-path: cannot be combined with --train-data-path, --valid-data-path or --test-data-path; keep one"
         )
     if not config.per_split and not config.data_path:
-        raise ValueError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
+        raise ValueError(
+            "--data-path: the run has no data; add --data-path PREFIX, or --mock-data for synthetic tokens"
+        )
     builder = _Builder(config, format, seed)
     if config.per_split:
         paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
@@ -112,7 +114,7 @@ def build_datasets(
 
 
 def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """The results of all calls, or one ValueError with the errors of all of them."""
+    """Results of all calls, or one ValueError with all their errors."""
     results, errors = [], []
     for call in calls:
         try:
@@ -126,17 +128,17 @@ def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 def _build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
     if config.data_path or config.per_split:
-        raise ValueError("--mock-data needs no files: leave out --data-path and its kin, or --mock-data")
+        raise ValueError("--mock-data: cannot be combined with --data-path or data paths of splits; keep one kind")
     found: list[Dataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         if size is None:
-            raise ValueError(f"--mock-data has no epoch to train for; say how much with {SIZE_FLAGS[split]}")
+            raise ValueError(f"--mock-data: synthetic data has no epochs; set the length with {SIZE_FLAGS[split]}")
         found.append(MockGPTDataset(size, format, seed=seed, split=split) if size else None)
     return Datasets(*found)
 
 
 class _Builder:
-    """Opens each indexed dataset once, whatever the number of splits."""
+    """Builds splits; opens each indexed dataset once for all of them."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int) -> None:
         self.config = config
@@ -145,7 +147,7 @@ class _Builder:
         self.opened: dict[str, tuple[IndexedDataset, str]] = {}
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """A split with data paths of its own; there one prefix is no blend, weight or not."""
+        """Builds a split that has its own data paths. A single prefix is not a blend, even with a weight."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)
@@ -154,18 +156,18 @@ class _Builder:
         return self.split(split, blend, (1.0,), 0, size)
 
     def split(self, split: str, blend: Blend, shares: Sequence[float], number: int, size: int | None) -> Dataset | None:
-        """Split `number` of the blend, where `shares` of each dataset's documents go to the splits."""
+        """Builds split `number` of the blend. `shares` divide the documents of each dataset into splits."""
         if not shares[number]:
             return None
         if size is not None and size < 0:
-            raise ValueError(f"{size} samples asked of the {split} split; see {SIZE_FLAGS[split]}")
+            raise ValueError(f"the {split} split needs {size} samples; correct {SIZE_FLAGS[split]}")
         prefixes, weights = blend
         if len(prefixes) == 1 and weights is None:
             return self._one(split, prefixes[0], shares, number, size)
         if weights is not None and size is None:
             raise ValueError(
-                f"the {split} split blends {len(prefixes)} datasets by weight, which has no epoch: say how many "
-                f"samples with {SIZE_FLAGS[split]}, or leave the weights out to draw every sample once"
+                f"the {split} split blends {len(prefixes)} datasets by weight, so it has no epochs; set the length "
+                f"with {SIZE_FLAGS[split]}, or remove the weights to use every sample once"
             )
         if size == 0:
             return None
@@ -210,13 +212,13 @@ class _Builder:
 
     def _no_documents(self, split: str, prefix: str, total: int, shares: Sequence[float], number: int) -> str:
         if total == 0:
-            return f"dataset {prefix} has no documents; make it again from files that have text"
+            return f"dataset {prefix} has no documents; create it again from files with text"
         if len(shares) == 1:
             return f"--{split}-data-path: dataset {prefix} has no documents"
         return (
-            f"--split {self.config.split}: the {split} split's share of {100 * shares[number]:.4g} % is none of the "
-            f"{total} documents of {prefix}; give it at least {100 / total:.3g} %, or 0 to have no {split} data, "
-            f"or its own files with --{split}-data-path"
+            f"--split {self.config.split}: the {split} split has no documents, with {100 * shares[number]:.4g} % of "
+            f"the {total} documents of {prefix}; raise it to at least {100 / total:.3g} %, set it to 0 for no "
+            f"{split} data, or use its own files with --{split}-data-path"
         )
 
     def _open(self, prefix: str) -> tuple[IndexedDataset, str]:

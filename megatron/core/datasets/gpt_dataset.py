@@ -1,4 +1,4 @@
-"""Samples of a fixed length, cut from the documents of one indexed dataset in Megatron's order."""
+"""Samples of fixed length from the documents of one indexed dataset, in Megatron-LM's order."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epoch
 
 Sample = dict[str, NDArray | None]
 
-# Tokens looked at when a dataset is opened: this many stretches of this length, spread evenly.
+# Token ids checked when a dataset is opened: this many evenly spread ranges of this length.
 PROBES, PROBE_LENGTH = 64, 4096
 
 
 class Dataset(Protocol):
-    """What every dataset here offers."""
+    """Interface of a dataset: numbered samples, their tokens and their origin."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the data and their order: equal for runs that see the same samples."""
+        """Hash of the data and their order. Runs with equal fingerprints see the same samples."""
 
     def __len__(self) -> int: ...
 
@@ -33,15 +33,15 @@ class Dataset(Protocol):
         """The seq_length + 1 token ids of a sample."""
 
     def origin(self, index: int) -> str:
-        """Where a sample begins: `dataset:document+token`."""
+        """Start of a sample: `dataset:document+token`."""
 
     def __getitem__(self, index: int) -> Sample:
-        """A sample, see `SampleFormat.sample`."""
+        """The model inputs of a sample, see `SampleFormat.sample`."""
 
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """How the token ids of a sample become model inputs. The three switches need `eod`."""
+    """Converts the token ids of a sample to model inputs. The three switches need `eod`."""
 
     seq_length: int
     eod: int | None = None
@@ -54,15 +54,15 @@ class SampleFormat:
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if getattr(self, name) and self.eod is None:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} needs the end-of-document token, and the tokenizer has none; "
-                    "give a tokenizer that has one, or leave the flag out"
+                    f"--{name.replace('_', '-')}: needs an end-of-document token, but the tokenizer has none; "
+                    "use a tokenizer that has one, or remove the flag"
                 )
 
     def sample(self, text: NDArray[np.int64]) -> Sample:
         """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
 
-        An EOD token belongs to the document it ends. position_ids is None where it would be 0..s-1, document_ids
-        where attention is not cut at documents.
+        An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
+        None if attention crosses documents.
         """
         tokens, labels = text[:-1], text[1:]
         loss_mask = np.ones(len(tokens), np.float32)
@@ -166,7 +166,7 @@ class GPTDataset:
         return text
 
     def origin(self, index: int) -> str:
-        """Where a sample begins: `dataset:document+token`."""
+        """Start of a sample: `dataset:document+token`."""
         first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
         return f"{Path(self.indexed.prefix).name}:{self.index.document_index[first]}+{offset}"
 

@@ -1,9 +1,9 @@
-"""Index files: built once, mapped by every process of a node, named by what determines them.
+"""Cache of index files: built once, memory-mapped by every process of a node, named by a content hash.
 
-A file's name holds a hash of everything that its content follows from, so a stale one is never read. It is written
-under a temporary name, synced and renamed, so a file that exists is whole. Each process looks for itself whether the
-files are there, which is right with one disk per node as with a shared one; a lock on the folder lets one process
-build while those beside it wait. Without locks, as on some network disks, they build side by side to equal files.
+The name contains a hash of everything that determines the content, so a stale file is never read. A file is written
+under a temporary name, synced and renamed, so an existing file is complete. Each process checks for itself whether the
+files exist; this works with one disk per node and with a shared disk. A lock on the folder lets one process
+build while the others wait. Without locks, as on some network disks, processes build equal files concurrently.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron.core.fsync import sync_folder
 
 logger = logging.getLogger(__name__)
 
-# Changes when an index of the same inputs would be built differently.
+# Increased whenever the same inputs give a different index.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 18
-# Seconds after which a temporary file that nobody writes to is abandoned.
+# Seconds after which an unmodified temporary file counts as abandoned.
 ABANDONED = 24 * 3600
 
 
@@ -43,7 +43,7 @@ def content_hash(description: Mapping[str, Any]) -> str:
 
 
 def array_digest(array: NDArray) -> str:
-    """Hash of an array's bytes, in blocks side by side: a gigabyte takes about a second on one core."""
+    """Hash of an array's bytes, computed by block in threads: about a second per gigabyte on one core."""
 
     def digest(start: int) -> bytes:
         return blake2b(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data, digest_size=16).digest()
@@ -56,8 +56,8 @@ def array_digest(array: NDArray) -> str:
 class IndexCache:
     """A folder of index files.
 
-    `folder` None means `default`, a folder beside the data. If that cannot be written, indices stay in memory and
-    a warning says so; a folder that was asked for and cannot be written is an error.
+    If `folder` is None, the cache uses `default`, a folder beside the data. If that cannot be written, indices stay in
+    memory, with a warning. A given `folder` that cannot be written is an error.
     """
 
     def __init__(self, folder: str | None, default: str) -> None:
@@ -67,9 +67,9 @@ class IndexCache:
     def arrays(
         self, names: Sequence[str], label: str, description: Mapping[str, Any], build: Callable[[], Iterable[NDArray]]
     ) -> list[NDArray]:
-        """The arrays of these names: mapped from their files, or else built and written, one while the next is built.
+        """Maps the arrays from their files, or builds and writes them. An array is written while the next is built.
 
-        `build` gives them in the order of `names`.
+        `build` yields them in the order of `names`.
         """
         stem = f"{content_hash(description)}-{label}"
         found = self._load(stem, names)
@@ -90,7 +90,7 @@ class IndexCache:
             if self.required:
                 raise ValueError(
                     f"--data-cache-path {self.folder}: index files cannot be written ({error}); "
-                    "name a folder that is writable and has space"
+                    "use a folder that can be written and has free space"
                 ) from error
             _warn_once(self.folder, str(error))
         if found is not None:
@@ -125,7 +125,7 @@ class IndexCache:
 
 
 def _keeping(arrays: Iterable[NDArray], kept: list[NDArray]) -> Iterator[NDArray]:
-    """The arrays, each of them put into `kept` as well."""
+    """Yields the arrays and appends each to `kept`."""
     for array in arrays:
         kept.append(array)
         yield array
@@ -135,14 +135,14 @@ def _keeping(arrays: Iterable[NDArray], kept: list[NDArray]) -> Iterator[NDArray
 def _warn_once(folder: Path, why: str) -> None:
     logger.warning(
         "index files cannot be written to %s (%s): this process keeps the indices in memory and builds them at every "
-        "start; --data-cache-path FOLDER puts them elsewhere",
+        "start; --data-cache-path FOLDER selects another folder",
         folder,
         why,
     )
 
 
 def _save(array: NDArray, path: Path) -> None:
-    """numpy's own format, by Python's writes: `np.save` says nothing of a disk that is full at its last block."""
+    """Writes numpy's format with Python's writes, as `np.save` misses a disk that is full at the last block."""
     array = np.ascontiguousarray(array)
     with open(path, "wb") as stream:
         np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
@@ -161,7 +161,7 @@ def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Deletes what killed builders left half written, once it is too old to be another's work under way."""
+    """Deletes partial files of killed builders that are too old to be in progress."""
     for path in folder.glob(".*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED:
@@ -170,7 +170,7 @@ def _sweep(folder: Path) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Holds the folder's advisory lock, where the file system has one; it ends with the process at the latest."""
+    """Holds the folder's advisory lock if the file system has one. The lock ends with the process at the latest."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

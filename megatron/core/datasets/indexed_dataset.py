@@ -1,4 +1,4 @@
-"""Reader and writer of indexed datasets: `PREFIX.bin` with token ids, `PREFIX.idx` with where each sequence lies.
+"""Reader and writer of indexed datasets: `PREFIX.bin` has token ids, `PREFIX.idx` the place of each sequence.
 
 `.bin` holds token ids back to back, little endian, one dtype. `.idx` holds
 
@@ -45,29 +45,29 @@ DTYPES: dict[int, np.dtype] = {
         (8, "uint16"),
     )
 }
-# Values handled at a time where a whole index need not be in memory.
+# Values processed at a time, so that a whole index need not be in memory.
 BLOCK = 1 << 20
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron stores ids of this vocabulary in."""
+    """The dtype of Megatron-LM's files for a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def strip_suffix(prefix: str) -> str:
-    """A dataset's prefix, when it was named by one of its two files."""
+    """Removes .bin or .idx from a dataset's name."""
     return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair. The index is memory mapped; sequences are read as they are asked for.
+    """A `.bin/.idx` pair. The index is memory-mapped; sequences are read on request.
 
-    Reads rather than a map of `.bin`, as training takes documents in random order: a map reads ahead in vain
-    (measured: 10 times slower and more where the file is not in memory), holds the interpreter's lock while it waits,
-    and ends the process where the file has been cut short.
+    `.bin` is read and not mapped, because training reads documents in random order. A map reads ahead in vain
+    (measured: at least 10 times slower if the file is not in memory), holds the interpreter's lock while it waits,
+    and ends the process if the file has been truncated.
 
-    Raises ValueError, with what was found and what was expected, if a file is missing, is not of this format,
-    is cut short, or if the two files do not belong together. Opening reads no more than the header.
+    Raises ValueError with the found and the expected value if a file is missing, has another format, is truncated, or
+    if the two files do not belong together. Opening reads the header only.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -101,28 +101,30 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray:
-        """All token ids, back to back: a map of the file, for going through it from end to end."""
+        """All token ids, back to back: a memory map for sequential reading."""
         return np.frombuffer(_map(self.prefix + ".bin", self.prefix), self.dtype)
 
     def get(self, index: int, start: int = 0, stop: int | None = None) -> NDArray:
-        """Token ids [start, stop) of a sequence, or up to its end if that comes before. Safe among threads."""
+        """Token ids [start, stop) of a sequence, at most to its end. Thread-safe."""
         length = int(self.lengths[index])
         stop = length if stop is None else min(stop, length)
         return self.read(int(self.offsets[index]) // self.dtype.itemsize + start, max(0, stop - start))
 
     def read(self, first: int, count: int) -> NDArray:
-        """`count` token ids from the `first` of the file on. Raises OSError if the file ends before."""
+        """Reads `count` token ids of the file from position `first`. Raises OSError if the file is too short."""
         size = count * self.dtype.itemsize
         data = os.pread(self._data.fileno(), size, first * self.dtype.itemsize)
-        while len(data) < size:  # a read may be cut at 2 GB
+        while len(data) < size:  # one read returns at most 2 GB
             more = os.pread(self._data.fileno(), size - len(data), first * self.dtype.itemsize + len(data))
             if not more:
-                raise OSError(f"{self.prefix}.bin ends at token {first + len(data) // self.dtype.itemsize}; it was cut")
+                raise OSError(
+                    f"{self.prefix}.bin ends at token {first + len(data) // self.dtype.itemsize}; it was truncated"
+                )
             data += more
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """Every way in which the index contradicts itself or the data; reads the whole index."""
+        """Lists all contradictions within the index and with the data. Reads the whole index."""
         found = []
         if len(self) and int(self.lengths.min()) < 0:
             found.append(f"sequence {int(self.lengths.argmin())} has length {int(self.lengths.min())}")
@@ -145,20 +147,20 @@ class IndexedDataset:
         path = self.prefix + ".idx"
         if len(self._index) < HEADER.size:
             raise ValueError(
-                f"{path}: truncated: {len(self._index)} bytes, and the header alone has {HEADER.size}; "
+                f"{path}: truncated: {len(self._index)} bytes, but the header has {HEADER.size}; "
                 "write the dataset again with tools/preprocess_data.py"
             )
         magic, version, code, sequences, boundaries = HEADER.unpack_from(self._index)
         if magic != MAGIC:
             raise ValueError(
-                f"{path}: starts with {magic!r} where an indexed dataset has {MAGIC!r}; "
-                "make one from JSONL with tools/preprocess_data.py"
+                f"{path}: starts with {magic!r}, but an indexed dataset starts with {MAGIC!r}; "
+                "create one from JSONL with tools/preprocess_data.py"
             )
         if version != VERSION:
-            raise ValueError(f"{path}: format version {version}; only version {VERSION} is known")
+            raise ValueError(f"{path}: format version {version} is unknown; only version {VERSION} can be read")
         if code not in DTYPES:
             known = ", ".join(f"{key} {dtype.name}" for key, dtype in DTYPES.items())
-            raise ValueError(f"{path}: dtype code {code}; known are {known}")
+            raise ValueError(f"{path}: dtype code {code} is unknown; known codes are {known}")
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if len(self._index) != expected:
             raise ValueError(
@@ -174,7 +176,7 @@ class IndexedDataset:
         if size != end:
             raise ValueError(
                 f"{self.prefix}.bin: {_cut(size, end)}: {size} bytes, but {self.prefix}.idx describes {end}; "
-                "the two files are not of one run, or a copy was cut off: write or copy both again"
+                "the two files do not belong together, or a copy is incomplete: write or copy both again"
             )
 
 
@@ -196,7 +198,7 @@ def _open(path: str, given: str) -> BinaryIO:
         folder = Path(path).parent
         near = sorted(file.name[:-4] for file in folder.glob("*.idx")) if folder.is_dir() else []
         raise ValueError(
-            f"dataset {given}: there is no file {path}; a dataset is named by its prefix, without .bin or .idx"
+            f"dataset {given}: there is no file {path}; use the prefix of the dataset, without .bin or .idx"
             + (f"; {folder} has {', '.join(near[:8])}" if near else "")
         ) from None
     except IsADirectoryError:
@@ -204,11 +206,10 @@ def _open(path: str, given: str) -> BinaryIO:
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin/.idx` pair as a stream, in flat memory.
+    """Writes a `.bin/.idx` pair as a stream, in constant memory.
 
-    All is written under temporary names; `finalize` syncs the files to disk and renames them, the index last, so
-    that a dataset either is complete or is not there. As a context manager it finalizes on success, and removes
-    what it wrote on an exception.
+    Files have temporary names until `finalize` syncs them to disk and renames them, the index last. A dataset is
+    therefore complete or absent. As a context manager it finalizes on success and deletes its files on an exception.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
@@ -226,8 +227,8 @@ class IndexedDatasetBuilder:
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Appends a document; `lengths` cuts it into sequences, by default it is one. A document of no tokens
-        is a boundary with no sequence."""
+        """Appends a document. `lengths` divides it into sequences; by default it is one sequence. An empty document
+        adds a boundary and no sequence."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []
@@ -236,18 +237,18 @@ class IndexedDatasetBuilder:
         self._write(values, np.asarray(lengths, "<i4"), np.array([boundary], "<i8"))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray) -> None:
-        """Appends many documents of one sequence each, laid back to back in `tokens`."""
+        """Appends many documents of one sequence each; `tokens` holds them back to back."""
         values = _checked(tokens, self.dtype)
         assert int(lengths.sum(dtype=np.int64)) == len(values)
         boundaries = self.num_sequences + np.cumsum(lengths > 0, dtype=np.int64)
         self._write(values, lengths[lengths > 0].astype("<i4"), boundaries.astype("<i8"))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends all of another dataset, of the same dtype."""
+        """Appends another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(
-                f"{dataset.prefix}: tokens are {dataset.dtype.name}, those of the datasets before it "
-                f"{self.dtype.name}; datasets to merge must come of one tokenizer"
+                f"{dataset.prefix}: tokens are {dataset.dtype.name}, but those of the previous datasets are "
+                f"{self.dtype.name}; merge only datasets of one tokenizer"
             )
         first = self.num_sequences
         for start in range(0, dataset.num_tokens, BLOCK):
@@ -262,7 +263,7 @@ class IndexedDatasetBuilder:
         self.num_documents += dataset.num_documents
 
     def finalize(self) -> None:
-        """Completes both files and gives them their names."""
+        """Completes both files and renames them to their final names."""
         for stream in (self._data, self._lengths, self._boundaries):
             stream.flush()
         with self._open("idx") as index:
@@ -274,14 +275,14 @@ class IndexedDatasetBuilder:
             _sync(index)
         _sync(self._data)
         self._close()
-        Path(self.prefix + ".idx").unlink(missing_ok=True)  # never an old index beside new data
+        Path(self.prefix + ".idx").unlink(missing_ok=True)  # an old index must never be beside new data
         for kind in ("bin", "idx"):
             os.replace(self._temporary.pop(kind), f"{self.prefix}.{kind}")
         sync_folder(Path(self.prefix).parent)
         self._remove()
 
     def abort(self) -> None:
-        """Removes everything written so far."""
+        """Deletes everything written so far."""
         self._close()
         self._remove()
 
@@ -328,7 +329,7 @@ class IndexedDatasetBuilder:
 
 
 def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
-    """Tokens in the dtype of the file, none of which may wrap round."""
+    """Casts tokens to the dtype of the file. Raises ValueError if one would overflow."""
     values = np.asarray(tokens)
     if values.dtype == dtype or len(values) == 0:
         return values.astype(dtype)
@@ -336,7 +337,7 @@ def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
     if values.min() < limits.min or values.max() > limits.max:
         raise ValueError(
             f"token ids from {values.min()} to {values.max()} do not fit {dtype.name}, chosen for the vocabulary size; "
-            "the tokenizer gives ids outside its vocabulary"
+            "the tokenizer returned ids outside its vocabulary"
         )
     return values.astype(dtype)
 

@@ -1,8 +1,8 @@
-"""The order of samples: Megatron-LM's, for the same documents, seed and sizes. Numpy alone, nothing read from disk.
+"""Order of samples, equal to Megatron-LM's for the same documents, seed and sizes. Numpy only, no disk access.
 
-A split's documents, E times over and shuffled, make one stream of tokens (the document index). Sample i of that
-stream is its tokens [i*s, (i+1)*s], s + 1 of them, the last shared with sample i + 1 (the sample index). Samples
-are drawn in a shuffled order (the shuffle index). A blend draws from several datasets by weight (the blend index).
+The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index cuts
+the stream: sample i is tokens [i*s, (i+1)*s], s + 1 of them, and shares the last one with sample i + 1. The shuffle
+index is the shuffled order of samples. The blend index draws from several datasets by weight.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
 STREAM = 1 << 18
-"""Documents of a stream, or draws of a blend, that are gone through at a time."""
+"""Documents of a stream, or draws of a blend, that are processed at a time."""
 
-# Of a blend: draws in a block, draws before it that undo a wrong guess, and most counts of blocks side by side.
+# For blends: draws in a block, draws before it that correct a wrong guess, and the limit of counts in parallel blocks.
 BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of train, valid and test from `--split`, normalised. Raises ValueError."""
+    """Parses `--split` to normalized shares of train, valid and test. Raises ValueError."""
     try:
         shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
-        raise ValueError(f"--split {split}: three numbers separated by commas are needed, as 969,30,1") from None
+        raise ValueError(
+            f"--split {split}: must be up to three numbers separated by commas; for example 969,30,1"
+        ) from None
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise ValueError(
-            f"--split {split}: up to three shares (train, valid, test), none negative and not all zero; as 969,30,1"
+            f"--split {split}: must be up to three shares, none negative and not all 0; for example 969,30,1"
         )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
@@ -41,7 +43,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """The documents of each split, cut at rounded cumulative shares."""
+    """Documents of each split. Boundaries are the rounded cumulative shares."""
     bounds = [0.0]
     for share in shares:
         bounds.append(bounds[-1] + share)
@@ -51,22 +53,22 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is repeated, and whether its last, partly used, epoch is shuffled apart."""
+    """Number of epochs of a split, and whether its last, partial epoch is shuffled separately."""
 
     epochs: int
     final_apart: bool
     samples: int
-    """In all epochs together."""
+    """Samples in all epochs."""
 
     samples_before_final: int
-    """In all epochs but the last."""
+    """Samples in all epochs except the last."""
 
 
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
-    """Enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
+    """Plans enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
 
-    A last epoch of which less than 80 % is needed is shuffled apart, so that its few documents do not take the
-    place of others' first pass.
+    If less than 80 % of the last epoch is needed, it is shuffled separately, so that its documents do not replace the
+    first pass of others.
     """
     assert tokens > 0
     epochs = 1 if samples is None else max(1, -(-(samples * seq_length + 1) // tokens))
@@ -79,7 +81,7 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
 
 
 class GPTIndex(NamedTuple):
-    """What turns a sample number into places in documents."""
+    """Arrays that map a sample number to positions in documents."""
 
     document_index: NDArray
     """[E * documents] document numbers, in the order of the token stream."""
@@ -88,13 +90,13 @@ class GPTIndex(NamedTuple):
     """[samples + 1, 2]: position in the document index and offset in that document where a sample starts."""
 
     shuffle_index: NDArray
-    """[samples] the stream's sample for each sample drawn."""
+    """[samples]: number in the stream of each drawn sample."""
 
 
 def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int) -> GPTIndex:
-    """The index of a split: `lengths` of the whole dataset, `documents` those of the split.
+    """Builds the index of a split. `lengths` are those of the whole dataset, `documents` those of the split.
 
-    One RandomState(seed) draws the document index first and the shuffle index after it.
+    One RandomState(seed) shuffles the document index first, then the shuffle index.
     """
     return GPTIndex(*gpt_index_parts(lengths, documents, plan, seq_length, seed))
 
@@ -102,7 +104,7 @@ def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_len
 def gpt_index_parts(
     lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int
 ) -> Iterator[NDArray]:
-    """The fields of `build_gpt_index`, one by one: the first can be written while the next is built."""
+    """Yields the fields of `build_gpt_index` one by one, so that one is written while the next is built."""
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
     yield document_index
@@ -111,7 +113,7 @@ def gpt_index_parts(
 
 
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """Epochs of the documents, shuffled together, or the last one apart."""
+    """Shuffles the documents of all epochs together, or those of the last epoch separately."""
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     index = np.tile(np.arange(documents.start, documents.stop, dtype=dtype), plan.epochs)
     apart = (plan.epochs - 1) * len(documents) if plan.final_apart else len(index)
@@ -122,8 +124,10 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 
 
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
-    """Where each sample starts in the stream of documents; one row past the end. A part of the stream at a time, so
-    that the result is all the memory it takes; the next part's lengths are looked up meanwhile."""
+    """Start of each sample in the stream of documents, and one more row for the end.
+
+    Processes a part of the stream at a time, so that it needs little more memory than the result. A thread looks up
+    the lengths of the next part."""
     index = np.empty((samples + 1, 2), np.int64)
     tokens = done = 0
     for first, part, ends in _lengths_in_parts(lengths, document_index):
@@ -141,7 +145,7 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
 
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
-    """(first, lengths, their cumulative sums) of the next `STREAM` documents of the stream, again and again."""
+    """Yields (first, lengths, cumulative sums) of each `STREAM` documents of the stream."""
 
     def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
         part = lengths[document_index[first : first + STREAM]]
@@ -199,11 +203,11 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """All draws: blocks of them side by side, each from a guess of what was drawn before it.
+    """Draws all samples of a blend: blocks in parallel, each from a guess of the counts before it.
 
-    The rule makes up for a wrong guess within a few draws, so each block begins `LEAD` draws early. If the counts it
-    then has are those that the block before ends with, its draws are right, by induction from the first block; if
-    not, they are drawn again from the right counts, one after the other.
+    The rule corrects a wrong guess within a few draws, so each block begins `LEAD` draws early. If its counts then
+    equal those at the end of the previous block, its draws are correct, by induction from the first block. If not, they
+    are drawn again one by one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)
@@ -250,9 +254,9 @@ def _draw(
     taken: NDArray[np.float64] | None = None,
     limits: Sequence[int] | None = None,
 ) -> NDArray[np.int16]:
-    """The rule, one draw after the other.
+    """Applies the rule one draw at a time.
 
-    `taken` counts the draws before and is brought up to date; a dataset that has reached its limit is out.
+    `taken` holds the counts of previous draws and is updated. A dataset at its limit is not drawn again.
     """
     share = np.array(weights, np.float64)
     limit = np.full(len(weights), np.inf) if limits is None else np.array(limits, np.float64)
@@ -272,7 +276,7 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """For each draw how many earlier draws went to the same dataset. A part of the draws at a time."""
+    """Number of earlier draws from the same dataset, for each draw. Processes a part of the draws at a time."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(choice), STREAM):

@@ -1,4 +1,4 @@
-"""Made-up data that needs no files and that a model can learn."""
+"""Synthetic data that needs no files and that a model can learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from megatron.core.datasets.gpt_dataset import Sample, SampleFormat
 from megatron.core.datasets.index_cache import content_hash
 
-# Tokens used, so that a small model sees each of them often in its first steps.
+# Number of token ids in use: small, so that a small model sees each often in its first steps.
 ALPHABET = 128
 NOISE = 0.05
 END_OF_DOCUMENT = 1 / 256
@@ -16,10 +16,10 @@ SPLITS = ("train", "valid", "test")
 
 
 class MockGPTDataset:
-    """Noisy affine sequences: after token x comes a*x + b modulo the alphabet, but now and then any token.
+    """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
-    Sample i follows from (seed, split, i) alone. The map is a permutation fixed by the seed and shared by the
-    splits: a model that has learnt it reaches the entropy of the noise, about 0.44 nats per token.
+    Sample i depends on (seed, split, i) only. The map is a permutation that the seed fixes for all splits. A model that
+    has learnt it reaches the entropy of the noise, about 0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:
@@ -40,7 +40,7 @@ class MockGPTDataset:
         return self.format.sample(self.text(index))
 
     def origin(self, index: int) -> str:
-        """Every sample is a document of its own."""
+        """Start of a sample; every sample is a document."""
         return f"mock:{index}+0"
 
     def text(self, index: int) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
-"""Which samples a data-parallel rank takes in a step, and an iterator that has them ready.
+"""Assignment of samples to data-parallel ranks, and an iterator that prefetches them.
 
-Samples are numbered by the count consumed since the run began. A step that starts at sample g takes
-[g, g + global batch); of these, micro-batch m of data-parallel rank r takes micro_batch_size samples from
-g + (m * dp_size + r) * micro_batch_size on. So the samples of a step depend neither on the layout nor on workers,
-a run resumes anywhere at no cost, and the global batch may change from step to step.
+Samples are numbered as consumed since the run began. A step that starts at sample g uses [g, g + global batch). Of
+these, micro-batch m of data-parallel rank r uses micro_batch_size samples from
+g + (m * dp_size + r) * micro_batch_size. The samples of a step therefore depend neither on the layout nor on workers,
+a run can resume anywhere, and the global batch may change from step to step.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megatron.core.datasets.gpt_dataset import Dataset, Sample
 
 MicroBatch = dict[str, Tensor | None]
 
-# Micro-batches that each worker keeps ready.
+# Micro-batches that each worker prefetches.
 PREFETCH = 4
 
 
 def microbatch_samples(
     consumed_samples: int, microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> range:
-    """The samples of one micro-batch of a rank, in the step that starts after `consumed_samples`."""
+    """Samples of one micro-batch of a rank in the step that starts at `consumed_samples`."""
     first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
 
 
 def collate(samples: list[Sample], indices: range) -> MicroBatch:
-    """Samples as one micro-batch: what they hold, stacked to [b, s], and `sample_index` [b].
+    """Stacks samples to one micro-batch of tensors [b, s], with `sample_index` [b].
 
-    Entries are None where they are in the samples.
+    An entry is None if it is None in the samples.
     """
     batch: MicroBatch = {}
     for name in samples[0]:
@@ -46,13 +46,13 @@ def collate(samples: list[Sample], indices: range) -> MicroBatch:
 
 
 class DataIterator:
-    """Hands out the micro-batches of a data-parallel rank, step by step.
+    """Returns the micro-batches of a data-parallel rank, step by step.
 
-    With `num_workers` > 0 threads prepare them ahead of the step. Threads rather than processes: reading is a
-    memory map and a copy outside the interpreter's lock, so one thread outruns the training, and there is no fork
-    beside the threads of gloo and CUDA, no shared memory to run out of and no process to leave behind.
+    With `num_workers` > 0, threads prepare them ahead of the step. Threads suffice: reading is a read and a copy
+    outside the interpreter's lock, so one thread is faster than training. Processes would need a fork beside the
+    threads of gloo and CUDA, and shared memory, and could be left behind.
 
-    `name` says in errors whose data ended. `dataset` may be read from several threads at once.
+    `name` identifies the data in errors. Several threads may read `dataset` at once.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class DataIterator:
         self.pin_memory = pin_memory
         self._pool = None
         if num_workers:
-            # A thread starts on device 0, and pinning there would cost every rank a context on that device.
+            # A thread starts on device 0. Pinning there would create a context of every rank on that device.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
         self._ready: deque[tuple[range, Future[MicroBatch]]] = deque()
-        self._next = 0  # consumed samples at which the micro-batch to be scheduled next starts its row
+        self._next = 0  # consumed samples before the row of the next micro-batch to schedule
 
     @property
     def row(self) -> int:
-        """Samples that all ranks together take in one micro-batch."""
+        """Samples of one micro-batch of all ranks together."""
         return self.micro_batch_size * self.dp_size
 
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that takes [consumed_samples, consumed_samples + global batch).
+        """This rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
-        Steps that follow one another are prefetched, whatever their batch sizes; any other start is legal too.
-        Raises ValueError when the dataset ends before the step does.
+        Consecutive steps are prefetched, whatever their batch sizes. Any other start is legal too.
+        Raises ValueError if the dataset ends before the step does.
         """
         if global_batch_size % self.row:
             raise ValueError(
@@ -115,7 +115,7 @@ class DataIterator:
         return self._take(consumed_samples, wanted)
 
     def close(self) -> None:
-        """Ends the worker threads and drops what they have prepared."""
+        """Ends the worker threads and drops prefetched micro-batches."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
@@ -138,11 +138,11 @@ class DataIterator:
             ready, future = self._ready.popleft()
             assert ready == indices
             found.append(future.result())
-        self._schedule(max(self._depth, len(wanted)))  # a step ahead, if the next is as large
+        self._schedule(max(self._depth, len(wanted)))  # prefetch a whole step of the same size
         return found
 
     def _schedule(self, depth: int) -> None:
-        """Has workers prepare until `depth` micro-batches are ready or under way, or the data end."""
+        """Schedules work until `depth` micro-batches are ready or in progress, or the data end."""
         assert self._pool is not None
         while len(self._ready) < depth and self._next + self.row <= len(self.dataset):
             indices = microbatch_samples(self._next, 0, self.dp_rank, self.dp_size, self.micro_batch_size)

@@ -1,6 +1,6 @@
-"""Text to token ids and back, under Megatron's tokenizer names.
+"""Tokenizers, under Megatron-LM's names.
 
-`build_tokenizer` makes the one that `--tokenizer-type` names. A tokenizer's package is imported when it is built.
+`build_tokenizer` builds the one of `--tokenizer-type`. A tokenizer's package is imported when it is built.
 """
 
 from megatron.core.tokenizers.build import build_tokenizer

@@ -1,4 +1,4 @@
-"""From flags to a tokenizer."""
+"""Builds a tokenizer from flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDED_FILES = {
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type`. `vocab_size` (--vocab-size) is read by NullTokenizer alone.
+    """Builds the tokenizer of `--tokenizer-type`. Only NullTokenizer uses `vocab_size` (--vocab-size).
 
     Raises ValueError naming every flag or file that is missing.
     """
@@ -32,11 +32,11 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     for field in NEEDED_FILES[kind]:
         flag, value = "--" + field.replace("_", "-"), getattr(config, field)
         if value is None:
-            problems.append(f"--tokenizer-type {kind} needs {flag} FILE")
+            problems.append(f"--tokenizer-type {kind}: needs {flag} FILE")
         elif not Path(value).exists():
-            problems.append(f"{flag} {value}: there is no such file; the path is taken from {Path.cwd()}")
+            problems.append(f"{flag} {value}: there is no such file; the path is relative to {Path.cwd()}")
     if kind == "NullTokenizer" and (vocab_size is None or vocab_size < 1):
-        problems.append("--tokenizer-type NullTokenizer needs --vocab-size N, the number of ids in the text")
+        problems.append("--tokenizer-type NullTokenizer: needs --vocab-size N, the number of token ids in the text")
     if problems:
         raise ValueError("\n".join(problems))
     if kind == "GPT2BPETokenizer":

@@ -1,7 +1,7 @@
-"""Byte-pair encoding through the optional gigatoken package, which is far faster than `tokenizers`, for the same ids.
+"""Byte-pair encoding with the optional gigatoken package: the ids of `tokenizers`, many times faster.
 
-A stand-in is not trusted to give them: it is compared with the tokenizer it stands in for, on texts that are known to
-be hard when it is built, and on a share of all documents that go through it.
+Its ids are compared with those of the tokenizer that it replaces: on a list of difficult texts when it is built, and on
+a share of all documents that it encodes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Bytes at the beginning that are all compared, and of the rest about one byte in so many."""
+"""The first bytes are all compared; of the rest, about one byte in `SHARE_COMPARED`."""
 
 
 class DifferentIds(Exception):
-    """The stand-in gave other ids than the tokenizer it stands in for."""
+    """gigatoken cannot replace this tokenizer, or returned other ids."""
 
 
 class StandIn:
-    """Token ids as arrays, for the texts of one process. Build it with `stand_in_for`."""
+    """Encodes the texts of one process to arrays of token ids. Build it with `stand_in_for`."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken
@@ -47,13 +47,13 @@ class StandIn:
         self._fast = Gigatoken.from_json(reference.to_json())
         self.prefix, self.suffix = (np.array(ids, np.uint32) for ids in reference.added_around())
         self.seen = self.compared = 0
-        """Bytes so far; of characters outside ASCII fewer are counted."""
+        """Bytes so far. A character counts as one byte, also outside ASCII."""
 
         for text in (*PROBES, *(f"before{name}after {name}" for name in reference.special_names())):
             self._compare(text, self._encode(text))
 
     def tokenize(self, text: str) -> NDArray[np.uint32]:
-        """Ids of the reference. Raises DifferentIds when a comparison fails."""
+        """Token ids of a text, equal to the reference's. Raises DifferentIds if a comparison fails."""
         ids = self._encode(text)
         self.seen += len(text)
         if self.compared < ALWAYS_COMPARED or self.compared * SHARE_COMPARED < self.seen:
@@ -68,18 +68,18 @@ class StandIn:
     def _compare(self, text: str, ids: NDArray[np.uint32]) -> None:
         expected = self.reference.tokenize(text)
         if not np.array_equal(ids, expected):
-            raise DifferentIds(f"of {text[:60]!r} gigatoken makes other tokens than tokenizers")
+            raise DifferentIds(f"gigatoken and tokenizers encode {text[:60]!r} differently")
 
 
 def stand_in_for(tokenizer: Tokenizer) -> StandIn:
-    """A stand-in for this tokenizer. Raises DifferentIds with the reason where there can be none."""
+    """Builds a stand-in for this tokenizer. Raises DifferentIds with the reason if that is not possible."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
-        raise DifferentIds(f"gigatoken is for {BYTE_PAIR_TOKENIZERS}, not for {type(tokenizer).__name__}")
+        raise DifferentIds(f"gigatoken supports {BYTE_PAIR_TOKENIZERS}, not {type(tokenizer).__name__}")
     if importlib.util.find_spec("gigatoken") is None:
-        raise DifferentIds("gigatoken is not installed: pip install gigatoken makes this many times faster")
+        raise DifferentIds("gigatoken is not installed: pip install gigatoken for many times the speed")
     try:
         return StandIn(tokenizer)
     except DifferentIds:
         raise
-    except Exception as error:  # a model of a kind it does not know
-        raise DifferentIds(f"gigatoken does not take this tokenizer: {error}") from None
+    except Exception as error:  # gigatoken does not know this kind of model
+        raise DifferentIds(f"gigatoken does not support this tokenizer: {error}") from None

@@ -1,4 +1,4 @@
-"""Tokenizers over the `tokenizers` package: a tokenizer.json, or GPT-2's vocabulary and merges."""
+"""Tokenizers of the `tokenizers` package: a tokenizer.json, or GPT-2's vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Names under which an end of document goes where no configuration beside the file says.
+# Names of the end-of-document token, tried if no configuration file names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
 GPT2_EOD = "<|endoftext|>"
 
 
 class _OverTokenizers:
-    """What wraps a `tokenizers.Tokenizer`."""
+    """Common methods of wrappers of a `tokenizers.Tokenizer`."""
 
     _tokenizer: Any
 
@@ -24,34 +24,34 @@ class _OverTokenizers:
         return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
-        """The contents of its tokenizer.json."""
+        """Content of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Ids that are put before and after each text, such as BOS."""
+        """Ids added before and after each text, such as BOS."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a").ids
         start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
 
     def special_names(self) -> list[str]:
-        """Added tokens, which a text may spell."""
+        """Names of added tokens. A text may contain them."""
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
 class HuggingFaceTokenizer(_OverTokenizers):
-    """A local tokenizer.json, or the folder that has one; nothing is downloaded.
+    """A local tokenizer.json, or its folder. Nothing is downloaded.
 
-    EOD is the EOS token named in tokenizer_config.json or special_tokens_map.json beside it. Text is encoded as the
-    file says, special tokens included.
+    EOD is the EOS token of tokenizer_config.json or special_tokens_map.json in the same folder. Text is encoded as the
+    file specifies, including special tokens.
     """
 
     def __init__(self, path: str) -> None:
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise ValueError(
-                f"--tokenizer-model {path}: there is no {file}; give a local tokenizer.json or its folder (nothing is "
-                "downloaded; save one with save_pretrained)"
+                f"--tokenizer-model {path}: there is no {file}; use a local tokenizer.json or its folder (nothing is "
+                "downloaded; save_pretrained writes one)"
             )
         self._tokenizer = _from_file(file)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer(_OverTokenizers):
 
 
 class GPT2BPETokenizer(_OverTokenizers):
-    """GPT-2's byte-level BPE from vocab.json and merges.txt. Text never yields <|endoftext|>, whatever it spells."""
+    """GPT-2's byte-level BPE from vocab.json and merges.txt. Text is never encoded to <|endoftext|>."""
 
     bos = None
 
@@ -76,14 +76,15 @@ class GPT2BPETokenizer(_OverTokenizers):
             model = models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:  # the package raises bare Exception
             raise ValueError(
-                f"--vocab-file {vocab_file}, --merge-file {merge_file}: not GPT-2's vocab.json and merges.txt ({error})"
+                f"--vocab-file {vocab_file}, --merge-file {merge_file}: must be GPT-2's vocab.json and merges.txt "
+                f"({error})"
             ) from None
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
         vocab = self._tokenizer.get_vocab()
         if GPT2_EOD not in vocab:
-            raise ValueError(f"--vocab-file {vocab_file} has no {GPT2_EOD}, which ends documents; add it")
+            raise ValueError(f"--vocab-file {vocab_file} has no {GPT2_EOD}, the end-of-document token; add it")
         self.vocab_size = max(vocab.values()) + 1
         self.eod = self.eos = vocab[GPT2_EOD]
 
@@ -92,7 +93,7 @@ def _from_file(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs the package: pip install tokenizers") from None
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer: needs a package; pip install tokenizers") from None
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception
@@ -100,7 +101,7 @@ def _from_file(file: Path) -> Any:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """Special tokens by role, from the configuration files of a folder."""
+    """Special tokens by role, read from the configuration files of a folder."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).is_file():

@@ -1,11 +1,11 @@
-"""Tokenizers over a SentencePiece model."""
+"""Tokenizers of a SentencePiece model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# Appended to a model that has no <EOD>, in this order, so that ids are those of data made by Megatron-LM.
+# Appended in this order to a model without <EOD>, so that ids equal those of Megatron-LM's data.
 APPENDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
@@ -17,12 +17,12 @@ def _load(model: str) -> Any:
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
-            "train one with tools/train_tokenizer.py, or choose another --tokenizer-type"
+            "train one with tools/train_tokenizer.py, or use another --tokenizer-type"
         ) from None
 
 
 class Llama2Tokenizer:
-    """A SentencePiece model used as Llama 2 does: text begins with BOS, and EOS ends a document."""
+    """A SentencePiece model in Llama 2's way: text starts with BOS, and EOS ends a document."""
 
     def __init__(self, model: str) -> None:
         self._model = _load(model)
@@ -46,8 +46,8 @@ class Llama2Tokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece model whose documents end with <EOD>.
 
-    A model without such a piece gets <CLS>, <SEP>, <EOD> and <MASK> after its last piece. Text never yields a
-    special token, whatever it spells.
+    If the model lacks this piece, <CLS>, <SEP>, <EOD> and <MASK> are added after its last piece. Text is never encoded
+    to a special token.
     """
 
     def __init__(self, model: str) -> None:
@@ -68,7 +68,7 @@ class SentencePieceTokenizer:
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Special tokens appear by name."""
+        """Text of token ids; special tokens appear by name."""
         parts: list[str] = []
         run: list[int] = []
         for id in map(int, ids):

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and the two that need no file."""
+"""Interface of a tokenizer, and two tokenizers without files."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. A special token that the tokenizer lacks is None."""
+    """Converts text to token ids and back. A missing special token is None."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, special tokens included; not padded."""
+        """The largest id plus one, including special tokens, without padding."""
 
     @property
     def eod(self) -> int | None:
-        """Ends a document."""
+        """End-of-document token."""
 
     @property
     def bos(self) -> int | None:
-        """Begins a sequence."""
+        """Beginning-of-sequence token."""
 
     @property
     def eos(self) -> int | None:
-        """Ends a sequence."""
+        """End-of-sequence token."""
 
     def tokenize(self, text: str) -> list[int]: ...
 
@@ -31,9 +31,9 @@ class Tokenizer(Protocol):
 
 
 class NullTokenizer:
-    """Text that is token ids already, as decimal numbers between spaces.
+    """For text that consists of token ids: decimal numbers separated by spaces.
 
-    Ids 0 to vocab_size - 1 are the text's; EOD comes after them, so that there are vocab_size + 1 tokens.
+    The text uses ids 0 to vocab_size - 1. EOD is the next id, so there are vocab_size + 1 tokens.
     """
 
     bos = None
@@ -43,10 +43,10 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ValueError for what is no number or no token."""
+        """Raises ValueError for a word that is not a number or not a token id."""
         ids = [int(word) for word in text.split()]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(f"token ids {min(ids)} to {max(ids)} are not all in 0..{self.vocab_size - 1}")
+            raise ValueError(f"token ids {min(ids)} to {max(ids)} must be in 0..{self.vocab_size - 1}")
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -54,7 +54,7 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and EOD 256. Needs no file and loses no text."""
+    """UTF-8 bytes as tokens 0 to 255, and EOD 256. Lossless, without a file."""
 
     vocab_size = 257
     eod = eos = 256
@@ -64,5 +64,5 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Special tokens have no text; bytes that are no UTF-8 become replacement characters."""
+        """Text of token ids. Special tokens have no text; invalid UTF-8 becomes replacement characters."""
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")

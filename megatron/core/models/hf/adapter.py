@@ -1,6 +1,6 @@
-"""Weights and configurations from Hugging Face's form to ours and back: pure functions over the tables of `families`.
+"""Converts weights and configurations between Hugging Face's format and ours, with the tables of `families`.
 
-What a family cannot express is an error that names it, never a silent approximation.
+Everything here is a pure function. A setting that a family cannot express is an error, never an approximation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.model_math import parameter_metas, whole_model
 from megatron.core.models.hf.families import FAMILIES, Family, Rule
 from megatron.core.param_meta import ParamMeta
 
-# Fields that say how a model is trained or stored, not what it computes.
+# Fields that affect how a model is trained or stored, but not its outputs.
 TRAINING_ONLY = (
     "attention_dropout",
     "hidden_dropout",
@@ -45,7 +45,7 @@ LLAMA3_SCALING = {
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. ValueError for one that has no table."""
+    """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(FAMILIES)}")
@@ -56,9 +56,9 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
-    """The model that a config.json describes; seq_length becomes its longest context.
+    """Converts a config.json. seq_length becomes its longest context.
 
-    ValueError listing every setting that cannot be expressed.
+    Raises ValueError listing every setting that cannot be expressed.
     """
     family = family_of(hf_config)
     hf = {**family.defaults, **{family.aliases.get(key, key): value for key, value in hf_config.items()}}
@@ -86,7 +86,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings: `rope_theta` and `rope_scaling`, or both in `rope_parameters` as newer files have them."""
+    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files."""
     merged = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind = merged.get("rope_type", merged.get("type", "default"))
     fields: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
-    """The sliding window of all layers, or None. ValueError if some layers have one and some not."""
+    """Sliding window of all layers, or None. Raises ValueError if only some layers have one."""
     window, layers = hf.get("sliding_window"), hf.get("num_hidden_layers", 0)
     if not window or not hf.get("use_sliding_window", True):
         return None
@@ -116,7 +116,7 @@ def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
 
 
 def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
-    """The config.json of a model. ValueError naming what the family cannot express."""
+    """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
     hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
@@ -150,7 +150,7 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _stated(config: TransformerConfig) -> dict[str, Any]:
-    """Fields with defaults that follow from others, as values."""
+    """Derived defaults of fields as explicit values."""
     return {
         "ffn_hidden_size": config.ffn_size,
         "kv_channels": config.head_dim,
@@ -164,7 +164,7 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that decide what the model computes; those without effect are left at their defaults."""
+    """Fields that affect the model's outputs. Fields without effect are left out."""
     fields = asdict(replace(config, **_stated(config)))
     rotary = config.position_embedding_type == "rope"
     idle = list(TRAINING_ONLY)
@@ -181,7 +181,7 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Their tensors as whole parameters of ours, by name. ValueError naming every missing, unknown or misshapen one."""
+    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
     family = family_of({"model_type": model_type})
     tensors = _checkpoint_names(state_dict, family)
     found: dict[str, Tensor] = {}
@@ -194,14 +194,14 @@ def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_t
         parts = tuple(tensors.pop(name) for name in rule.theirs)
         problems += _place(found, meta, rule, config, parts)
     problems += _check_tied_head(tensors, found, config)
-    problems += [f"{name} has no place in the model" for name in tensors]
+    problems += [f"{name} is unknown" for name in tensors]
     if problems:
         raise ValueError(f"weights of a {model_type} model: " + "; ".join(problems))
     return found
 
 
 def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Our whole parameters, by name, as their tensors. A tied head is left out, as in their files."""
+    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
     family = family_of({"model_type": model_type})
     rules = _rules_of(config, family)
     missing = [meta.name for meta, _ in rules if meta.name not in parameters]
@@ -218,7 +218,7 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
 def copy_shards_(
     parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Fills each parameter with its part of the whole one of its name. What is not trained stays as it is."""
+    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
     for parameter in parameters:
         meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
         if meta.name not in whole and not parameter.requires_grad:
@@ -229,7 +229,7 @@ def copy_shards_(
 
 
 def _checkpoint_names(state_dict: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Their tensors under full names, without those that hold no weights."""
+    """Their tensors under full names, without tensors that are not weights."""
     bare = not any(name.startswith(family.prefix) for name in state_dict)
     return {
         family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
@@ -239,7 +239,7 @@ def _checkpoint_names(state_dict: Mapping[str, Tensor], family: Family) -> dict[
 
 
 def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta, Rule]]:
-    """Each parameter of the model with the rule for it, the layer number filled in."""
+    """Each parameter of the model with its rule, with the layer number filled in."""
     rules = {rule.ours: rule for rule in family.rules}
     found = []
     for meta in parameter_metas(config, whole_model(config)):
@@ -247,14 +247,14 @@ def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta
         layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
         if pattern not in rules:
-            raise ValueError(f"a {family.model_type} model has no place for {meta.name}")
+            raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
         found.append((meta, replace(rule, theirs=tuple(_names(rule, layer, config.num_experts or 0)))))
     return found
 
 
 def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
-    """Their names with the layer number filled in, and all of those of one expert before those of the next."""
+    """Their names with the layer number filled in, expert by expert."""
     names = [name.replace("{i}", layer) for name in rule.theirs]
     if any("{e}" in name for name in names):
         return (name.replace("{e}", str(expert)) for expert in range(experts) for name in names)
@@ -264,7 +264,7 @@ def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
 def _place(
     found: dict[str, Tensor], meta: ParamMeta, rule: Rule, config: TransformerConfig, parts: tuple[Tensor, ...]
 ) -> list[str]:
-    """Adds a parameter to `found`, or says what is wrong with its parts."""
+    """Adds a parameter to `found`, or returns the problems of its parts."""
     names = ", ".join(rule.theirs)
     shapes = ", ".join(str(list(part.shape)) for part in parts)
     try:
@@ -278,7 +278,7 @@ def _place(
 
 
 def _check_tied_head(tensors: dict[str, Tensor], found: dict[str, Tensor], config: TransformerConfig) -> list[str]:
-    """A tied head may be stored a second time; then it must be the embedding."""
+    """Checks that a stored copy of a tied head equals the embedding."""
     if not config.tied_embeddings or "lm_head.weight" not in tensors:
         return []
     head, embedding = tensors.pop("lm_head.weight"), found.get("embedding.word_embeddings.weight")

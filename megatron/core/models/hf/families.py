@@ -1,7 +1,7 @@
-"""Hugging Face's names and layouts of weights, family by family, as tables.
+"""Tables of Hugging Face families: names and layouts of weights, and keys of config.json.
 
-A `Rule` pairs one parameter of ours with the tensors that make it up there; its `Layout` turns one into the other,
-both ways and bit for bit. A `Settings` table does the same for the keys of config.json.
+A `Rule` pairs one of our parameters with their tensors. Its `Layout` converts in both directions, bit for bit. A
+`Family` has the rules of a `model_type` and maps the keys of its config.json to our fields.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from megatron.core.config.model import TransformerConfig
 
 
 class Layout:
-    """One tensor on both sides, the same."""
+    """One tensor, the same on both sides."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The parameter that their tensors make up."""
+        """Converts their tensors to our parameter."""
         return tensors[0]
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that our parameter comes apart into."""
+        """Converts our parameter to their tensors."""
         return (parameter,)
 
 
 class Transposed(Layout):
-    """GPT-2 stores [in, out] where we store [out, in]."""
+    """Transposed: GPT-2 stores [in, out], we store [out, in]."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0].t().contiguous()
@@ -38,7 +38,7 @@ class Transposed(Layout):
 
 
 class VocabularyRows(Layout):
-    """Ours has rows of zeros below, up to the padded vocabulary."""
+    """Rows of the vocabulary: ours are padded with zeros to the padded vocabulary."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         (rows,) = tensors
@@ -49,7 +49,7 @@ class VocabularyRows(Layout):
 
 
 class Stacked(Layout):
-    """Several tensors of one shape, stacked along a new first dim: gate and up of a gated MLP."""
+    """Several tensors of one shape, stacked along a new first dim, such as gate and up of a gated MLP."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         return stack(tensors)
@@ -59,7 +59,7 @@ class Stacked(Layout):
 
 
 class StackedExperts(Layout):
-    """Gate and up of one expert after the other, as [E, 2, ffn, h]."""
+    """Gate and up of all experts as [E, 2, ffn, h]; they store them expert by expert."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         return stack(tensors).unflatten(0, (-1, 2))
@@ -69,7 +69,7 @@ class StackedExperts(Layout):
 
 
 class QueryGroups(Layout):
-    """q [heads * d, ...], k and v [groups * d, ...] there; here [groups, q_per_group + 2, d, ...]."""
+    """Theirs: q [heads * d, ...], k and v [groups * d, ...]. Ours: [groups, q_per_group + 2, d, ...]."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         return cat([x.unflatten(0, (config.query_groups, -1, config.head_dim)) for x in tensors], dim=1)
@@ -80,7 +80,7 @@ class QueryGroups(Layout):
 
 
 class JointHeads(Layout):
-    """GPT-2: all queries, all keys, all values side by side in one tensor, in the last dim."""
+    """GPT-2: all queries, keys and values in one tensor, concatenated along the last dim."""
 
     groups = QueryGroups()
 
@@ -105,7 +105,7 @@ class JointHeadsBias(Layout):
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of ours, and what it is made of there. `{i}` stands for the layer number, `{e}` for each expert."""
+    """One of our parameters and their tensors. `{i}` is the layer number, `{e}` stands for every expert."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -116,7 +116,7 @@ OUR_LAYER = "decoder.layers.{i}"
 
 
 def _linear(ours: str, theirs: str, weight: Layout, bias: Layout) -> tuple[Rule, Rule]:
-    """Weight and bias; `theirs` names the parts, separated by blanks."""
+    """Rules of a linear layer's weight and bias; `theirs` lists the names of their parts, separated by spaces."""
     parts = theirs.split()
     return (
         Rule(f"{OUR_LAYER}.{ours}.weight", tuple(f"{part}.weight" for part in parts), weight),
@@ -163,7 +163,7 @@ LLAMA_RULES = (
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of a mixture of experts that stands in place of the MLP of every layer."""
+    """Rules of a model with a mixture of experts in every layer."""
     expert = f"{_HF_LAYER}.{block}.experts.{{e}}"
     return (
         *(rule for rule in LLAMA_RULES if ".mlp." not in rule.ours),
@@ -190,25 +190,25 @@ class Family:
     rules: tuple[Rule, ...]
 
     prefix: str
-    """What their names begin with; files of the bare decoder leave it out."""
+    """Prefix of their names. Files of the bare decoder lack it."""
 
     keys: Mapping[str, str]
-    """Key of config.json -> field of TransformerConfig, for values that are the same on both sides."""
+    """Key of config.json -> field of TransformerConfig, for equal values."""
 
     fixed: Mapping[str, Any]
-    """Fields of TransformerConfig that are the same throughout the family."""
+    """Fields of TransformerConfig that are fixed for the family."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that a config.json may leave out."""
+    """Defaults of keys that a config.json may lack."""
 
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of which only these values can be expressed here; the first is what we write."""
+    """Keys with the only values that we support; we write the first one."""
 
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Ends of names of tensors that hold no weights."""
+    """Suffixes of names of tensors that are not weights."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further spellings of keys of config.json."""
+    """Other spellings of keys of config.json."""
 
 
 _SHARED_KEYS = {"vocab_size": "vocab_size", "initializer_range": "init_method_std"}
@@ -289,7 +289,7 @@ def _llama_like(
     without: tuple[str, ...] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> Family:
-    """`without` names switches of biases that must be off."""
+    """A family with Llama's rules. `without` lists bias switches that must be off."""
     return Family(
         model_type,
         architecture,
