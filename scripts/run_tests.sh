@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests on CPU (and tests/gpu where there is a GPU), in .venv, which is made if it is missing.
-# Further arguments go to pytest: bash scripts/run_tests.sh tests/pure -k rank
+# Test files run in parallel, one worker a core (WORKERS=N; WORKERS=1 runs them in turn). Further arguments go to pytest:
+# bash scripts/run_tests.sh tests/pure -k rank
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
@@ -8,5 +9,10 @@ source scripts/env.sh
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ensure_environment requirements-dev.txt
+cores="$(getconf _NPROCESSORS_ONLN)"
+workers="${WORKERS:-$((cores < 8 ? cores : 8))}"
+if ((workers > 1)); then
+    set -- -n "$workers" --dist loadgroup --no-loadscope-reorder "$@"
+fi
 show "$PYTHON" -m pytest "$@"
 exec "$PYTHON" -m pytest "$@"

@@ -17,3 +17,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
         metafunc.parametrize(name, whole if metafunc.config.getoption("--whole") else part, ids=str)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under pytest-xdist one worker runs all tests of a file, as they share fixtures, and one all those on the GPU."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("gpu" if folder == "gpu" else f"{folder}/{item.path.stem}"))
