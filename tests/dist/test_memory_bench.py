@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_world
-from tools.bench.memory import Row, main, measure_loss, rows_of
+from tools.bench.memory import LAYOUTS, Row, config_of, layer_bytes, main, measure_loss, rows_of
 
 SIZES = {"layers": 4, "hidden": 64, "seq": 64, "vocab": 512}
 
@@ -22,6 +22,29 @@ def test_states_and_activations_are_the_plans(layout: str) -> None:
     for row in rows(layout):
         assert row.equal, row
         assert 0.5 * row.planned.peak < row.measured.peak < 1.3 * row.planned.peak, row
+
+
+@pytest.mark.parametrize(
+    ("layout", "sbh", "tokens"),
+    [
+        # What each modules' recomputation drops: 5as/h never is there, and 4a/h of it stays; norms keep 8 bytes a token.
+        ("1 process", 34, 8 + 4 * 8),
+        ("selective", 34, 8),
+        ("layernorm", 30, 8 + 4 * 8),
+        ("mlp_act", 26, 8 + 4 * 8),
+        ("mlp", 18, 8 + 4 * 8),
+        ("all modules", 14, 8),
+        ("full", 2, 0),
+        ("TP 2", 10 + 24 / 2, 8 + 4 * 8 / 2),
+        ("TP 2 SP", 34 / 2, (8 + 4 * 8) / 2),
+        ("TP 2 SP selective", 34 / 2, 8 / 2),
+    ],
+)
+def test_every_byte_of_a_layer_is_accounted_for(layout: str, sbh: float, tokens: float) -> None:
+    """In units of sbh, as the published formula has them, and in bytes per token."""
+    world_size, flags = LAYOUTS[layout]
+    found = layer_bytes(config_of(flags, world_size, SIZES))
+    assert found == sbh * SIZES["seq"] * SIZES["hidden"] + tokens * SIZES["seq"]
 
 
 def test_layers_are_below_the_published_formula() -> None:

@@ -1,20 +1,27 @@
-"""Bytes that training takes on each rank, measured in gloo worlds of 1 to 4 processes, beside the dry run's plan.
+"""Measure the memory of training on each rank, in gloo worlds of 1 to 4 processes, and compare it with the plan.
 
     python tools/bench/memory.py
     python tools/bench/memory.py --only "TP 2" "PP 2 zb-v" --json memory.json
 
-Parameters, gradients and optimizer state are the tensors that a run has allocated. Activations are the tensors that
-the operations of a step's forward and backward passes make, counted while they live: `kept` is the most that is there
-between two actions of the pipeline, without messages on their way; `peak` the most at any time, for which the plan adds
-an estimate of what is not kept. `update` is what reduction, clipping and the optimizer make at most.
+Columns, in KiB:
+  states   parameters, gradients and optimizer state, as allocated
+  kept     saved activations: the maximum between two actions of the pipeline, without messages in flight
+  = plan   whether states and saved activations equal the plan of the dry run to the byte
+  peak     the maximum during the forward and backward passes; `planned` is the plan's estimate of it
+  update   the maximum that gradient reduction, clipping and the optimizer allocate
+  layer    saved activations of one layer and micro-batch, in bytes per element of its input (units of sbh)
+  formula  saved activations of all layers in flight, relative to the published formula
 
-The formulas are those of arXiv 2205.05198, table 2 and section 4.2.3: bytes that a layer keeps of a micro-batch, times
-layers and micro-batches in flight; beside them stand the bytes of the same layers in the plan that the measured ones
-equal. They hold for 16-bit activations with dropout, an MLP of width 4h with GeLU and attention that keeps its
-scores, and know neither context parallelism nor recomputed modules other than attention's core.
+The formula is that of arXiv 2205.05198, table 2 and section 4.2.3: 16-bit activations with dropout, an MLP of width 4h
+with GeLU, and attention that saves its scores. It covers neither context parallelism nor recomputed modules other than
+core_attn. Differences from it:
+  none       The formula saves attention scores, their softmax and a dropout mask: 5as/h. This code recomputes them from
+             q, k, v and one fp32 number per head and query: 4a/h, and nothing of size s x s.
+  selective  Only those fp32 numbers are left for core_attn to drop; the formula drops all of 5as/h.
+  full       The input of the layer alone, as in the formula. With SP a rank has its shard; the formula counts all.
+  all        Both norms also save mean and 1/deviation of each token: 8 bytes a token on CPU.
 
-The loss is measured by itself: what it takes beside the logits, which are there in 16 bits, against a tenth of the
-s b V 4 bytes that logits in fp32 would take.
+The loss is measured by itself: its memory beside the 16-bit logits, relative to logits in fp32 (s b V 4 bytes).
 """
 
 from __future__ import annotations
@@ -67,6 +74,9 @@ SELECTIVE = "--recompute-granularity selective"
 LAYOUTS: dict[str, tuple[int, str]] = {
     "1 process": (1, ""),
     "selective": (1, SELECTIVE),
+    "layernorm": (1, f"{SELECTIVE} --recompute-modules layernorm"),
+    "mlp_act": (1, f"{SELECTIVE} --recompute-modules mlp_act"),
+    "mlp": (1, f"{SELECTIVE} --recompute-modules mlp"),
     "all modules": (1, f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"),
     "full": (1, "--recompute-granularity full"),
     "TP 2": (2, "--tp 2"),
@@ -119,8 +129,11 @@ class Row:
     planned: Measured
     """`peak` is the estimate; nothing is planned for `update`."""
 
+    layer: int
+    """Bytes of one layer and micro-batch in `planned.kept`."""
+
     layers: int
-    """Bytes of the layers in `planned.kept`."""
+    """Bytes of all layers in `planned.kept`."""
 
     formula: float | None
     """What the published formula gives for these layers."""
@@ -222,20 +235,25 @@ def layers_in_flight(config: RunConfig, held: RankActivations, pp_rank: int) -> 
     return sum(count * len(stages[stage].layers) for count, stage in zip(held.in_flight, own, strict=True))
 
 
+def layer_bytes(config: RunConfig) -> int:
+    """Saved activations of one layer and micro-batch, from the plan."""
+    batch = micro_batch_of(config)
+    return batch.hidden if config.model.recompute_granularity == "full" else layer_kept(batch, 0).total
+
+
 def rows_of(name: str, sizes: dict[str, int]) -> list[Row]:
     """One row for each rank of a layout."""
     world_size, flags = LAYOUTS[name]
     config = config_of(flags, world_size, sizes)
     planned, activations = plan(config, world_size)
-    dims, batch = ParallelDims.from_config(config.parallel, world_size), micro_batch_of(config)
-    full, of_layer = config.model.recompute_granularity == "full", formula_of(config)
-    layer = batch.hidden if full else layer_kept(batch, 0).total
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    of_layer, layer = formula_of(config), layer_bytes(config)
     rows = []
     for rank, measured in enumerate(run_world(world_size, measure, config)):
         pp_rank = dims.coords(rank)["pp"]
         layers = layers_in_flight(config, activations[pp_rank], pp_rank)
         formula = None if of_layer is None else of_layer * layers
-        rows.append(Row(name, rank, measured, planned[pp_rank], layer * layers, formula))
+        rows.append(Row(name, rank, measured, planned[pp_rank], layer, layer * layers, formula))
     return rows
 
 
@@ -269,14 +287,16 @@ def kib(size: int) -> str:
     return f"{size / 2**10:,.0f}"
 
 
-def say(row: Row) -> None:
-    """A line of the table."""
+def say(row: Row, sizes: dict[str, int]) -> None:
+    """Prints a line of the table."""
     found, plan = row.measured, row.planned
     states = found.parameters + found.gradients + found.optimizer
+    layer = row.layer / (sizes["seq"] * sizes["hidden"])
     ratio = "" if not row.formula else f"{row.layers / row.formula:.3f}"
     print(
         f"{row.layout:<22}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
-        f"{kib(found.peak):>10}{kib(plan.peak):>10}{found.peak / plan.peak:>7.2f}{kib(found.update):>9}{ratio:>9}"
+        f"{kib(found.peak):>10}{kib(plan.peak):>10}{found.peak / plan.peak:>7.2f}"
+        f"{kib(found.update):>9}{layer:>8.2f}{ratio:>9}"
     )
     if not row.equal:
         print(f"    measured {found}\n    planned  {plan}")
@@ -296,13 +316,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     say_machine(facts)
     shape = f"L {args.layers}, h {args.hidden}, a 8, s {args.seq}, V {args.vocab}"
     print(f"{shape}, micro-batches of 1, 8 samples a step, bf16, Adam; KiB of each rank")
-    titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "update", "formula")
-    widths = (10, 10, 8, 10, 10, 7, 9, 9)
+    titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "update", "layer", "formula")
+    widths = (10, 10, 8, 10, 10, 7, 9, 8, 9)
     print(f"{'layout':<25}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
     rows: list[Any] = []
     for name in args.only:
         for row in rows_of(name, sizes):
-            say(row)
+            say(row, sizes)
             rows.append(row)
     for tp in (1, 2):
         loss = run_world(tp, measure_loss, args.loss_tokens, args.loss_vocab)[0]
