@@ -96,3 +96,34 @@ PIPELINE_SCHEDULES.register("interleaved", f"{_SCHEDULES}:interleaved", chunks=2
 PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
 PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
+
+DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts)
+"""`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
+wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""
+
+DATASETS.register("gpt", "megatron.core.datasets.build:build_gpt")
+DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    needs: tuple[str, ...] = ()
+    """Fields of TokenizerConfig that must name a file."""
+
+
+TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", TokenizerFacts)
+"""`build(config, vocab_size)`: a `megatron.core.tokenizers.tokenizer.Tokenizer`; `vocab_size` is --vocab-size."""
+
+_TOKENIZERS, _MODEL = "megatron.core.tokenizers.build", ("tokenizer_model",)
+TOKENIZERS.register("SentencePieceTokenizer", f"{_TOKENIZERS}:sentencepiece", needs=_MODEL)
+TOKENIZERS.register("Llama2Tokenizer", f"{_TOKENIZERS}:llama2", needs=_MODEL)
+TOKENIZERS.register("HuggingFaceTokenizer", f"{_TOKENIZERS}:huggingface", needs=_MODEL)
+TOKENIZERS.register("GPT2BPETokenizer", f"{_TOKENIZERS}:gpt2_bpe", needs=("vocab_file", "merge_file"))
+TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
+TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
+
+HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
+"""A `megatron.core.models.hf.families.Family` for each `model_type` of Hugging Face."""
+
+for _family in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+    HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -14,8 +15,10 @@ from megatron.training.data import TrainingData
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
+from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Progress
 from megatron.training.saving import RunSaver
@@ -43,5 +46,10 @@ class TrainingRun:
     saver: RunSaver
     guard: StepGuard
     clock: PhaseClock
+    callbacks: Sequence[Callback]
+    user_metrics: UserMetrics
+    view: RunView
+    """What callbacks and metrics see of this run."""
+
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the present iteration; saved with its checkpoint."""

@@ -22,9 +22,11 @@ from megatron.training.data import build_data
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
+from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.sample_log import SampleLog
+from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
@@ -93,7 +95,7 @@ def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamSchedu
     return OptimizerParamScheduler(config.optimizer, training.global_batch_size, train_iters=train_iters)
 
 
-def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
+def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
     queue, casts = WeightGradQueue(), WeightCasts()
@@ -121,6 +123,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
+    parts = (parts or Parts()).with_registered(config)
     return TrainingRun(
         config=config,
         runtime=runtime,
@@ -138,4 +141,7 @@ def build_run(config: RunConfig, runtime: Runtime) -> TrainingRun:
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         clock=clock,
+        callbacks=parts.callbacks,
+        user_metrics=UserMetrics(parts.metrics, runtime.device),
+        view=RunView(config, stages, optimizer, progress, runtime.say),
     )

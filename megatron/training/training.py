@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from megatron.core.datasets.samplers import DataIterator
+from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
@@ -18,6 +19,7 @@ from megatron.training.diagnosis.check_replicas import check_replicas
 from megatron.training.diagnosis.straggler import GRAD_SYNC
 from megatron.training.evaluation import evaluate_split
 from megatron.training.garbage_collection import GarbageCollection
+from megatron.training.hooks import Parts, StepView
 from megatron.training.initialize import (
     StartupPhases,
     give_back_memory,
@@ -36,8 +38,9 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 
-def pretrain(config: RunConfig, launch: Launch) -> ExitCode:
-    """Trains with a configuration that is resolved and validated for `launch.world_size`.
+def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
+    """Trains with a configuration that is resolved and validated for `launch.world_size`, and with `parts` of the
+    caller's own beside those that extensions have registered.
 
     Returns the exit code. Any exception ends all ranks with one report."""
     watch = Watch(launch)
@@ -51,7 +54,7 @@ def pretrain(config: RunConfig, launch: Launch) -> ExitCode:
                 pass
             runtime = initialize(config, launch, phases, watch)
             resources.callback(shut_down)
-            run = build_run(config, runtime)
+            run = build_run(config, runtime, parts)
             resources.callback(run.data.close)
             return train(run, resources)
         except BaseException as error:
@@ -67,6 +70,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     runtime.say(str(runtime.phases))
     _say_where_it_starts(config, progress, runtime.say)
     run.saver.prepare()
+    for callback in run.callbacks:
+        callback.on_start(run.view)
     collection = GarbageCollection(config.training, resources)
     interval = Interval()
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
@@ -89,6 +94,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             limit("--distributed-timeout-minutes", config.parallel.distributed_timeout_minutes)
             startup = False
         run.saver.report()
+        for callback in run.callbacks:
+            callback.on_step_end(run.view)
+        may_stop = False
         iteration, last = progress.iteration, progress.iteration == run.train_iters
         if last or _due(iteration, config.logging.log_interval):
             settle(run)
@@ -96,6 +104,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             run.measured["lm_loss"] = record["lm_loss"]
             give_back_memory(runtime.device)
             log.report(record)
+            for callback in run.callbacks:
+                callback.on_log(run.view, record)
+            may_stop = True
             interval = Interval()
         log.step()
         with interval.outside():
@@ -104,11 +115,15 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             if run.data.valid is not None and (last or _due(iteration, config.training.eval_interval)):
                 with collection.around_evaluation():
                     evaluate(run, "valid", run.data.valid, log)
+                may_stop = True
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
                 save(run)
                 saved_at = iteration
         if _due(iteration, config.training.exit_interval):
             runtime.say(f"exiting at iteration {iteration}: --exit-interval {config.training.exit_interval}")
+            break
+        if may_stop and run.callbacks and (why := _stop_reason(run)):
+            runtime.say(f"exiting at iteration {iteration}: {why}")
             break
     if config.checkpoint.save and saved_at != progress.iteration:
         save(run)
@@ -118,6 +133,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     settle(run)
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
     run.saver.finish()
+    for callback in run.callbacks:
+        callback.on_end(run.view)
     watch.begin("leaving")
     if not watch.stopping:
         return ExitCode.DONE
@@ -156,6 +173,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
         result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge)
     run.guard.watch(step, result)
     run.forward_backward.end_step(result.skip)
+    run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
     interval.results.append(result)
     interval.losses.append(sums.loss_and_tokens)
     interval.learning_rate = lr
@@ -169,6 +187,8 @@ def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) 
     if record is not None:
         run.measured[f"{split}_loss"] = record[f"{split}_loss"]
         log.write(record)
+        for callback in run.callbacks:
+            callback.on_evaluation(run.view, split, record)
 
 
 def save(run: TrainingRun) -> None:
@@ -176,6 +196,8 @@ def save(run: TrainingRun) -> None:
     settle(run)
     run.guard.store_means()
     run.saver.save(run.measured)
+    for callback in run.callbacks:
+        callback.on_checkpoint(run.view)
 
 
 def _say_where_it_starts(config: RunConfig, progress: Progress, say: Callable[[str], None]) -> None:
@@ -183,6 +205,11 @@ def _say_where_it_starts(config: RunConfig, progress: Progress, say: Callable[[s
         say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
     elif config.checkpoint.load and not config.checkpoint.finetune:
         say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
+
+
+def _stop_reason(run: TrainingRun) -> str | None:
+    """Why the run ends, if a callback of any rank has asked for it; equal on all ranks. Collective."""
+    return next(filter(None, gather(run.view.stop_reason, run.runtime.state.world)), None)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.parts import DATASETS, TOKENIZERS
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class DatasetConfig(Section):
     mock_data: bool = False
     """Train on made-up tokens that need no files."""
 
+    dataset_type: str | None = flag(None, choices=DATASETS)
+    """Where training data come from; default: gpt, indexed datasets in files, or mock under --mock-data."""
+
     num_workers: int = 2
     """Threads that prepare each rank's samples ahead of the step; 0 prepares them when they are needed."""
 
@@ -45,6 +49,11 @@ class DatasetConfig(Section):
     """No attention across an end of document."""
 
     @property
+    def dataset(self) -> str:
+        """Name of the kind of data."""
+        return self.dataset_type or ("mock" if self.mock_data else "gpt")
+
+    @property
     def per_split(self) -> bool:
         """Whether the splits have data paths of their own."""
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
@@ -56,14 +65,7 @@ class TokenizerConfig(Section):
 
     tokenizer_type: str | None = flag(
         None,
-        choices=(
-            "SentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "NullTokenizer",
-            "ByteTokenizer",
-        ),
+        choices=TOKENIZERS,
     )
     """Kind of tokenizer."""
 

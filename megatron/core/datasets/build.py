@@ -15,6 +15,7 @@ from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
+from megatron.core.parts import DATASETS
 
 # Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
 SURPLUS = 0.005
@@ -85,8 +86,11 @@ def build_datasets(
     format = SampleFormat(
         seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
     )
-    if config.mock_data:
-        return _build_mock(config, format, seed, sizes)
+    return DATASETS[config.dataset](config, format, seed, sizes)
+
+
+def build_gpt(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+    """The splits of indexed datasets in Megatron's files."""
     if config.per_split and config.data_path:
         raise ValueError(
             "--data-path: cannot be combined with --train-data-path, --valid-data-path or --test-data-path; keep one"
@@ -126,7 +130,8 @@ def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
     return results
 
 
-def _build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+    """The splits of made-up data."""
     if config.data_path or config.per_split:
         raise ValueError("--mock-data: cannot be combined with --data-path or data paths of splits; keep one kind")
     found: list[Dataset | None] = []

@@ -64,7 +64,7 @@ def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
     model = config.model
-    if vocab_size is None and config.data.mock_data and config.tokenizer.tokenizer_type is None:
+    if vocab_size is None and config.data.dataset == "mock" and config.tokenizer.tokenizer_type is None:
         vocab_size = model.vocab_size or MOCK_VOCAB_SIZE
     if vocab_size is not None:
         model = replace(model, vocab_size=max(vocab_size, model.vocab_size or 0))

@@ -60,11 +60,11 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     of_ranks = torch.zeros(world, len(own), dtype=torch.float64, device=runtime.device)
     of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
-    gathered = [losses.flatten(), run.experts.take(), of_ranks.flatten()]
+    gathered = [losses.flatten(), run.experts.take(), run.user_metrics.take(), of_ranks.flatten()]
     summed = torch.cat(gathered)
     if world > 1:
         dist.all_reduce(summed)
-    table, expert_load, of_ranks = summed.split([part.numel() for part in gathered])
+    table, expert_load, user_metrics, of_ranks = summed.split([part.numel() for part in gathered])
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
     steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
@@ -75,7 +75,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
     dtype = getattr(torch, config.parallel.params_dtype)
     peak = peak_tflops(config.logging, runtime.device, dtype, config.parallel.fp8_format is not None)
-    return {
+    record = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
         "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
@@ -95,6 +95,10 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         **(run.experts.record(expert_load, interval.samples * config.model.seq_length) if steps else {}),
         **straggler_record(of_ranks[:, 1:].tolist(), steps, config.logging),
     }
+    own_metrics = run.user_metrics.record(user_metrics)
+    if taken := sorted(record.keys() & own_metrics.keys()):
+        raise ValueError(f"metric {taken[0]}: every record has a value of this name; register it under another one")
+    return record | own_metrics
 
 
 def peak_memory_bytes(device: torch.device) -> int:

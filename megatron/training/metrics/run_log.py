@@ -11,6 +11,7 @@ from tqdm import tqdm
 from megatron.training.config.arguments import save_config, to_flat_dict
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.straggler import hosts_of_ranks, straggler_line
+from megatron.training.hooks import METRICS
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 
@@ -92,4 +93,5 @@ def progress_line(record: Record, train_iters: int) -> str:
         load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
         parts.append(f"expert load: {load}")
         parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
+    parts += [f"{name}: {record[name]:.6g}" for name in METRICS if record.get(name) is not None]
     return " " + " | ".join(parts)

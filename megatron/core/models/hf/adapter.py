@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.model_math import parameter_metas, whole_model
-from megatron.core.models.hf.families import FAMILIES, Family, Rule
+from megatron.core.models.hf.families import Family, Rule
 from megatron.core.param_meta import ParamMeta
+from megatron.core.parts import HF_FAMILIES
 
 # Fields that affect how a model is trained or stored, but not its outputs.
 TRAINING_ONLY = (
@@ -47,9 +48,9 @@ LLAMA3_SCALING = {
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(HF_FAMILIES)}")
+    return HF_FAMILIES[model_type]
 
 
 # Configurations

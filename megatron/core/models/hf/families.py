@@ -354,15 +354,7 @@ QWEN3_MOE = Family(
     aliases={"num_local_experts": "num_experts"},
 )
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        GPT2,
-        _llama_like("llama", "LlamaForCausalLM", {"window_size": None}, without=("attention_bias", "mlp_bias")),
-        _llama_like("mistral", "MistralForCausalLM", {}, defaults={"sliding_window": 4096}),
-        _llama_like("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
-        _llama_like("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, without=("attention_bias",)),
-        MIXTRAL,
-        QWEN3_MOE,
-    )
-}
+LLAMA = _llama_like("llama", "LlamaForCausalLM", {"window_size": None}, without=("attention_bias", "mlp_bias"))
+MISTRAL = _llama_like("mistral", "MistralForCausalLM", {}, defaults={"sliding_window": 4096})
+QWEN2 = _llama_like("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True})
+QWEN3 = _llama_like("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, without=("attention_bias",))

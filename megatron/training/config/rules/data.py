@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parts import TOKENIZERS
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -15,7 +16,9 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     kinds = [
         n for n, given in (("--data-path", d.data_path), (", ".join(own), own), ("--mock-data", d.mock_data)) if given
     ]
-    if not kinds:
+    if d.dataset_type is not None and d.mock_data:
+        yield Problem.exclusive("--dataset-type", d.dataset_type, "--mock-data")
+    if not kinds and d.dataset == "gpt":
         yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")
     if len(kinds) > 1:
         yield Problem.exclusive(kinds[0], None, " and ".join(kinds[1:]))
@@ -57,8 +60,6 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
 
 
 def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    from megatron.core.tokenizers.build import NEEDED_FILES
-
     t = c.tokenizer
     if t.tokenizer_type is None:
         if c.model.vocab_size is None:
@@ -70,7 +71,7 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
                 rule = "needs the end-of-document token of the tokenizer"
                 yield Problem(name, None, rule, "add --tokenizer-type")
         return
-    for field in NEEDED_FILES.get(t.tokenizer_type, ()):
+    for field in TOKENIZERS.facts(t.tokenizer_type).needs:
         if not getattr(t, field):
             name = f"--{field.replace('_', '-')}"
             yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", f"add {name} FILE")

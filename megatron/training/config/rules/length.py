@@ -61,7 +61,7 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         yield Problem.exclusive(names[0], given[names[0]], " and ".join(names[1:]))
-    if not names and c.data.mock_data:
+    if not names and c.data.dataset == "mock":
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
     samples, size = samples_of_run(c), t.global_batch_size

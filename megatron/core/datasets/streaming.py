@@ -1,0 +1,99 @@
+"""Data that come from a Python generator, one sample after the other, with no files and no index."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.build import SIZE_FLAGS, Datasets
+from megatron.core.datasets.gpt_dataset import Sample, SampleFormat
+from megatron.core.datasets.index_cache import content_hash
+from megatron.core.datasets.mock import SPLITS
+
+WINDOW = 1024
+"""Samples read ahead of the one asked for that are kept: other ranks' and other threads'."""
+
+Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
+"""first -> the samples from number `first` on, each of seq_length + 1 token ids, the same whenever it is called."""
+
+
+class GeneratorDataset:
+    """`samples` samples of a stream, under their numbers, so that a run resumes exactly and at any layout.
+
+    The stream is read on in order. Every data-parallel rank reads all of it and keeps its own samples. A sample that
+    lies behind, or more than `WINDOW` ahead, starts the stream anew at its number. `fingerprint` must be another one
+    where the stream is.
+    """
+
+    def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
+        self.stream, self.samples, self.format = stream, samples, format
+        self.fingerprint = content_hash({"stream": fingerprint, "sequence_length": format.seq_length})
+        self._lock = Lock()
+        self._reader: Iterator[Sequence[int] | NDArray] | None = None
+        self._next = 0
+        self._ahead: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.format.sample(self.text(index))
+
+    def origin(self, index: int) -> str:
+        return f"stream:{index}+0"
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample. Raises ValueError for a stream that ends or yields another length,
+        or token ids outside the vocabulary."""
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        with self._lock:
+            if index in self._ahead:
+                return self._ahead.pop(index)
+            if self._reader is None or not self._next <= index < self._next + WINDOW:
+                self._reader, self._next = iter(self.stream(index)), index
+                self._ahead.clear()
+            while True:
+                number, text = self._next, self._read()
+                if number == index:
+                    return text
+                self._ahead[number] = text
+                if len(self._ahead) > WINDOW:
+                    self._ahead.popitem(last=False)
+
+    def _read(self) -> NDArray[np.int64]:
+        assert self._reader is not None
+        try:
+            text = np.asarray(next(self._reader), np.int64)
+        except StopIteration:
+            raise ValueError(f"the stream of data ended at sample {self._next} of {self.samples}") from None
+        if text.shape != (self.format.seq_length + 1,):
+            raise ValueError(
+                f"sample {self._next} of the stream has shape {text.shape}, and must be --seq-length + 1 = "
+                f"{self.format.seq_length + 1} token ids"
+            )
+        self.format.check_ids(text, f"sample {self._next} of the stream")
+        self._next += 1
+        return text
+
+
+def stream_splits(
+    stream: Callable[[str, int], Iterator[Sequence[int] | NDArray]],
+    format: SampleFormat,
+    sizes: Sequence[int | None],
+    fingerprint: str,
+) -> Datasets:
+    """The splits of a run from `stream(split, first)`, with split "train", "valid" or "test": what a `DATASETS` part
+    returns. Raises ValueError where the length of a split is not given: a stream has no epoch."""
+    found: list[GeneratorDataset | None] = []
+    for split, size in zip(SPLITS, sizes, strict=True):
+        if size is None:
+            raise ValueError(f"a stream of data has no epoch to train for; say how much with {SIZE_FLAGS[split]}")
+        whole = GeneratorDataset(partial(stream, split), size, format, f"{fingerprint} {split}") if size else None
+        found.append(whole)
+    return Datasets(*found)

@@ -1,0 +1,39 @@
+"""Metrics of a user's own over a log interval: sums and counts that stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.training.hooks import Metric, StepView
+
+
+class UserMetrics:
+    """Adds up what metrics measure. Costs nothing where there are none."""
+
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self.metrics, self.device = metrics, device
+        self._totals = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
+
+    def measure(self, step: StepView, skip: Tensor) -> None:
+        """Adds a step, unless `skip` is 1."""
+        if not self.metrics:
+            return
+        with torch.no_grad():
+            rows = [self._row(metric.measure(step)) for metric in self.metrics.values()]
+            self._totals += torch.where(skip > 0, 0.0, torch.stack(rows))
+
+    def _row(self, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
+        return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).detach() for x in measured])
+
+    def take(self) -> Tensor:
+        """[metrics * 2]: sums and counts of this rank since the last call."""
+        taken, self._totals = self._totals, torch.zeros_like(self._totals)
+        return taken.flatten()
+
+    def record(self, summed: Tensor) -> dict[str, float | None]:
+        """Name -> mean, from the sum of `take` over the ranks; None without a count."""
+        values = zip(self.metrics, summed.view(-1, 2).tolist(), strict=True)
+        return {name: total / count if count else None for name, (total, count) in values}
