@@ -128,8 +128,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
-        "--mtp-num-layers 1: asks for multi-token prediction, which is not built; leave it out",
-        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; leave it out",
+        "--mtp-num-layers 1: asks for multi-token prediction, which is not built; remove it",
+        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
         "--batch-size 8: is not a flag here; use --micro-batch-size",
         "--dataloader-type cyclic: asks for something that is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
@@ -138,8 +138,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--gibberish: unknown flag; --help lists all flags",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--hierarchical-context-parallel-sizes 2 4: asks for context parallelism in two levels, which is not built; "
-        "leave it out",
+        "--hierarchical-context-parallel-sizes 2 4: asks for hierarchical context parallelism, which is not built; "
+        "remove it",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.

@@ -10,19 +10,19 @@ from megatron.core.parts import DATASETS, TOKENIZERS
 
 @dataclass(frozen=True)
 class DatasetConfig(Section):
-    """Which tokens are trained on, and in which order."""
+    """Training data and sample format."""
 
     data_path: tuple[str, ...] | None = flag(None, many=True)
     """Prefix of an indexed dataset, or pairs of weight and prefix; split by --split."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True)
-    """As --data-path, for training alone."""
+    """Like --data-path, for training only."""
 
     valid_data_path: tuple[str, ...] | None = flag(None, many=True)
-    """As --data-path, for validation alone."""
+    """Like --data-path, for validation only."""
 
     test_data_path: tuple[str, ...] | None = flag(None, many=True)
-    """As --data-path, for the test alone."""
+    """Like --data-path, for the test only."""
 
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
@@ -31,22 +31,22 @@ class DatasetConfig(Section):
     """Folder for index files; default: cache/GPTDataset_indices beside the data."""
 
     mock_data: bool = False
-    """Train on made-up tokens that need no files."""
+    """Train on synthetic tokens; needs no files."""
 
     dataset_type: str | None = flag(None, choices=DATASETS)
     """Where training data come from; default: gpt, indexed datasets in files, or mock under --mock-data."""
 
     num_workers: int = 2
-    """Threads that prepare each rank's samples ahead of the step; 0 prepares them when they are needed."""
+    """Threads per rank that prefetch samples; 0 prepares samples on demand."""
 
     eod_mask_loss: bool = False
-    """No loss on end-of-document tokens."""
+    """Exclude end-of-document tokens from the loss."""
 
     reset_position_ids: bool = False
-    """Count positions anew after each end of document."""
+    """Restart position ids after each end of document."""
 
     reset_attention_mask: bool = False
-    """No attention across an end of document."""
+    """Restrict attention to the document of a token."""
 
     @property
     def dataset(self) -> str:
@@ -61,13 +61,13 @@ class DatasetConfig(Section):
 
 @dataclass(frozen=True)
 class TokenizerConfig(Section):
-    """How text becomes token ids."""
+    """Tokenizer."""
 
     tokenizer_type: str | None = flag(
         None,
         choices=TOKENIZERS,
     )
-    """Kind of tokenizer."""
+    """Type of the tokenizer."""
 
     tokenizer_model: str | None = None
     """SentencePiece model file, or a local tokenizer.json or its folder."""

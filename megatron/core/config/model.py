@@ -44,34 +44,34 @@ class TransformerConfig(MoEConfig, Section):
     """Tokens s in a training sample."""
 
     max_position_embeddings: int | None = None
-    """Longest sequence the model can be run on; default seq-length."""
+    """Longest sequence that the model supports; default seq-length."""
 
     position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
-    """How positions enter: a learned table, rotary embedding, or not at all."""
+    """Position embedding: a learned table, rotary (rope), or none."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
 
     rotary_percent: float = 1.0
-    """Share of each head that is rotated."""
+    """Fraction of each head's channels that are rotated."""
 
     use_rope_scaling: bool = False
-    """Stretch low rotary frequencies as Llama 3.1 does."""
+    """Scale rotary frequencies as in Llama 3.1."""
 
     rope_scaling_factor: float = 8.0
-    """Llama 3.1 scaling: factor by which low frequencies are slowed."""
+    """Llama 3.1 scaling: divisor of low frequencies."""
 
     rope_scaling_low_freq_factor: float = 1.0
-    """Llama 3.1 scaling: wavelengths above original length / this are fully scaled."""
+    """Llama 3.1 scaling: wavelengths above original length / this value are fully scaled."""
 
     rope_scaling_high_freq_factor: float = 4.0
-    """Llama 3.1 scaling: wavelengths below original length / this are left alone."""
+    """Llama 3.1 scaling: wavelengths below original length / this value are not scaled."""
 
     rope_scaling_original_max_position_embeddings: int = 8192
-    """Llama 3.1 scaling: context length the model was first trained at."""
+    """Llama 3.1 scaling: original context length."""
 
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
-    """Norm before attention, before the MLP, and at the end."""
+    """Normalization before attention, before the MLP, and after the last layer."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
     """Added to the variance in norms."""
@@ -83,22 +83,22 @@ class TransformerConfig(MoEConfig, Section):
     """Squared ReLU in the MLP instead of GeLU."""
 
     activation_func: str | None = flag(None, choices=ACTIVATIONS)
-    """Activation function of MLPs and experts; default: as --swiglu or --squared-relu says, else gelu."""
+    """Activation function of MLPs and experts; default: that of --swiglu or --squared-relu, else gelu."""
 
     attention_module: str = flag("self_attention", choices=ATTENTIONS)
     """Attention sublayer of each layer."""
 
     mlp_module: str = flag("mlp", choices=MLPS)
-    """MLP sublayer of each layer that has no experts."""
+    """MLP sublayer of each layer without experts."""
 
     layer_module: str = flag("transformer_layer", choices=LAYERS)
-    """Layer as a whole: how norms, attention and MLP are put together."""
+    """Whole layer: the composition of normalization, attention and MLP."""
 
     loss_func: str = flag("cross_entropy", choices=LOSSES)
-    """Loss of each token, of which the mean is trained on."""
+    """Loss of each token; training minimizes the mean over tokens."""
 
     qk_layernorm: bool = False
-    """Normalise each query and key head before the positions are applied."""
+    """Normalize each query and key head before the rotary embedding."""
 
     add_bias_linear: bool = flag(True, name="--disable-bias-linear")
     """No bias in the linear layers."""
@@ -107,31 +107,31 @@ class TransformerConfig(MoEConfig, Section):
     """Bias in the query-key-value projection even under --disable-bias-linear."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer a weight of its own instead of the word embedding's."""
+    """Use a separate weight for the output layer instead of sharing the word embedding's."""
 
     attention_dropout: float = 0.1
     """Dropout probability of attention weights."""
 
     hidden_dropout: float = 0.1
-    """Dropout probability of embeddings and of what each sublayer adds to the residual stream."""
+    """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; of output projections it is divided by sqrt(2 * num-layers)."""
+    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections."""
 
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding; default: the tokenizer's."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this, whatever the layout."""
+    """Pad the vocabulary to a multiple of this, at every layout."""
 
     window_size: int | None = None
-    """Sliding-window attention: each token sees this many tokens, itself included."""
+    """Sliding-window attention: each token attends to this many tokens, including itself."""
 
     recompute_granularity: str | None = flag(None, choices=("selective", "full"))
     """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
 
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    """Full recomputation: groups of layers from end to end, or only the first layers of a stage."""
+    """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""
 
     recompute_num_layers: int | None = None
     """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
@@ -139,8 +139,8 @@ class TransformerConfig(MoEConfig, Section):
     recompute_modules: tuple[str, ...] | None = flag(
         None, many=True, choices=("core_attn", "layernorm", "mlp_act", "mlp")
     )
-    """Selective recomputation: which parts of each layer; default core_attn. core_attn is attention without its
-    projections, layernorm both norms, mlp_act the activation function, mlp the whole MLP, matrix products included."""
+    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
+    projections, layernorm both norms, mlp_act the activation function, mlp the whole MLP."""
 
     @property
     def head_dim(self) -> int:

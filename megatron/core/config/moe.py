@@ -1,4 +1,4 @@
-"""What a mixture-of-experts model is: the fields that `TransformerConfig` takes over. No torch."""
+"""Configuration of mixture of experts: fields that `TransformerConfig` inherits. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Experts, the router that picks them, and how tokens get there. Without `num_experts` there are none."""
+    """Experts, router and token dispatch. Without `num_experts` the model is dense."""
 
     num_experts: int | None = None
     """Experts E in each mixture-of-experts (MoE) layer; default: every layer is dense."""
@@ -22,59 +22,59 @@ class MoEConfig:
     """Width of one expert; default ffn-hidden-size."""
 
     moe_shared_expert_intermediate_size: int | None = None
-    """Width of an expert that every token passes, beside those it is routed to; default: there is none."""
+    """Width of a shared expert that processes every token; default: no shared expert."""
 
     moe_router_topk: int = 2
     """Experts k that each token is routed to."""
 
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"))
-    """Scores of experts. Sigmoid scores are divided by the sum of the chosen ones (DeepSeek-V3)."""
+    """Score function of experts. Sigmoid scores are divided by the sum of the chosen ones (DeepSeek-V3)."""
 
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the choice, instead of over the chosen ones after it."""
+    """Softmax over all experts before the choice, instead of over the chosen experts after it."""
 
     moe_router_topk_scaling_factor: float | None = None
-    """Factor of the weights that the chosen experts' outputs are summed with."""
+    """Factor of the weights of the chosen experts' outputs."""
 
     moe_router_enable_expert_bias: bool = False
-    """Choose experts by score plus a bias that rises while an expert gets less than its share: balance without a
-    loss (arXiv 2408.15664). Only with sigmoid scores."""
+    """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
+    without a loss (arXiv 2408.15664). Needs sigmoid scores."""
 
     moe_router_bias_update_rate: float = 1e-3
-    """Step of the expert bias in each iteration."""
+    """Update step of the expert bias per iteration."""
 
     moe_router_load_balancing_type: str = flag(
         "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
     )
-    """What the auxiliary loss balances: a global batch (its load is taken from the batch before), each sequence by
-    itself, or the mean over all batches so far."""
+    """Scope of the auxiliary loss: the global batch (with the loads of the previous batch), each sequence, or the mean
+    over all batches so far."""
 
     moe_aux_loss_coeff: float = 0.0
-    """Coefficient of the auxiliary load-balancing loss; for Switch Transformer's and Mixtral's 1e-2 is usual."""
+    """Coefficient of the auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
 
     moe_z_loss_coeff: float = 0.0
-    """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is usual."""
+    """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is common."""
 
     moe_expert_capacity_factor: float | None = None
-    """Drop what an expert gets of one sequence beyond this times an even share, the smallest weights first;
-    default: nothing is dropped."""
+    """Capacity of an expert for one sequence, relative to an even share; tokens beyond it are dropped, smallest weights
+    first. Default: no token is dropped."""
 
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
-    """Which tokens an expert beyond its capacity drops: those of smallest weight, or the last."""
+    """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""
 
     moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
-    """How tokens travel: every rank of the expert group gets all of them, or each token goes where its experts are."""
+    """Token dispatch: all tokens to every rank of the expert group (allgather), or each token to its experts' ranks."""
 
     moe_grouped_gemm: bool = False
-    """One grouped matrix multiplication for all experts of a rank instead of one for each. In fp64, and where a row
-    is no multiple of 16 bytes, there is no such kernel: then each expert has its own, with the same result."""
+    """Grouped matrix multiplication for all experts of a rank. In fp64, or if a row is not a multiple of 16 bytes, no
+    such kernel exists and each expert is multiplied separately, with the same result."""
 
     moe_per_layer_logging: bool = False
-    """Log the load of each expert of each layer, not only that of the layers together."""
+    """Log the load of each expert in each layer, in addition to the mean over layers."""
 
 
 def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Which of the layers are MoE, from the text of --moe-layer-freq. Raises ValueError if it cannot be read."""
+    """Parses --moe-layer-freq to one bool per layer. Raises ValueError if the text is not legal."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError):
@@ -89,7 +89,7 @@ def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Whole numbers, lists of them, and + and * of both: no more of Python than Megatron-LM's users write here."""
+    """Evaluates whole numbers, lists of them, and + and * of both."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List | ast.Tuple):

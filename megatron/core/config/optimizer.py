@@ -19,16 +19,16 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
 
     min_lr: float = 0.0
-    """Learning rate that decay ends at."""
+    """Learning rate at the end of the decay."""
 
     lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
-    """Shape of the decay after warm-up."""
+    """Shape of the learning-rate decay after warm-up."""
 
     lr_decay_iters: int | None = None
-    """Iterations at which decay ends; default: train-iters."""
+    """Iteration at which the decay ends; default: train-iters."""
 
     lr_decay_samples: int | None = None
-    """Samples at which decay ends; default: train-samples."""
+    """Consumed samples at which the decay ends; default: train-samples."""
 
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
@@ -37,10 +37,10 @@ class OptimizerConfig(Section):
     """Samples of linear warm-up."""
 
     lr_warmup_fraction: float | None = None
-    """Warm-up as a share of the decay length."""
+    """Warm-up as a fraction of the decay length."""
 
     lr_warmup_init: float = 0.0
-    """Learning rate that warm-up starts from."""
+    """Learning rate at the start of warm-up."""
 
     lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """WSD: shape of the final anneal."""
@@ -52,7 +52,7 @@ class OptimizerConfig(Section):
     """WSD: samples of the final anneal."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices; biases and norms have none."""
+    """Decoupled weight decay of matrices; biases and norms are not decayed."""
 
     start_weight_decay: float | None = None
     """Weight decay at the first step; default: weight-decay."""
@@ -61,7 +61,7 @@ class OptimizerConfig(Section):
     """Weight decay at the last step; default: weight-decay."""
 
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
-    """Shape of the ramp from start to end weight decay."""
+    """Shape of the change from start to end weight decay."""
 
     adam_beta1: float = 0.9
     """Decay of the first moment."""
@@ -70,7 +70,7 @@ class OptimizerConfig(Section):
     """Decay of the second moment."""
 
     adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
@@ -79,7 +79,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 turns clipping off."""
 
     loss_scale: float | None = None
-    """fp16: fixed loss scale in place of the dynamic one."""
+    """fp16: fixed loss scale instead of the dynamic one."""
 
     initial_loss_scale: float = 2.0**32
     """fp16: first value of the dynamic loss scale."""
@@ -88,10 +88,10 @@ class OptimizerConfig(Section):
     """fp16: the dynamic loss scale never falls below this."""
 
     loss_scale_window: int = 1000
-    """fp16: good steps in a row after which the loss scale doubles."""
+    """fp16: consecutive steps without overflow after which the loss scale doubles."""
 
     hysteresis: int = 2
-    """fp16: overflowing steps after which the loss scale halves."""
+    """fp16: steps with overflow after which the loss scale halves."""
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""

@@ -1,4 +1,4 @@
-"""How the model and the batch are sharded over ranks, and on what devices they run. No torch."""
+"""Parallel layout of model and batch, devices and backends. No torch."""
 
 from __future__ import annotations
 
@@ -12,86 +12,86 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 
 @dataclass(frozen=True)
 class ModelParallelConfig(PrecisionConfig):
-    """How the model and the batch are cut over the ranks, and what they are computed on and in."""
+    """Parallel sizes, pipeline schedule, devices and number formats."""
 
     tensor_model_parallel_size: int = flag(1, "--tp")
-    """Ranks that share each matrix multiplication (TP)."""
+    """Ranks that share each matrix multiplication (tensor parallelism, TP)."""
 
     pipeline_model_parallel_size: int = flag(1, "--pp")
-    """Ranks that share the layers (PP)."""
+    """Ranks that share the layers (pipeline parallelism, PP)."""
 
     context_parallel_size: int = flag(1, "--cp", "--context-model-parallel-size")
-    """Ranks that share each sequence (CP)."""
+    """Ranks that share each sequence (context parallelism, CP)."""
 
     cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
-    """Attention across context ranks: keys go round a ring (p2p), are gathered, or sequence is swapped for heads."""
+    """Attention over context ranks: ring of keys and values (p2p), gathered keys and values, or all-to-all of heads."""
 
     expert_model_parallel_size: int = flag(1, "--ep")
-    """Ranks that share the experts of a mixture-of-experts layer (EP)."""
+    """Ranks that share the experts of a layer (expert parallelism, EP)."""
 
     expert_tensor_parallel_size: int | None = flag(None, "--etp")
-    """Ranks that share each expert's matrix multiplications; default: as many as TP."""
+    """Ranks that share each expert's matrix multiplications; default: TP."""
 
     data_parallel_size: int | None = flag(None, "--dp")
-    """Model replicas. Derived from the world size; an error if given and unequal."""
+    """Model replicas (data parallelism, DP). Derived from the world size; an error if given and unequal."""
 
     sequence_parallel: bool = False
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
     tp_comm_overlap: bool = False
-    """Overlap tensor-parallel collectives with matrix products, part by part, under --sequence-parallel."""
+    """Overlap tensor-parallel collectives with matrix products, part by part; needs --sequence-parallel."""
 
     tp_comm_overlap_method: str | None = flag(None, choices=("ring", "symmetric"))
-    """--tp-comm-overlap: parts go around by sends and receives (ring, the default), or torch's fused operations over
-    symmetric memory of the GPUs of one node (symmetric)."""
+    """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
+    memory of the GPUs of one node (symmetric)."""
 
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 
     pipeline_schedule: str | None = flag(None, choices=PIPELINE_SCHEDULES)
-    """Order of forwards and backwards over the pipeline stages; default: interleaved with virtual stages, else 1f1b."""
+    """Pipeline schedule; default: interleaved if virtual stages are given, else 1f1b."""
 
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Pipeline stages on each rank; default: as many as the schedule takes, 2 for interleaved and zb-v."""
+    """Pipeline stages per rank; default: that of the schedule, 2 for interleaved and zb-v."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """In place of num-virtual-stages-per-pipeline-rank: as many stages as give each this many layers on average."""
+    """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline rank, spread over its stages; under zb-v those of the first stage."""
+    """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
 
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline rank, spread over its stages; under zb-v those of the last stage."""
+    """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
 
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when layers are split, in place of its FLOPs, which are none."""
+    """Count the embedding as one layer in the split of layers, instead of its FLOPs (zero)."""
 
     account_for_loss_in_pipeline_split: bool = False
-    """Count the head and the loss as one layer when layers are split, in place of their FLOPs."""
+    """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
 
     cpu: bool = False
-    """Train on the CPU even where a GPU is present."""
+    """Train on the CPU even if a GPU is present."""
 
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
     cuda_graph_impl: str = flag("none", choices=("none", "local"))
-    """GPUs: record the forward and backward of a micro-batch as a CUDA graph, and replay it for the others (local)."""
+    """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
 
     cuda_graph_warmup_steps: int = 3
-    """--cuda-graph-impl: steps before the recording, so that kernels are compiled and chosen."""
+    """--cuda-graph-impl: warm-up steps before recording, in which kernels are compiled and selected."""
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """torch.distributed backend; default: nccl on GPUs, gloo on CPU."""
 
     distributed_timeout_minutes: float = 10.0
-    """Ranks that wait longer than this for one another, in a step or an evaluation, end the run."""
+    """Limit of each wait for another rank in a step or evaluation; the run ends beyond it."""
 
     startup_timeout_minutes: float = 30.0
-    """The same for each phase of start-up, index building and loading among them, and for the first step."""
+    """Limit of each phase of start-up, including index building and loading, and of the first step."""
 
     def compiles(self, device_type: str) -> bool:
-        """Whether regions are compiled on devices of this type ("cuda", "cpu")."""
+        """Whether regions are compiled for devices of this type ("cuda", "cpu")."""
         return device_type == "cuda" if self.compile is None else self.compile
 
     @property
@@ -123,16 +123,16 @@ class ModelParallelConfig(PrecisionConfig):
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """How gradients are reduced over the data-parallel ranks."""
+    """Gradient reduction over the data-parallel ranks."""
 
     ddp_bucket_size: int | None = None
     """Parameters in one gradient bucket; default max(40,000,000, 1,000,000 * data-parallel size)."""
 
     overlap_grad_reduce: bool = False
-    """Start the reduction of a gradient bucket when its last gradient is complete, during the backward pass."""
+    """Overlap gradient reduction with the backward pass: reduce a bucket as soon as its last gradient is complete."""
 
     overlap_param_gather: bool = False
-    """Gather the updated parameters during the next forward pass, bucket by bucket."""
+    """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
     grad_reduce_in_bf16: bool = False
-    """Reduce gradients in bfloat16: half the bytes, for sums over ranks that keep 8 bits. Accumulation stays fp32."""
+    """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""

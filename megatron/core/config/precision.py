@@ -1,4 +1,4 @@
-"""The numbers that a run computes in: the fields that `ModelParallelConfig` takes over. No torch."""
+"""Number formats: fields that `ModelParallelConfig` inherits. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config.flag_spec import flag
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Parameters and activations, and what the matrix products of transformer layers are computed in."""
+    """Number formats of parameters, activations and matrix products."""
 
     fp16: bool = False
     """Parameters and activations in IEEE half precision, with dynamic loss scaling."""
@@ -24,29 +24,29 @@ class PrecisionConfig:
     """Parameters and activations in double precision, for tests."""
 
     fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
-    """Matrix products of the linear layers of transformer layers in 8-bit floating point: all in e4m3, or with
-    gradients of outputs in e5m2 (hybrid). Experts, attention, embedding and head keep --bf16."""
+    """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
+    (hybrid). Experts, attention, embedding and head stay in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise"))
-    """What fp8 scales follow from: a tensor's own largest value, that of steps before, or each row's own."""
+    """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), or each row's."""
 
     fp8_margin: int = 0
-    """Delayed scaling: powers of two that scales leave free below the format's largest number."""
+    """Delayed scaling: margin below the format's largest number, in powers of two."""
 
     fp8_amax_history_len: int = 1
-    """Delayed scaling: steps of which the largest values are kept."""
+    """Delayed scaling: number of steps in the history of largest values."""
 
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
-    """Delayed scaling: scale by the largest value of the last step, or of all that are kept."""
+    """Delayed scaling: scale by the largest value of the last step, or of the whole history."""
 
     first_last_layers_bf16: bool = False
-    """Keep the first and last transformer layers out of fp8."""
+    """Keep the first and last transformer layers in bf16."""
 
     num_layers_at_start_in_bf16: int = 1
-    """First layers that --first-last-layers-bf16 keeps out of fp8."""
+    """--first-last-layers-bf16: number of first layers in bf16."""
 
     num_layers_at_end_in_bf16: int = 1
-    """Last layers that --first-last-layers-bf16 keeps out of fp8."""
+    """--first-last-layers-bf16: number of last layers in bf16."""
 
     @property
     def params_dtype(self) -> str:
@@ -62,7 +62,7 @@ class PrecisionConfig:
         return "float64" if self.fp64 else "float32"
 
     def fp8_layers(self, num_layers: int) -> range:
-        """The transformer layers, by number, whose linear layers multiply in fp8."""
+        """Numbers of the transformer layers whose linear layers use fp8."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:

@@ -78,7 +78,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         reading = _read(argv)
     except ExtensionError as error:
         if launch.rank == 0:
-            print_problems([Problem("--extension", None, str(error), "correct the extension, or leave it out")])
+            print_problems([Problem("--extension", None, str(error), "correct the extension, or remove --extension")])
         raise SystemExit(2) from None
     if any(token in ("--help", "-h") for token in argv):
         if launch.rank == 0:
@@ -223,7 +223,7 @@ def _read_foreign(reading: _Reading, name: str, texts: list[str]) -> None:
         accepted = MEANINGLESS[name]
         if accepted.arity != "*" and len(texts) != accepted.arity:
             rule = f"takes {'one value' if accepted.arity else 'no value'}"
-            reading.problems.append(Problem(name, value, rule, "correct it, or leave the flag out: it has no effect"))
+            reading.problems.append(Problem(name, value, rule, "correct it, or remove the flag: it has no effect"))
         elif accepted.values and texts[0] not in accepted.values:
             legal = " or ".join(accepted.values)
             reading.problems.append(Problem(name, value, "asks for something that is not built", f"only {legal} is"))
@@ -233,7 +233,7 @@ def _read_foreign(reading: _Reading, name: str, texts: list[str]) -> None:
         reading.problems.append(Problem(name, value, "is not a flag here", RENAMED[name]))
         reading.suspects |= {word.strip(",") for word in RENAMED[name].split() if word.startswith("--")}
     elif feature := NOT_BUILT.get(name) or _family(name):
-        reading.problems.append(Problem(name, value, f"asks for {feature}, which is not built", "leave it out"))
+        reading.problems.append(Problem(name, value, f"asks for {feature}, which is not built", "remove it"))
     else:
         _unknown(reading, name, value)
 

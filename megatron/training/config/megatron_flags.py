@@ -1,7 +1,7 @@
-"""Megatron-LM flags that are not configuration here: accepted with one line, refused, or another spelling.
+"""Megatron-LM flags without a configuration field: accepted without effect, refused, or another spelling.
 
-Tables only. When a feature lands, its flag becomes a dataclass field and its row here goes; a test fails while a flag
-stands in both places.
+Tables only. When a feature is built, its flag becomes a dataclass field and is removed here; a test fails while a flag
+is in both places.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Accepted:
-    """A flag without meaning here: `arity` is 0, 1 or "*", `reason` the line that says so.
+    """A flag without effect: `arity` is 0, 1 or "*"; `reason` is logged.
 
-    With `values`, only these ask for what happens anyway; any other value asks for something not built.
+    If `values` is given, only these values are accepted; any other value asks for a feature that is not built.
     """
 
     arity: int | str
@@ -31,10 +31,10 @@ def _accept(
 MEANINGLESS: dict[str, Accepted] = {
     **_accept("there is one implementation of the model", "--use-mcore-models", "--use-legacy-models"),
     **_accept("there is one implementation of the model", "--transformer-impl", arity=1),
-    **_accept("attention picks its kernel by itself", "--use-flash-attn"),
-    **_accept("attention picks its kernel by itself", "--attention-backend", arity=1),
+    **_accept("attention selects its kernel automatically", "--use-flash-attn"),
+    **_accept("attention selects its kernel automatically", "--attention-backend", arity=1),
     **_accept(
-        "which kernels are fused is not a setting",
+        "kernel fusion is not configurable",
         "--no-masked-softmax-fusion",
         "--no-bias-gelu-fusion",
         "--no-bias-swiglu-fusion",
@@ -46,44 +46,44 @@ MEANINGLESS: dict[str, Accepted] = {
         "--use-te-activation-func",
         "--no-clone-scatter-output-in-embedding",
     ),
-    **_accept("which kernels are fused is not a setting", "--cross-entropy-fusion-impl", arity=1),
+    **_accept("kernel fusion is not configurable", "--cross-entropy-fusion-impl", arity=1),
     **_accept("attention scores and probabilities are always computed in fp32", "--attention-softmax-in-fp32"),
     **_accept(
-        "it leaves the result as it is, and fp32 scores do not overflow",
+        "it does not change the result, and fp32 scores do not overflow",
         "--apply-query-key-layer-scaling",
         "--no-query-key-layer-scaling",
     ),
     **_accept("gradients are always accumulated and reduced in fp32", "--accumulate-allreduce-grads-in-fp32"),
     **_accept("the cross entropy is always computed in fp32", "--fp16-lm-cross-entropy"),
     **_accept(
-        "losses are token sums, divided once by the global count of valid tokens",
+        "losses are always token sums, divided once by the global number of valid tokens",
         "--calculate-per-token-loss",
         "--ddp-average-in-collective",
         "--no-gradient-reduce-div-fusion",
     ),
     **_accept(
-        "initial weights depend on the seed, the name and the position only, on any device and layout",
+        "initial weights depend only on seed, name and position, on any device and layout",
         "--use-cpu-initialization",
         "--te-rng-tracker",
         "--init-model-with-meta-device",
         "--no-initialization",
     ),
-    **_accept("the launcher's environment says it", "--local-rank", "--lazy-mpu-init", arity=1),
-    **_accept("Megatron-LM ignores it too", "--no-async-tensor-model-parallel-allreduce"),
+    **_accept("it is read from the launcher's environment", "--local-rank", "--lazy-mpu-init", arity=1),
+    **_accept("Megatron-LM ignores it as well", "--no-async-tensor-model-parallel-allreduce"),
     **_accept(
-        "the pipeline schedule decides when sends and receives start",
+        "the pipeline schedule determines when sends and receives start",
         "--no-overlap-p2p-communication",
         "--overlap-p2p-communication-warmup-flush",
         "--no-scatter-gather-tensors-in-pipeline",
         "--no-align-grad-reduce",
         "--no-align-param-gather",
     ),
-    **_accept("it is the default of torch", "--pipeline-model-parallel-comm-backend", arity=1, values=("nccl",)),
+    **_accept("it is torch's default", "--pipeline-model-parallel-comm-backend", arity=1, values=("nccl",)),
     **_accept("attention builds its own mask", "--no-create-attention-mask-in-dataloader"),
-    **_accept("token files are always mapped", "--no-mmap-bin-files"),
+    **_accept("index files are always memory-mapped", "--no-mmap-bin-files"),
     **_accept("index files are built in one thread", "--num-dataset-builder-threads", arity=1),
-    **_accept("samples always come in one pass", "--dataloader-type", arity=1, values=("single",)),
-    **_accept("it is the surplus that blends always have", "--mid-level-dataset-surplus", arity=1, values=("0.005",)),
+    **_accept("samples are always read in a single pass", "--dataloader-type", arity=1, values=("single",)),
+    **_accept("blends always use this surplus", "--mid-level-dataset-surplus", arity=1, values=("0.005",)),
     **_accept(
         "checkpoints are torch.distributed.checkpoint folders, written by all ranks, that load at any layout",
         "--use-dist-ckpt",
@@ -100,7 +100,7 @@ MEANINGLESS: dict[str, Accepted] = {
     **_accept("missing and extra keys are always an error", "--dist-ckpt-strictness", arity=1),
     **_accept("random-number state is part of every checkpoint", "--no-save-rng"),
     **_accept(
-        "the schedule is always that of the flags", "--override-opt_param-scheduler", "--override-opt-param-scheduler"
+        "the schedule always follows the flags", "--override-opt_param-scheduler", "--override-opt-param-scheduler"
     ),
     **_accept(
         "it is always logged",
@@ -111,44 +111,44 @@ MEANINGLESS: dict[str, Accepted] = {
         "--log-progress",
     ),
     **_accept("the loss scale is always logged", "--no-log-loss-scale-to-tensorboard"),
-    **_accept("the resolved configuration says it", "--log-world-size-to-tensorboard"),
+    **_accept("it is in the resolved configuration", "--log-world-size-to-tensorboard"),
     **_accept("the resolved configuration is saved beside the checkpoints", "--config-logger-dir", arity=1),
     **_accept(
-        "the time of a step is always logged, and nothing is timed within it",
+        "the step time is always logged; phases within a step are not timed",
         "--no-barrier-with-level-1-timing",
         "--log-timers-to-tensorboard",
     ),
     **_accept(
-        "the time of a step is always logged, and nothing is timed within it",
+        "the step time is always logged; phases within a step are not timed",
         "--timing-log-level",
         "--timing-log-option",
         arity=1,
     ),
     **_accept(
-        "TensorBoard gets a record every --log-interval",
+        "TensorBoard receives a record every --log-interval",
         "--tensorboard-log-interval",
         "--tensorboard-queue-size",
         arity=1,
     ),
     **_accept("data workers are threads of the rank", "--exit-signal-handler-for-dataloader"),
-    **_accept("there is one level of logging", "--logging-level", arity=1),
-    **_accept("nothing is sent to One Logger", "--no-one-logger", "--one-logger-async"),
+    **_accept("there is only one logging level", "--logging-level", arity=1),
+    **_accept("One Logger is not used", "--no-one-logger", "--one-logger-async"),
     **_accept(
-        "nothing is sent to One Logger",
+        "One Logger is not used",
         "--one-logger-project",
         "--one-logger-run-name",
         "--app-tag-run-name",
         "--app-tag-run-version",
         arity=1,
     ),
-    **_accept("results are not recomputed to validate them", "--rerun-mode", arity=1, values=("disabled",)),
-    **_accept("--log-straggler is on from the start and costs little", "--disable-straggler-on-startup"),
+    **_accept("results are not recomputed for validation", "--rerun-mode", arity=1, values=("disabled",)),
+    **_accept("--log-straggler is always on from the start", "--disable-straggler-on-startup"),
     **_accept("the allocator's cache is never emptied", "--empty-unused-memory-level", arity=1, values=("0",)),
-    **_accept("there is one set of tokenizers", "--legacy-tokenizer"),
-    **_accept("no remote code is ever run", "--trust-remote-code"),
+    **_accept("there is only one set of tokenizers", "--legacy-tokenizer"),
+    **_accept("remote code is never executed", "--trust-remote-code"),
     **_accept("no token is added", "--vocab-extra-ids", arity=1, values=("0",)),
-    **_accept("rotary frequencies are those of RoPE", "--rope-type", arity=1, values=("rope",)),
-    **_accept("the softmax is the ordinary one", "--softmax-type", arity=1, values=("vanilla",)),
+    **_accept("rotary frequencies are always those of RoPE", "--rope-type", arity=1, values=("rope",)),
+    **_accept("softmax is always the standard one", "--softmax-type", arity=1, values=("vanilla",)),
     **_accept(
         "gradients, main parameters and moments are always fp32",
         "--main-grads-dtype",
@@ -160,11 +160,11 @@ MEANINGLESS: dict[str, Accepted] = {
     ),
     **_accept("there is one copy of the optimizer", "--num-distributed-optimizer-instances", arity=1, values=("1",)),
     **_accept("the router always computes in fp32, or fp64", "--moe-router-dtype", arity=1, values=("fp32", "fp64")),
-    **_accept("which kernels are fused is not a setting", "--moe-permute-fusion", "--moe-router-fusion"),
+    **_accept("kernel fusion is not configurable", "--moe-permute-fusion", "--moe-router-fusion"),
     **_accept("there is one kind of grouped matrix multiplication", "--moe-use-legacy-grouped-gemm"),
     **_accept("nothing is offloaded", "--cpu-offloading-num-layers", arity=1, values=("0",)),
 }
-"""Accepted: they choose an implementation, or ask for what is so in any case."""
+"""Flags accepted without effect: they choose an implementation, or ask for the only behaviour there is."""
 
 
 CONSTANTS: dict[str, tuple[str, Any]] = {
@@ -173,7 +173,7 @@ CONSTANTS: dict[str, tuple[str, Any]] = {
     "--recompute-activations": ("recompute_granularity", "selective"),
     "--enable-cuda-graph": ("cuda_graph_impl", "local"),
 }
-"""Older switches that set one field to one value."""
+"""Switches that set one field to one value."""
 
 
 RENAMED: dict[str, str] = {
@@ -195,7 +195,7 @@ RENAMED: dict[str, str] = {
     "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
     "--ddp-num-buckets": "use --ddp-bucket-size",
 }
-"""Flags whose meaning another flag carries: an error that names it."""
+"""Flags that another flag replaces: an error that names it."""
 
 
 def _refuse(feature: str, *flags: str) -> dict[str, str]:
@@ -218,13 +218,13 @@ NOT_BUILT: dict[str, str] = {
         "--moe-apply-probs-on-input",
         "--moe-latent-size",
     ),
-    **_refuse("making experts from a dense model", "--moe-use-upcycling"),
-    **_refuse("this way of sending tokens to experts", "--moe-enable-deepep", "--moe-flex-dispatcher-backend"),
-    **_refuse("context parallelism in two levels", "--hierarchical-context-parallel-sizes"),
-    **_refuse("this way of 8-bit floating point", "--keep-fp8-transpose-cache", "--no-fp8-wgrad"),
+    **_refuse("upcycling of a dense model to experts", "--moe-use-upcycling"),
+    **_refuse("this token dispatcher", "--moe-enable-deepep", "--moe-flex-dispatcher-backend"),
+    **_refuse("hierarchical context parallelism", "--hierarchical-context-parallel-sizes"),
+    **_refuse("this variant of fp8", "--keep-fp8-transpose-cache", "--no-fp8-wgrad"),
     **_refuse("another grouping of interleaved micro-batches", "--microbatch-group-size-per-virtual-pipeline-stage"),
     **_refuse(
-        "a pipeline layout by hand",
+        "a manual pipeline layout",
         "--pipeline-model-parallel-layout",
         "--pipeline-model-parallel-split-rank",
     ),
@@ -236,7 +236,7 @@ NOT_BUILT: dict[str, str] = {
     ),
     **_refuse("overlap of tensor-parallel communication in user buffers", "--use-ring-exchange-p2p"),
     **_refuse(
-        "a part only of the overlap of tensor-parallel communication",
+        "turning off parts of the overlap of tensor-parallel communication",
         "--disable-tp-comm-overlap-ag",
         "--disable-tp-comm-overlap-rs",
         "--disable-tp-comm-bulk-dgrad",
@@ -265,19 +265,23 @@ NOT_BUILT: dict[str, str] = {
         "--fsdp-double-buffer",
         "--enable-full-sharding-in-hsdp",
     ),
-    **_refuse("optimizer state below fp32", "--use-precision-aware-optimizer", "--store-param-remainders"),
     **_refuse(
-        "optimizer state in host memory",
+        "optimizer state with less precision than fp32", "--use-precision-aware-optimizer", "--store-param-remainders"
+    ),
+    **_refuse(
+        "offloading of optimizer state to host memory",
         "--optimizer-cpu-offload",
         "--optimizer-offload-fraction",
         "--use-torch-optimizer-for-cpu-offload",
         "--overlap-cpu-optimizer-d2h-h2d",
     ),
-    **_refuse("activations in host memory", "--cpu-offloading", "--distribute-saved-activations"),
+    **_refuse("offloading of activations to host memory", "--cpu-offloading", "--distribute-saved-activations"),
     **_refuse("a residual stream in fp32", "--fp32-residual-connection"),
-    **_refuse("a choice of precision in matrix multiplications", "--disable-bf16-reduced-precision-matmul"),
+    **_refuse("this setting of matrix-product precision", "--disable-bf16-reduced-precision-matmul"),
     **_refuse("this activation function", "--openai-gelu", "--quick-geglu", "--glu-linear-offset", "--onnx-safe"),
-    **_refuse("this norm", "--apply-layernorm-1p", "--apply-residual-connection-post-layernorm", "--qk-l2-norm"),
+    **_refuse(
+        "this normalization", "--apply-layernorm-1p", "--apply-residual-connection-post-layernorm", "--qk-l2-norm"
+    ),
     **_refuse(
         "this position embedding",
         "--rotary-interleaved",
@@ -287,7 +291,7 @@ NOT_BUILT: dict[str, str] = {
         "--relative-attention-num-buckets",
         "--relative-attention-max-distance",
     ),
-    **_refuse("a window in some layers only", "--window-attn-skip-freq"),
+    **_refuse("sliding windows in some layers only", "--window-attn-skip-freq"),
     **_refuse(
         "multi-latent attention",
         "--multi-latent-attention",
@@ -297,24 +301,24 @@ NOT_BUILT: dict[str, str] = {
         "--qk-pos-emb-head-dim",
         "--v-head-dim",
     ),
-    **_refuse("layers given as a module specification", "--spec"),
+    **_refuse("module specifications of layers", "--spec"),
     **_refuse(
-        "this initialisation",
+        "this initialization",
         "--embedding-init-method-std",
         "--init-method-xavier-uniform",
         "--data-parallel-random-init",
     ),
-    **_refuse("a learning rate of its own for some layers", "--decoupled-lr", "--decoupled-min-lr", "--head-lr-mult"),
-    **_refuse("taking the schedule from a checkpoint", "--use-checkpoint-opt_param-scheduler"),
-    **_refuse("taking the schedule from a checkpoint", "--use-checkpoint-opt-param-scheduler"),
+    **_refuse("separate learning rates for some layers", "--decoupled-lr", "--decoupled-min-lr", "--head-lr-mult"),
+    **_refuse("reading the schedule from a checkpoint", "--use-checkpoint-opt_param-scheduler"),
+    **_refuse("reading the schedule from a checkpoint", "--use-checkpoint-opt-param-scheduler"),
     **_refuse(
-        "taking flags from a checkpoint",
+        "reading flags from a checkpoint",
         "--use-checkpoint-args",
         "--use-mp-args-from-checkpoint-args",
         "--no-use-tokenizer-model-from-checkpoint-args",
     ),
     **_refuse(
-        "this way of saving or loading",
+        "this variant of saving or loading",
         "--use-persistent-ckpt-worker",
         "--pretrained-checkpoint",
         "--ckpt-step",
@@ -326,8 +330,8 @@ NOT_BUILT: dict[str, str] = {
     **_refuse(
         "restarts within a job", "--enable-ft-package", "--calc-ft-timeouts", "--result-rejected-tracker-filename"
     ),
-    **_refuse("a run that does not train", "--skip-train", "--test-mode"),
-    **_refuse("a batch size that follows the number of ranks", "--decrease-batch-size-if-needed"),
+    **_refuse("a run without training", "--skip-train", "--test-mode"),
+    **_refuse("a batch size that adapts to the number of ranks", "--decrease-batch-size-if-needed"),
     **_refuse("this kind of evaluation", "--full-validation", "--multiple-validation-sets"),
     **_refuse(
         "this log",
@@ -340,19 +344,19 @@ NOT_BUILT: dict[str, str] = {
     ),
     **_refuse("profiling", "--profile", "--use-pytorch-profiler", "--record-memory-history", "--memory-snapshot-path"),
     **_refuse("CUDA graphs of Transformer Engine", "--external-cuda-graph"),
-    **_refuse("a choice of when ranks wait for each other", "--train-sync-interval"),
+    **_refuse("an interval of synchronization between ranks", "--train-sync-interval"),
     **_refuse("this data format", "--fim-data", "--sft", "--object-storage-cache-path", "--tokenizer-metadata"),
     **_refuse("models other than GPT", "--bert-no-binary-head", "--mask-prob", "--short-seq-prob", "--is-hybrid-model"),
 }
-"""Refused: flag -> the feature that it asks for."""
+"""Refused flags: flag -> the feature that it asks for, which is not built."""
 
 
 NOT_BUILT_FAMILIES: dict[str, str] = {
-    "--moe-deepep-": "this way of sending tokens to experts",
-    "--moe-hybridep-": "this way of sending tokens to experts",
-    "--moe-upcycling-": "making experts from a dense model",
-    "--fp8-": "this way of 8-bit floating point",
-    "--fp4-": "4-bit floating point",
+    "--moe-deepep-": "this token dispatcher",
+    "--moe-hybridep-": "this token dispatcher",
+    "--moe-upcycling-": "upcycling of a dense model to experts",
+    "--fp8-": "this variant of fp8",
+    "--fp4-": "fp4",
     "--tp-comm-": "overlap of tensor-parallel communication in user buffers",
     "--cuda-graph-": "CUDA graphs of some modules only",
     "--profile-": "profiling",
@@ -360,10 +364,10 @@ NOT_BUILT_FAMILIES: dict[str, str] = {
     "--muon-": "the Muon optimizer",
     "--mamba-": "state-space layers",
     "--hybrid-": "state-space layers",
-    "--non-persistent-": "checkpoints that are not kept",
-    "--ckpt-convert-": "this way of saving or loading",
+    "--non-persistent-": "non-persistent checkpoints",
+    "--ckpt-convert-": "this variant of saving or loading",
     "--inprocess-": "restarts within a job",
-    "--straggler-": "turning the straggler report on and off in a run",
+    "--straggler-": "switching the straggler report during a run",
     "--tiktoken-": "this tokenizer",
     "--retro-": "retrieval models",
     "--retriever-": "retrieval models",
@@ -372,8 +376,8 @@ NOT_BUILT_FAMILIES: dict[str, str] = {
     "--inference-": "inference in a training run",
     "--vision-": "models other than GPT",
     "--dino-": "models other than GPT",
-    "--heterogeneous-": "layers that differ from each other",
-    "--adlr-": "another scheduler's restarts",
+    "--heterogeneous-": "heterogeneous layers",
+    "--adlr-": "restarts by this scheduler",
     "--error-injection-": "fault injection",
 }
-"""Refused: every flag that starts so and is not a field."""
+"""Refused prefixes: every flag with this prefix that is not a field -> the feature that it asks for."""

@@ -1,4 +1,4 @@
-"""Configuration of a training run beyond the library's: batches, length, logging, checkpoints.
+"""Configuration of a training run: batches, length, checks, logging, checkpoints, and the library's sections.
 
 `RunConfig` gathers every section; `megatron.training.config.arguments` turns it into flags and back. No torch.
 """
@@ -16,7 +16,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch size and length of the run."""
+    """Batch size and training length."""
 
     micro_batch_size: int = 1
     """Samples in one forward pass of one model replica."""
@@ -28,16 +28,16 @@ class TrainingConfig:
     """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
 
     rampup_batch_size: tuple[int, ...] | None = flag(None, many=True)
-    """START INCREMENT SAMPLES: grow the batch from START by INCREMENT over SAMPLES samples."""
+    """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
 
     train_iters: int | None = None
     """Iterations to train."""
 
     train_samples: int | None = None
-    """Samples to train, in place of train-iters."""
+    """Samples to train, instead of train-iters."""
 
     train_tokens: int | None = None
-    """Tokens to train, in place of train-iters. With none of the three: one epoch."""
+    """Tokens to train, instead of train-iters. Without any of the three: one epoch."""
 
     seed: int = 1234
     """Seed of initial weights, dropout and data order."""
@@ -49,7 +49,7 @@ class TrainingConfig:
     """Save and exit after this many minutes."""
 
     exit_signal_handler: bool = True
-    """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second one exits at once."""
+    """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
 
     exit_margin_in_mins: float = 3.0
     """Save and exit this many minutes before the end of the SLURM job."""
@@ -61,70 +61,70 @@ class TrainingConfig:
     """Global batches in one evaluation; 0 turns evaluation off."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
-    """Every so many iterations, compare replicated parameters and optimizer state bit by bit; stop if any differ."""
+    """Iterations between bitwise comparisons of replicated parameters and optimizer state; stop if any differ."""
 
     manual_gc: bool = False
-    """Collect Python's garbage between steps only, on all ranks at the same ones, and not when thresholds say so."""
+    """Collect Python's garbage between steps only, at the same steps on all ranks, instead of at thresholds."""
 
     manual_gc_interval: int = 0
-    """--manual-gc: steps from one collection to the next; 0 for none between steps."""
+    """--manual-gc: steps between collections; 0 turns collections between steps off."""
 
     manual_gc_eval: bool = flag(True, name="--no-manual-gc-eval")
     """--manual-gc: do not collect before and after each evaluation."""
 
     deterministic: bool = flag(False, "--deterministic-mode")
-    """Deterministic kernels only; an error where there is none."""
+    """Use deterministic kernels only; an operation without one is an error."""
 
 
 @dataclass(frozen=True)
 class ChecksConfig:
-    """Which steps change nothing, and which end the run."""
+    """Policy for NaN, Inf and spiking steps: skip, report or abort."""
 
     check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan")
-    """End the run at a loss or gradient that is not finite, name the module and samples, and save the step in
-    SAVE/nan; else such steps are skipped and counted."""
+    """End the run at a NaN or infinite loss or gradient, report the module and samples, and save the step in
+    SAVE/nan. If off, skip and count such steps."""
 
     check_for_spiky_loss: bool = False
-    """Report losses that are far above the mean of the last steps."""
+    """Report losses far above the mean of recent steps."""
 
     spiky_loss_factor: float = 2.0
-    """How many times the mean a loss is far above it."""
+    """--check-for-spiky-loss: report losses above this times the mean."""
 
     check_for_large_grads: bool = False
-    """Report gradient norms that are far above the mean of the last steps."""
+    """Report gradient norms far above the mean of recent steps."""
 
     large_grads_factor: float = 10.0
-    """How many times the mean a gradient norm is far above it."""
+    """--check-for-large-grads: report gradient norms above this times the mean."""
 
     max_skipped_iterations: int = 0
-    """Skip so many iterations of a run whose loss or gradient is not finite or reported as far too large; the next
-    one ends the run."""
+    """Number of iterations that the run may skip because of NaN, Inf or a reported spike; the next one ends the
+    run."""
 
     iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
-    """Iterations, as the log numbers them from 1 on, whose samples are passed over without training."""
+    """Iterations whose samples are skipped without training, numbered from 1 as in the log."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is reported, how often, and where."""
+    """Logging: what, how often and where."""
 
     log_interval: int = 100
     """Iterations between progress lines."""
 
     log_throughput: bool = False
-    """Accepted for Megatron's sake: throughput is always logged."""
+    """Accepted for compatibility; no effect: throughput is always logged."""
 
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files."""
 
     metrics_file: str | None = None
-    """Where metrics go, one JSON object a line; default: metrics.jsonl in --save."""
+    """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
 
     sample_log: str | None = None
-    """Write which samples of the training data each step took to this file, one JSON object a line."""
+    """File for the samples of each training step, one JSON object per line."""
 
     wandb_project: str | None = None
-    """Weights & Biases project, where the wandb package is installed."""
+    """Weights & Biases project; needs the wandb package."""
 
     wandb_exp_name: str | None = None
     """Weights & Biases run name."""
@@ -133,21 +133,21 @@ class LoggingConfig:
     """Report the slowest ranks of each phase of a step."""
 
     straggler_minmax_count: int = 1
-    """How many ranks of each phase --log-straggler names."""
+    """--log-straggler: ranks reported for each phase."""
 
     peak_tflops: float | None = None
-    """Peak TFLOP/s of a device for MFU; default: known from its name, unknown on CPU."""
+    """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved and loaded."""
+    """Checkpoints: saving, loading and retention."""
 
     save: str | None = None
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = None
-    """Folder to load the latest checkpoint from; training starts anew if it holds none."""
+    """Folder to load the latest checkpoint from; training starts from scratch if there is none."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval")
     """Iterations between checkpoints; one is always written at the end when --save is given."""
@@ -162,28 +162,28 @@ class CheckpointConfig:
     """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
 
     async_save: bool = True
-    """Write checkpoints in the background; training waits for a copy to host memory only."""
+    """Write checkpoints in the background; training waits only for the copy to host memory."""
 
     fatal_save_errors: bool = False
-    """Stop when a checkpoint cannot be saved, after trying again; default: go on to the next."""
+    """Stop if a checkpoint cannot be saved after retries; default: continue training."""
 
     keep_last: int | None = None
-    """Delete all but the newest so many checkpoints; 1 if only others of these flags are given."""
+    """Keep this many newest checkpoints and delete the others; 1 if only other retention flags are given."""
 
     keep_every: int | None = flag(None, "--save-retain-interval")
-    """Keep checkpoints whose iteration is a multiple of this, and the newest."""
+    """Keep checkpoints whose iteration is a multiple of this, in addition to the newest."""
 
     save_retain_best: str | None = flag(None, choices=("valid_loss", "lm_loss"))
-    """Keep the checkpoint with the lowest of this metric, measured at its iteration, and the newest."""
+    """Keep the checkpoint with the lowest value of this metric at its iteration, in addition to the newest."""
 
     override_data_fingerprint: bool = False
-    """Go on from a checkpoint with other training data than it was saved with."""
+    """Resume from a checkpoint that was saved with other training data."""
 
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""
 
     exit_on_missing_checkpoint: bool = False
-    """An error if --load holds no checkpoint."""
+    """Exit with an error if --load contains no checkpoint."""
 
 
 @dataclass(frozen=True)
