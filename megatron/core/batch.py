@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.partition import Documents, document_starts, rank_spans
-from megatron.core.host_copies import copied_to
+from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Boxes: rectangles of a global tensor, and how flat ranges of elements become them. No torch."""
+"""Boxes (rectangles of a global tensor): conversion of flat element ranges to boxes, and overlap of boxes. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class FlatBox:
-    """The box at `offset` of `shape` in the global tensor, elements [start, stop) of the flat local shard."""
+    """A box of the global tensor, `shape` at `offset`, stored as elements [start, stop) of the flat local shard."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -20,10 +20,10 @@ class FlatBox:
 def boxes_of_flat_range(
     local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
 ) -> list[FlatBox]:
-    """Cuts elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
+    """Divides elements [start, stop) of a row-major shard, itself the box (local_offset, local_shape), into boxes.
 
-    They come in flat order and tile the range, and there are at most 2 * ndim - 1 of them: a partial row at either
-    end costs one box for each inner dimension, and the whole rows between them are one box.
+    The boxes tile the range in flat order. There are at most 2 * ndim - 1: a partial row at either end takes one box
+    for each inner dimension, and the whole rows between them are one box.
     """
     assert 0 <= start <= stop <= prod(local_shape), (local_shape, start, stop)
     if start == stop:
@@ -55,7 +55,7 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where two boxes meet, as slices of the one and of the other; None where they do not."""
+    """Intersects two boxes: returns the common part as slices of each; None if they do not overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

@@ -1,7 +1,7 @@
-"""Dropout whose masks do not depend on the layout.
+"""Dropout with masks that are identical for every layout.
 
-A mask is a function of (seed, site, sample, position in the sequence, feature). No generator has a state to save, to
-share between ranks, or to rewind for recomputation.
+A mask is a hash of (seed, site, sample, position in the sequence, feature). There is no generator state to save, to
+synchronize between ranks, or to rewind for activation recomputation.
 """
 
 from __future__ import annotations
@@ -9,23 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.regions import region
+from megatron.core.compiled_regions import region
 
 HASH_CHUNK = 2**22
-"""Elements hashed at a time: bounds the temporary memory, and keeps it in the cache of a GPU."""
-
-
-# Dropout
+"""Elements hashed at a time. Bounds temporary memory, and keeps it in a GPU's cache."""
 
 
 def dropout(
     x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0, compiled: bool = False
 ) -> Tensor:
-    """Dropout of hidden states: x [s, b, h] -> [s, b, h], the survivors scaled by 1 / (1 - p).
+    """Dropout of hidden states: x [s, b, h] -> [s, b, h]. Values that are kept are scaled by 1 / (1 - p).
 
-    `key` is the `site_key`, `sample_index` [b] the samples' numbers in the run, and `seq_offset` the place of x[0] in
-    the whole sequence, or [s] the places of all rows, so that the parts of a sequence held by different ranks get
-    their parts of one mask.
+    `key` is the `site_key`, `sample_index` [b] the numbers of the samples in the run. `seq_offset` is the position of
+    x[0] in the whole sequence, or the positions [s] of all rows, so that ranks with parts of one sequence apply parts
+    of one mask.
     """
     if p == 0.0:
         return x
@@ -47,9 +44,9 @@ def attention_dropout(
     query_offset: int = 0,
     key_offset: int = 0,
 ) -> Tensor:
-    """Dropout of attention probabilities: probs [b, heads, q, k] -> the same shape, scaled by 1 / (1 - p).
+    """Dropout of attention probabilities: probs [b, heads, q, k] -> same shape. Kept values are scaled by 1 / (1 - p).
 
-    The offsets place probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
+    The offsets are the position of probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
     """
     if p == 0.0:
         return probs
@@ -65,14 +62,14 @@ def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
-    """The same as `_drop`, to be compiled: nothing of the hash has memory of its own then."""
+    """`_drop` for compilation: the compiled kernel stores no part of the hash in memory."""
     mixed = _mix_(row_bits[:, None] + column_bits)
     return x.masked_fill((mixed < _threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bool [rows, columns], true with probability p: a 32-bit hash of each pair, against a threshold. Rows and columns
-    come hashed in 64 bits."""
+    """Dropout mask: bool [rows, columns], true with probability p, by comparing a 32-bit hash of each pair with a
+    threshold. Rows and columns are hashed to 64 bits already."""
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
     step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
@@ -82,18 +79,20 @@ def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Below it lies the share p of all 32-bit integers."""
+    """The int32 below which a share p of all int32 lies."""
     return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Two vectors of int32, whose sums are what is mixed."""
+    """Int32 hashes of rows and of columns. The sum of a pair is the input of `_mix_`."""
     return _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Scatters int32 numbers over their whole range, in the manner of murmur's mixer with the constants of "lowbias32";
-    its last xor-shift would not change the upper bits, which decide, and is left out."""
+    """Mixes int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
+
+    The last xor-shift is left out: it would not change the upper bits, which decide the comparison.
+    """
     x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
     return x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
 
@@ -103,7 +102,7 @@ def _positions(start: int, length: int, like: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor | int, value: Tensor) -> Tensor:
-    """The next hash of a chain: 64 bits of `state` and the integer `value`, through the mixer of splitmix64."""
+    """Next hash of a chain: mixes 64 bits of `state` and the integer `value` by splitmix64."""
     x = value * _signed(0x9E3779B97F4A7C15, 64) + state
     x = (x ^ _shift_right(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     x = (x ^ _shift_right(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
@@ -116,10 +115,10 @@ def _low_bits(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
-    """Shift without the sign: torch's integers are signed, and its shift copies the sign down."""
+    """Logical shift to the right. Torch's own shift is arithmetic: it copies the sign."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
 def _signed(constant: int, bits: int) -> int:
-    """The signed integer of the same bits; products wrap around alike."""
+    """Converts an unsigned constant to the signed integer of the same bits; products wrap around alike."""
     return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant

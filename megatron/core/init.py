@@ -1,7 +1,7 @@
-"""Initial weights that do not depend on the layout.
+"""Weight initialization that is bit-identical for every layout.
 
-Each value is a function of (seed, parameter name, position in the global tensor), so a run can be compared number by
-number with the same run on other ranks.
+Each value depends on (seed, parameter name, position in the global tensor) only, so that runs of different layouts can
+be compared number by number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.seeds import site_key
 
 BLOCK = 2**20
-"""Elements of a global tensor, in row-major order, that are drawn from one generator."""
-
-
-# Initial weights
+"""Consecutive elements of a global tensor that are drawn from one generator."""
 
 
 @torch.no_grad()
 def initialize_parameters_(params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]]) -> None:
-    """Fills each parameter as its `meta.init` says; `coords` maps an axis to (rank, size), as in ParallelState.
+    """Initializes parameters by their `meta.init`. `coords` maps axis -> (rank, size), as `ParallelState.coords`.
 
-    Bit-identical for every layout and device type. Needs no more memory than the parameters and one block.
+    Bit-identical for every layout and device type. Temporary memory is one block.
     """
     for param in params:
         meta: ParamMeta = param.meta  # type: ignore[attr-defined]
@@ -41,7 +38,7 @@ def initialize_parameters_(params: Iterable[Tensor], seed: int, coords: Mapping[
 
 
 def _fill_normal_(local: Tensor, meta: ParamMeta, offset: tuple[int, ...], seed: int) -> None:
-    """Draws the blocks of the global tensor that meet the box of `local`, and copies what they share."""
+    """Draws the blocks of the global tensor that overlap the box of `local`, and copies the common parts."""
     origin = (0,) * len(meta.global_shape)
     for start in range(0, meta.numel, BLOCK):
         stop = min(start + BLOCK, meta.numel)

@@ -1,6 +1,6 @@
-"""What the optimizer hands to the checkpoint: flat pieces of state, each tied to a parameter.
+"""OptimizerPiece: a flat piece of optimizer state, tied to a parameter.
 
-The optimizer exports these and the checkpoint saves and fills them; neither knows the other.
+The optimizer exports pieces, and checkpoints save and load them; neither imports the other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron.core.param_meta import ParamMeta
 class OptimizerPiece:
     """Optimizer state of elements [start, stop) of one parameter's local shard, flattened row-major.
 
-    `data` is a live 1-D view of stop - start elements: saving reads it, loading writes into it. A piece may be
-    empty. Without a distributed optimizer every data-parallel rank holds the whole shard: start 0, stop its size.
+    `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
+    Without the distributed optimizer every data-parallel rank holds the whole shard: start 0, stop its size.
     """
 
     key: str
-    """Kind of state: "main_param", "exp_avg", "exp_avg_sq", "momentum_buffer"."""
+    """Kind of state, such as "main_param", "exp_avg", "exp_avg_sq" or "momentum_buffer"."""
 
     meta: ParamMeta
     data: Tensor

@@ -1,8 +1,8 @@
-"""The process groups of a layout.
+"""Process groups of a layout: tensor, pipeline, context, data and expert parallelism.
 
-`initialize_model_parallel` builds them once and returns a `ParallelState`. Library code is handed the `Axis` it
-needs and never asks a global; the one global below is for entry points, and the readers at the end of the file
-serve it under the names that Megatron-LM's users know.
+`initialize_model_parallel` builds them once and returns a `ParallelState`. Library code receives the `Axis` it needs as
+an argument and never reads a global. The one global below is for entry points; the readers at the end of this file
+serve it under Megatron-LM's names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.parallel_dims import ParallelDims
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
-# Groups along several axes: gradients are reduced over the data axes, norms over what cuts the model.
+# Groups along several axes: gradients are reduced over the data axes, norms over the axes that shard the model.
 JOINT_AXES = {
     "dp_cp": ("dp", "cp"),
     "tp_cp": ("cp", "tp"),
@@ -28,7 +28,7 @@ JOINT_AXES = {
 }
 
 LANES = ("pp", "pp_lane_1", "pp_lane_2", "pp_lane_3")
-"""Groups of the same ranks, for messages that must not wait for each other (`pipeline_parallel.p2p`)."""
+"""Groups of the same ranks for pipeline messages that must not wait for each other (`pipeline_parallel.p2p`)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """One rank's place in a layout and its groups.
+    """One rank's position in a layout, and its groups.
 
-    Two models with different layouts in one process have a ParallelState each.
+    Two models with different layouts in one process have one ParallelState each.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -62,8 +62,7 @@ class ParallelState:
     world: Axis = Axis()
 
     def axis(self, name: str) -> Axis:
-        """The group along `name`: an axis of either view, or "dp_cp", "tp_cp", "mp", "stage", "expt_mp", "expt_tp_ep",
-        "embd"."""
+        """This rank's group along `name`: one of `SINGLE_AXES`, a key of `JOINT_AXES`, or "embd"."""
         return self.axes.get(name, Axis())
 
     @property
@@ -84,22 +83,22 @@ class ParallelState:
 
     @property
     def dp_cp(self) -> Axis:
-        """Ranks that hold the same dense parameters: their gradients are summed."""
+        """Ranks with the same dense parameters; their gradients are summed."""
         return self.axis("dp_cp")
 
     @property
     def embd(self) -> Axis:
-        """The first and the last pipeline rank, which share a tied embedding; size 1 on ranks in between."""
+        """First and last pipeline rank, which share a tied embedding; size 1 on ranks in between."""
         return self.axis("embd")
 
     @property
     def lanes(self) -> tuple[Axis, ...]:
-        """What pipeline messages travel on: the groups of `LANES`, or "pp" alone where they are not needed."""
+        """Groups of pipeline messages: those of `LANES`, or "pp" alone where one suffices."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
     @property
     def coords(self) -> dict[str, tuple[int, int]]:
-        """Axis -> (rank, size), as `ParamMeta.box` takes it."""
+        """Maps axis -> (rank, size), for `ParamMeta.box`."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}
 
 
@@ -113,10 +112,10 @@ def initialize_model_parallel(
     timeout: timedelta | None = None,
     make_global: bool = True,
 ) -> ParallelState:
-    """Builds every group of a layout over the ranks of torch.distributed's default group.
+    """Builds all process groups of a layout over the ranks of torch.distributed's default group.
 
-    Collective: all ranks call it with the same arguments. With `make_global` the result also serves the
-    readers below. Raises ValueError if the sizes do not divide the world.
+    Collective: all ranks call it with the same arguments. With `make_global`, the readers below answer from the result.
+    Raises ValueError if the sizes do not divide the world.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     model = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
@@ -140,7 +139,7 @@ def initialize_model_parallel(
 def build_parallel_state(
     dims: ParallelDims, rank: int, timeout: timedelta | None = None, lanes: bool | None = None
 ) -> ParallelState:
-    """The groups of `rank`. With `lanes`, the default under NCCL, a pipeline has as many groups as `LANES` names.
+    """Builds the groups of `rank`. With `lanes`, the default under NCCL, a pipeline has one group for each of `LANES`.
 
     Every rank calls `new_group` equally often, and the n-th calls of all ranks cut the world into disjoint groups.
     torch relies on it: it names a group after the number of groups made before, and NCCL with a bound device makes
@@ -178,13 +177,13 @@ _STATE: ParallelState | None = None
 
 
 def set_global_state(state: ParallelState | None) -> None:
-    """Sets what the readers below answer from; None forgets it."""
+    """Sets the state that the readers below answer from; None clears it."""
     global _STATE
     _STATE = state
 
 
 def get_parallel_state() -> ParallelState:
-    """The state that the last `initialize_model_parallel` made global. For entry points only."""
+    """Returns the state that the last `initialize_model_parallel` made global. For entry points only."""
     assert _STATE is not None, "initialize_model_parallel() has not been called"
     return _STATE
 

@@ -1,4 +1,4 @@
-"""Seeds for each use of random numbers."""
+"""Random seeds: one key for each use of random numbers, derived from the run's seed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from hashlib import blake2b
 
 
 def site_key(seed: int, name: str) -> int:
-    """A number in [0, 2**63) for one use of random numbers in a run, such as one dropout of one layer."""
+    """Returns a seed in [0, 2**63) for one use of random numbers, such as one dropout of one layer, named by `name`."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

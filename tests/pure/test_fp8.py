@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
@@ -17,7 +18,6 @@ from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import RECIPES, Fp8Context, WeightCasts, build_fp8, build_gemms
 from megatron.core.parallel_state import Axis
-from megatron.core.regions import region
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue

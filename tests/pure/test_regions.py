@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
-from megatron.core.regions import region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import squared_relu, swiglu
 from megatron.core.transformer.rotary import rotate_queries_and_keys
@@ -66,6 +66,17 @@ def test_rounding_of_bf16_is_no_worse_when_compiled() -> None:
         for found in (forward_and_backward("swiglu", x, True), forward_and_backward("swiglu", x, False))
     ]
     assert errors[0] <= errors[1]
+
+
+@compiles
+def test_a_static_region_is_compiled_for_each_shape() -> None:
+    """And for more shapes than torch's own limit of recompilations, after which it runs code uncompiled."""
+    x = torch.randn(5, 2, 40, generator=torch.Generator().manual_seed(1))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for rows in (5, 3):
+        torch.testing.assert_close(region(squared_relu, True, static=True)(x[:rows]), squared_relu(x[:rows]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 2
+    assert torch._dynamo.config.recompile_limit >= 64
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

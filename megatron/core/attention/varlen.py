@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.partition import Documents
-from megatron.core.host_copies import integers_on
+from megatron.core.host_to_device import integers_on
 
 
 @dataclass(frozen=True)

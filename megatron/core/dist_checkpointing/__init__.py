@@ -1,4 +1,4 @@
-"""Sharded checkpoints that any layout loads: see `state_dict` for what is saved and `storage` for how."""
+"""Sharded checkpoints that load at any layout: `state_dict` defines what is saved, `storage` how."""
 
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint, verify
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes

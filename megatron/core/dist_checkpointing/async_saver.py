@@ -1,8 +1,8 @@
-"""Saves of a run, one after another: in the background or not, tried again, reported, old ones deleted.
+"""Asynchronous checkpoint saves: staged to host memory, written on a thread, retried, reported, old ones deleted.
 
-A save stalls training for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
-training never uses. A save that fails is tried again; `save` in storage raises on every rank or on none, so all ranks
-try again together, and all come to know the reason. Whatever happens, the checkpoints there are stay as they were.
+A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
+training never uses. `storage.save` raises on every rank or on none, so all ranks retry a failed save together, and all
+know the reason. Earlier checkpoints stay untouched whatever happens.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megatron.core.parallel_state import Axis
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What came of an attempt to save. The same on every rank but for the seconds."""
+    """Result of one attempt to save. Equal on every rank except for the seconds."""
 
     iteration: int
     seconds: float
-    """From the call to `CheckpointSaver.save` on."""
+    """Seconds since the call of `CheckpointSaver.save`."""
 
     error: str | None = None
     attempts_left: int = 0
     complete: bool = True
-    """Whether the checkpoint is there: if so, an error is one of deleting others."""
+    """Whether the checkpoint was written. If so, `error` concerns the deletion of old ones."""
 
 
 class CheckpointSaver:
-    """Writes checkpoints into `root`. Every method is to be called on all ranks, in the same order.
+    """Writes checkpoints into `root`. All ranks must call the same methods in the same order.
 
-    `held`: checkpoints that retention must not delete, as the one that the run was loaded from.
+    `held`: checkpoints that retention must not delete, such as the one that the run was loaded from.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class CheckpointSaver:
         self._crash: BaseException | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Takes the memory that background saves of such a state need, in the background; else the first one does."""
+        """Allocates the staging memory in the background. Without this call the first save allocates it."""
         if self.background:
             self._staging.prepare(tensors)
 
     def save(self, iteration: int, tensors: StateDict, payload: dict[str, Any]) -> None:
-        """Starts a save, after waiting for the one before. In the foreground it is over when this returns.
+        """Starts a save, after the previous one has finished. A foreground save has finished when this returns.
 
-        `tensors` may change once this returns; `payload` is written as JSON and must not.
+        `tensors` may change once this returns. `payload` is written as JSON and must not change.
         """
         began = time.perf_counter()
         self.wait()
@@ -80,14 +80,14 @@ class CheckpointSaver:
             self._save(began, iteration, tensors, payload)
             return
         staged = self._staging.stage(tensors)
-        # A daemon: a process that leaves by an error does not wait. One that leaves in order calls wait().
+        # A daemon thread: a process that fails does not wait for it. One that ends in order calls wait().
         self._thread = threading.Thread(
             target=self._guarded, args=(began, iteration, staged, payload), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no save is under way, nor memory being taken for one."""
+        """Waits for the current save and for the allocation of staging memory."""
         self._staging.wait()
         if self._thread is not None:
             self._thread.join()
@@ -96,13 +96,12 @@ class CheckpointSaver:
             raise self._crash
 
     def close(self) -> None:
-        """Waits, and gives the memory back."""
+        """Waits, and frees the staging memory."""
         self.wait()
         self._staging.release()
 
     def reports(self) -> list[SaveReport]:
-        """What came of the attempts that ended since this was last asked. Does not wait. Raises whatever ended the
-        thread that was no failure to save."""
+        """Returns the attempts that ended since the last call, without waiting. Raises what killed the thread."""
         if self._crash is not None:
             raise self._crash
         found = []
@@ -134,7 +133,7 @@ class CheckpointSaver:
 
 
 def _failure(fn: Callable[[], object]) -> str | None:
-    """The message of the failure to save in `fn`, which is the same on every rank; None if it succeeds."""
+    """Runs `fn` and returns the message of its CheckpointError, which is equal on every rank; None on success."""
     try:
         fn()
     except CheckpointError as error:
@@ -143,5 +142,5 @@ def _failure(fn: Callable[[], object]) -> str | None:
 
 
 def _own_group(world: Axis) -> Axis:
-    """The same ranks over a gloo group of their own: two threads must not share one."""
+    """Returns the same ranks with a gloo group of their own, as two threads must not share a group."""
     return replace(world, group=dist.new_group(list(world.ranks), backend="gloo")) if world.size > 1 else world

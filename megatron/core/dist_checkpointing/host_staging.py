@@ -1,4 +1,4 @@
-"""A copy of a state in host memory, that training may go on changing the state while the copy is written."""
+"""Staging of a checkpoint in host memory, so that training can continue while the copy is written."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """One buffer for what this rank writes, kept from save to save; pinned where the state is on a GPU.
+    """One host buffer for all that this rank writes, reused by every save; pinned if the state is on a GPU.
 
-    It is allocated pageable and then pinned, as torch's pinned allocator would round its size up to a power of two.
+    It is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,13 @@ class HostStaging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Takes the memory for such a state, on a thread: the system takes longer to find it than to copy into it, and
-        the first save would wait for that."""
+        """Allocates the buffer on a thread: the first save would otherwise wait for it, longer than for the copy."""
         every = [data for found in _written(tensors).values() for data in found.values()]
         device = next((data.device for data in every if data.is_cuda), None)
 
         def take() -> None:
             if device is not None:
-                torch.cuda.set_device(device)  # pinning is for the device of the thread
+                torch.cuda.set_device(device)  # pinning applies to the device of the thread
             self._reserve(sum(map(_padded, every)), pin=device is not None)
             self._buffer.zero_()
 
@@ -41,7 +40,7 @@ class HostStaging:
         self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
-        """The state that this rank writes, copied. It is good until the next call. Waits for the copies alone."""
+        """Copies what this rank writes, and waits for the copies alone. The result is valid until the next call."""
         self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
@@ -67,16 +66,18 @@ class HostStaging:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
-            if int(cudart.cudaHostRegister(address, size, 0)) == 0:  # else pageable: slower and right all the same
+            if (
+                int(cudart.cudaHostRegister(address, size, 0)) == 0
+            ):  # else the buffer stays pageable: slower, still correct
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the buffer."""
         self.wait()
         self._free()
 
     def wait(self) -> None:
-        """Returns when no memory is being taken."""
+        """Waits for the allocation that `prepare` started."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -88,7 +89,7 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Key -> offset -> data of what this rank writes; of equal boxes the first."""
+    """Maps key -> offset -> data of what this rank writes; of equal boxes the first."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 

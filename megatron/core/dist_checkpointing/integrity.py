@@ -1,8 +1,8 @@
-"""The list of a checkpoint's files with their sizes and checksums: written last, read first.
+"""Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first.
 
-Checksums are CRC-32, which finds every burst of damage up to 32 bits and of longer ones all but one in 2^32, and is
-the fastest that the standard library has (over 1 GiB/s a core). They are taken from the bytes on their way to the file,
-so that a checkpoint is not read again to be listed. They guard against disks, not against people.
+Checksums are CRC-32: it detects every burst error of up to 32 bits and all but one in 2^32 longer ones, and is the
+fastest checksum of the standard library (over 1 GiB/s a core). It is computed while a file is written, so that nothing
+is read back. It protects against disks, not against people.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sums = dict[str, dict[str, int]]
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that sums what is written to it, in one pass from start to end, and is on disk once closed."""
+    """A new file that computes the checksum of sequential writes, and is synced to disk when closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"), CHUNK)
@@ -61,7 +61,7 @@ class SummedFile(io.BufferedWriter):
 
 
 class SummedFiles(FileSystem):
-    """The file system that DCP's writer is given: it remembers the sums of what was written."""
+    """File system for DCP's writer that records the checksum of each file."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
@@ -73,7 +73,7 @@ class SummedFiles(FileSystem):
         try:
             yield cast(io.IOBase, stream)
         except Exception as error:
-            # torch's zip writer says that it could not write, and not why.
+            # torch's zip writer reports that a write failed, but not why.
             if stream.failure is not None and stream.failure is not error:
                 raise stream.failure from error
             raise
@@ -88,7 +88,7 @@ class SummedFiles(FileSystem):
 
 
 def write_summed(path: Path, text: str) -> dict[str, int]:
-    """Writes a file, on disk when this returns, and returns its sums."""
+    """Writes a file and syncs it to disk. Returns its size and checksum."""
     file = SummedFile(path)
     try:
         file.write(text.encode())
@@ -98,7 +98,7 @@ def write_summed(path: Path, text: str) -> dict[str, int]:
 
 
 def write_manifest(folder: Path, sums: Sums) -> None:
-    """Lists the files of a folder. Raises OSError if one is not there whole: a disk that lies, or another writer."""
+    """Writes the manifest of a folder. Raises OSError if a file's size is wrong: a faulty disk, or another writer."""
     for name, expected in sums.items():
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
@@ -107,7 +107,7 @@ def write_manifest(folder: Path, sums: Sums) -> None:
 
 
 def read_manifest(folder: Path) -> Sums:
-    """Raises ValueError, saying what is wrong, if there is no readable manifest."""
+    """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or damaged."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         for name, entry in files.items():
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> Sums:
 
 
 def damages(folder: Path, sums: Sums, names: Sequence[str]) -> list[str]:
-    """What is wrong with these files of a folder; reads each whole unless its size tells already."""
+    """Returns one message for each damaged file. Reads a file whole unless its size is wrong already."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint to load: the newest that is complete and undamaged, and why not a newer one."""
+"""Choice of the checkpoint to load: the newest that is complete and undamaged, with the reason for each one skipped."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron.core.parallel_state import Axis
 
 @dataclass(frozen=True)
 class Candidates:
-    """Folders to try, the one that is meant first, and what is odd about where they lie."""
+    """Checkpoint folders to try, in order, and remarks about the folder that holds them."""
 
     folders: tuple[Path, ...]
     remarks: tuple[str, ...] = ()
 
 
 def candidates(path: Path) -> Candidates:
-    """The checkpoints that `path` may mean: itself, or of a folder of checkpoints the latest and, going back, those
-    before it. A folder whose text file is missing or damaged has its newest as the latest.
+    """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
 
-    Raises ValueError if the text file is damaged and there is nothing to go by.
+    The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
+    ValueError if the file is damaged and there is no checkpoint.
     """
     if (path / METADATA).exists() or (path / MANIFEST).exists():
         return Candidates((path,))
@@ -54,10 +54,10 @@ def candidates(path: Path) -> Candidates:
 
 
 def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-    """Opens the newest complete and undamaged checkpoint; None if there never was one. Collective over `world`.
+    """Opens the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
-    Every file is read and compared with the manifest, each by one of the ranks. What was skipped, and why, is said
-    through `say` on every rank. Raises ValueError on every rank if there are checkpoints and none can be read.
+    Every file is read by one of the ranks and compared with the manifest. `say` receives one line for each checkpoint
+    skipped, on every rank. Raises ValueError on every rank if there are checkpoints and none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     reasons = list(found.remarks)
@@ -81,7 +81,7 @@ def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lamb
 
 
 def verify(folder: Path, world: Axis) -> list[str]:
-    """What is wrong with a checkpoint's files, equal on every rank. The ranks share the reading."""
+    """Compares files with the manifest; the ranks share the reading. Returns the problems, the same on all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep. Pure integers decide; deleting hides a folder by one rename before it removes files."""
+"""Retention of checkpoints: which to keep, decided from integers, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.core.dist_checkpointing.storage import METADATA, remove, saved_fol
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint is kept if any of these wants it. With none of them given, all are kept."""
+    """Retention rules. A checkpoint is kept if any rule keeps it. Without rules all are kept."""
 
     last: int | None = None
-    """The newest so many; 1 where another field is given."""
+    """Keep the newest `last`; 1 if only other rules are given."""
 
     every: int | None = None
-    """Those whose iteration is a multiple of this."""
+    """Keep iterations that are multiples of `every`."""
 
     best: str | None = None
-    """The one with the lowest value of this metric; the earliest of equal ones."""
+    """Keep the one with the lowest value of this metric; of equal ones the earliest."""
 
     @property
     def keeps_all(self) -> bool:
@@ -33,10 +33,10 @@ class Retention:
 def to_delete(
     retention: Retention, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Of the iterations saved, those to delete after `newest` was saved.
+    """Returns the iterations to delete after `newest` was saved.
 
-    `scores` has every iteration saved, with its metric where it was measured there. Iterations in `held` stay, and
-    so do those above `newest`, which another branch of the run may still want.
+    `scores` maps every saved iteration to its metric, None if not measured. Iterations in `held` are kept, and so are
+    those above `newest`, which another branch of the run may need.
     """
     if retention.keeps_all:
         return []
@@ -51,9 +51,10 @@ def to_delete(
 
 
 def retain(root: Path, retention: Retention, newest: int, held: Collection[Path]) -> None:
-    """Deletes what `retention` does not want, now that the checkpoint of `newest` is complete. On one rank.
+    """Deletes the checkpoints that `retention` does not keep, after `newest` is complete. Called on one rank.
 
-    Folders in `held` stay, as does anything that is no complete checkpoint. Raises OSError.
+    Keeps folders in `held` and anything that is not a complete checkpoint. A folder is hidden by one rename before its
+    files are removed. Raises OSError.
     """
     if retention.keeps_all:
         return
@@ -62,7 +63,7 @@ def retain(root: Path, retention: Retention, newest: int, held: Collection[Path]
     stays = {folder.resolve() for folder in held}
     kept = [number for number, folder in folders.items() if folder.resolve() in stays]
     for number in to_delete(retention, scores, newest, kept):
-        hidden = folders[number].with_suffix(".tmp")  # which the next save clears, if this one dies half-way
+        hidden = folders[number].with_suffix(".tmp")  # the next save removes it if this process dies half-way
         folders[number].rename(hidden)
         remove(hidden)
 

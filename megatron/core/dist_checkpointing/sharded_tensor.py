@@ -1,10 +1,10 @@
-"""Boxes of a global tensor, in the form that torch.distributed.checkpoint (DCP) saves and loads.
+"""Sharded tensor for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor.
 
 A rank holds a rectangle ("box") of each parameter and, under ZeRO-1, a flat range of that rectangle's elements in
-row-major order. Such a range is itself a few boxes, and DCP reshards boxes: what was saved in one set of boxes
-loads into any other. So state goes to the file as it lies in memory, with no gather and no copy of the whole.
+row-major order. A flat range is itself a few boxes (`core.boxes`), and DCP reshards boxes: what one set of boxes saved
+loads into any other. So state is saved as it lies in memory, without a gather and without a copy of the whole.
 
-DCP takes boxes from an object through three methods that are private to torch. This is the one file that has them.
+DCP reads boxes through three methods that are private to torch. Only this file implements them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LocalBox = tuple[tuple[int, ...], Tensor]
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor: its size is the global shape, and it holds no data of its own.
+    """One rank's boxes of a global tensor. Its size is the global shape; it holds no data of its own.
 
-    Saving reads the boxes' tensors and loading writes into them, converting the dtype where it differs from the
-    file's. Boxes may overlap when loading: each is filled. When saving, all boxes with `writes`, over all ranks,
-    must tile the global tensor; a replica that another rank writes has writes=False.
+    A save reads the boxes' tensors. A load writes into them, and converts the dtype where it differs from the file's.
+    Boxes to load may overlap: each is filled. The boxes to save, those with `writes` on all ranks, must tile the global
+    tensor; a replica that another rank writes has writes=False.
     """
 
     boxes: list[LocalBox]
@@ -49,14 +49,14 @@ class ShardedBoxes(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func} on ShardedBoxes, which says where data lies and cannot be computed with")
+        raise TypeError(f"{func} on ShardedBoxes, which describes where data lies and supports no computation")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = [(offset, tuple(data.shape)) for offset, data in self.boxes]
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """One item for each box this rank writes; of equal boxes (a tied weight held twice) the first."""
+        """One item for each box that this rank writes; of equal boxes (a tied weight held twice) the first."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -72,11 +72,11 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What to load; DCP refers to a chunk by its place in this list."""
+        """Lists the boxes to load. DCP refers to a chunk by its place in this list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The data of a box. A load asks by place in the chunk list, a save by offset (its place is the file's)."""
+        """Returns the data of a box. A load asks by place in the chunk list, a save by offset (place in the file)."""
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
@@ -85,8 +85,10 @@ class ShardedBoxes(Tensor):
 
 
 def _without_surroundings(data: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage is no larger: of others DCP makes a copy before it writes them, and
-    parameters, moments and staged copies are all parts of one buffer."""
+    """Returns a tensor on the same memory whose storage is no larger than its data.
+
+    DCP copies other tensors before it writes them, and parameters, moments and staged copies are all parts of a buffer.
+    """
     if data.is_cuda or not data.is_contiguous():
         return data
     begin = data.storage_offset() * data.itemsize

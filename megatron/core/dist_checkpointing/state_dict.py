@@ -1,6 +1,6 @@
-"""What a checkpoint holds: state keyed by global parameter name, whatever the layout.
+"""State dict of a checkpoint: parameters and optimizer state keyed by global parameter name, at any layout.
 
-Keys are `model.<name>` and `optimizer.<kind>.<name>`. Every rank offers its own boxes; `writes` picks one replica.
+Keys are `model.<name>` and `optimizer.<kind>.<name>`. Every rank adds its own boxes; `writes` marks one replica.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def optimizer_key(kind: str, name: str) -> str:
 
 
 def model_state(modules: Iterable[nn.Module], state: ParallelState) -> StateDict:
-    """The parameters of this rank's stages, for saving."""
+    """State dict of the parameters of this rank's stages, for saving."""
     writers, entries = _Writers(state), _Entries()
     for meta, param in tagged_parameters(modules):
         key = model_key(meta.name)
@@ -40,7 +40,7 @@ def model_state(modules: Iterable[nn.Module], state: ParallelState) -> StateDict
 
 
 def optimizer_state(pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool) -> StateDict:
-    """The optimizer's state, for saving. `data_sharded`: each data-parallel rank has a part of its own (ZeRO-1)."""
+    """State dict of the optimizer, for saving. `data_sharded`: each data-parallel rank has its own part (ZeRO-1)."""
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:
         key = optimizer_key(piece.key, piece.meta.name)
@@ -55,11 +55,11 @@ def load_targets(
     saved: Collection[str],
     load_optimizer: bool,
 ) -> StateDict:
-    """Where to load what, given the keys `saved` in a checkpoint.
+    """State dict to load into, given the keys `saved` in a checkpoint.
 
-    A parameter and its main copy come from one tensor of the file: the saved main parameter where the optimizer is
-    loaded and there is one, else the saved model parameter. So a checkpoint of any precision loads into a run of
-    any other, and a parameter is always the rounded main parameter. Without `load_optimizer` the moments are left.
+    A parameter and its main copy load from the same tensor: the saved main parameter if the optimizer is loaded and the
+    file has one, else the saved model parameter. So a checkpoint of any precision loads into a run of any other, and a
+    parameter always equals its rounded main parameter. Without `load_optimizer` the moments are not loaded.
     """
 
     def weight_key(name: str) -> str:
@@ -79,7 +79,7 @@ def load_targets(
 
 
 def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
-    """(meta, parameter) for every parameter of the modules; once for one that several share."""
+    """Yields (meta, parameter) for every parameter of the modules, once for a shared one."""
     seen: set[int] = set()
     for module in modules:
         for name, param in module.named_parameters():
@@ -104,7 +104,7 @@ def _piece_boxes(piece: OptimizerPiece, state: ParallelState) -> list[LocalBox]:
 
 
 class _Entries:
-    """Gathers boxes by key: one key may come in several, as ranges of several buckets or copies of a tied weight."""
+    """Collects boxes by key. One key may have several: ranges of several buckets, or copies of a tied weight."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}
@@ -119,10 +119,10 @@ class _Entries:
 
 
 class _Writers:
-    """Chooses the one replica that writes: each rank decides for itself, and all decide alike.
+    """Chooses the replica that writes each tensor. Every rank decides for itself, and all reach the same result.
 
-    Over the model axes that do not cut a tensor, and over the stages that share it, the first rank writes. Data
-    replicas, which walk through the same tensors in the same order, take turns: the one with least so far is next.
+    Among model-parallel replicas the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas visit the
+    same tensors in the same order, and take turns: the one with the fewest elements so far is next.
     """
 
     def __init__(self, state: ParallelState, data_sharded: bool = False) -> None:

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: what is written, in which order, and what may be read back.
+"""Checkpoint storage: atomic saves, strict loads, and safe reading of untrusted files.
 
     root/latest_checkpointed_iteration.txt      number of the newest complete checkpoint
     root/iter_0000100/metadata.json             everything that is not a tensor
     root/iter_0000100/.metadata, __*.distcp     tensors, as DCP writes them
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
-A checkpoint is written into a folder of another name, synced to disk, and renamed once it is whole; then the number
-in the text file is replaced the same way. Whenever the run is killed, the text file names a complete checkpoint.
+A checkpoint is written into a temporary folder, synced to disk and renamed once complete; then the number in the text
+file is replaced the same way. Whenever the run is killed, the text file names a complete checkpoint.
 
-Files may come from strangers: all but tensors is JSON, DCP's pickled index is read through a list of allowed names,
-and tensors with `weights_only`.
+Files may come from untrusted sources. Everything except tensors is JSON, the pickled index of DCP may contain allowed
+names only, and tensors are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ UNREADABLE = (
     *(OSError, ValueError, EOFError, pickle.UnpicklingError),
     *(AttributeError, LookupError, TypeError, RecursionError),
 )
-"""What a pickle or JSON raises that is not what its reader takes it for."""
+"""Exceptions raised by malformed pickles and JSON."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read: disk full, a file missing, a rank lost."""
+    """A checkpoint could not be written or read: full disk, missing file, lost rank."""
 
 
 def checkpoint_folder(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """Folder of the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"
 
 
 def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis) -> Path:
-    """Writes a complete checkpoint and makes it the latest. Collective over `world`; returns its folder.
+    """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
 
-    When it returns, on any rank, the checkpoint is whole on disk. When it raises CheckpointError, it does so on
-    every rank that lives, and the latest checkpoint is still the one before.
+    When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
+    live rank, and the latest checkpoint is still the previous one.
     """
     final = checkpoint_folder(root, iteration)
     scratch = final.with_suffix(".tmp")
     on_first_rank(lambda: _clear(root, scratch), world)
-    # Files are synced by SummedFiles, as DCP would do so with the end still in Python's buffer. Without copying ahead
-    # DCP creates no CUDA stream, which a thread that is none of the device's would do on device 0.
+    # SummedFiles syncs the files: DCP would sync them before Python's buffer is flushed. Without copying ahead DCP
+    # makes no CUDA stream; on a thread without a current device it would make one on device 0.
     writer = dcp.FileSystemWriter(scratch, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), _one_checksum():
@@ -86,8 +86,8 @@ def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any]
 
 
 def read_latest(root: Path) -> int | None:
-    """Number of the newest complete checkpoint in `root`; None if there is none. Raises ValueError if the file
-    that names it holds no number."""
+    """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
+    ValueError if the file holds no number."""
     path = root / LATEST
     if not path.exists():
         return None
@@ -101,7 +101,7 @@ def read_latest(root: Path) -> int | None:
 
 
 def saved_folders(root: Path) -> dict[int, Path]:
-    """Iteration -> folder of every checkpoint in `root` that was made visible."""
+    """Maps iteration to folder for every published checkpoint in `root`."""
     found: dict[int, Path] = {}
     for folder in sorted(root.glob("iter_*")):  # X before X.old
         if match := re.fullmatch(r"iter_(\d+)(\.old)?", folder.name):
@@ -110,19 +110,19 @@ def saved_folders(root: Path) -> dict[int, Path]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that `path` means: itself, or the latest of a folder of checkpoints; None if there is none."""
+    """Finds the checkpoint that `path` means: itself, or the latest of a folder; None if there is none."""
     if (path / METADATA).exists():
         return path
     iteration = read_latest(path)
     if iteration is None:
         return None
-    # One whose name ends in .old was being replaced by another of its iteration: see _publish.
+    # A name that ends in .old belongs to a checkpoint that was being replaced: see _publish.
     return saved_folders(path).get(iteration, checkpoint_folder(path, iteration))
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as a checkpoint holds it."""
+    """Shape, dtype and number of boxes of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -142,7 +142,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """An opened checkpoint. Raises ValueError if `folder` holds none, or not a whole one."""
+    """An opened checkpoint. Raises ValueError if `folder` holds no complete checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,10 +163,10 @@ class Checkpoint:
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Fills `targets`. Collective over `world`.
+        """Loads the checkpoint into `targets`. Collective over `world`.
 
-        Strict: raises ValueError on every rank, naming the keys, if a target is not in the checkpoint or has
-        another shape there, or if the checkpoint has a key that no rank has as a target and `ignore` does not let pass.
+        Strict: raises ValueError on every rank, naming the keys, if a target is missing from the checkpoint or has
+        another shape there, or if the checkpoint has a key that is no rank's target and that `ignore` rejects.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
@@ -201,7 +201,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
-    """Opens a checkpoint on every rank; what fails on one is raised on all."""
+    """Opens a checkpoint on every rank. A failure on one rank is raised on all."""
     checkpoint, problem = _attempt(lambda: Checkpoint(folder))
     _raise_first(gather(problem, world))
     assert checkpoint is not None
@@ -209,7 +209,7 @@ def open_checkpoint(folder: Path, world: Axis) -> Checkpoint:
 
 
 def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
-    """Runs `fn` on the first rank alone and returns its result on all; what fails there is raised on all."""
+    """Runs `fn` on the first rank alone, and returns its result on all ranks. A failure is raised on all ranks."""
     outcome: list[Any] = list(_attempt(fn)) if world.first else [None, None]
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=world.ranks[0], group=world.group)
@@ -219,7 +219,7 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""(whether it is the user's to mend, message)."""
+"""(whether the user can fix it: ValueError, else CheckpointError; message)."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:
@@ -238,7 +238,7 @@ def _raise_first(problems: list[Problem | None]) -> None:
 
 
 def _clear(root: Path, scratch: Path) -> None:
-    """Undoes what killed saves have left, and makes room for a new one."""
+    """Cleans up after killed saves, and creates the scratch folder."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob("iter_*.tmp"):
         remove(left)
@@ -251,7 +251,7 @@ def _clear(root: Path, scratch: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder; of a link to one, as a checkpoint that was moved to another disk leaves, the link alone.
+    """Deletes a folder. Of a link to a folder, such as a checkpoint moved to another disk, deletes only the link.
 
     Raises OSError.
     """
@@ -262,14 +262,14 @@ def remove(path: Path) -> None:
 
 
 def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any], sums: Sums) -> None:
-    """Makes a written checkpoint visible, and then the latest."""
+    """Publishes a written checkpoint by a rename, then makes it the latest."""
     metadata = write_summed(scratch / METADATA, json.dumps(payload, indent=1))
     write_manifest(scratch, sums | {METADATA: metadata})
     sync_folder(scratch)
     final = checkpoint_folder(root, iteration)
     replaced = final.with_suffix(".old")
     if final.exists() or final.is_symlink():
-        # No rename replaces a folder that is not empty; find_checkpoint knows the name it has in between.
+        # A rename cannot replace a folder that is not empty. find_checkpoint knows the name used in between.
         with suppress(FileNotFoundError):
             remove(replaced)
         final.rename(replaced)
@@ -284,7 +284,7 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
 
 
 def gather(value: T, world: Axis) -> list[T]:
-    """What every rank has, on every rank."""
+    """All-gathers Python objects: the value of every rank, in order."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
@@ -293,7 +293,7 @@ def gather(value: T, world: Axis) -> list[T]:
 
 
 def _nonempty(tensors: StateDict) -> StateDict:
-    """Without tensors of no elements, which have nothing to save."""
+    """Drops tensors without elements: there is nothing to save or load."""
     return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
 
 
@@ -304,8 +304,11 @@ def _few(names: list[str], limit: int = 8) -> str:
 
 @contextmanager
 def _failures_as_checkpoint_error(what: str) -> Any:
-    """DCP gathers every rank's failure and raises the same on all, as a BaseException; here an ordinary error
-    with the first one's cause. It also warns that one process works alone, which here is meant."""
+    """Turns DCP's exception into a CheckpointError with the cause of the first failed rank.
+
+    DCP raises a BaseException with the failures of all ranks, on all ranks. Its warning that one process works alone is
+    silenced: that is intended.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -317,8 +320,8 @@ def _failures_as_checkpoint_error(what: str) -> Any:
 
 @contextmanager
 def _one_checksum() -> Iterator[None]:
-    """torch.save sums every tensor as well, for zip programs, and torch.load does not look: the manifest's sums, which
-    are looked at, are of all bytes."""
+    """Turns off the checksums that torch.save adds for zip programs. torch.load ignores them; the manifest's checksums
+    cover all bytes."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -328,7 +331,7 @@ def _one_checksum() -> Iterator[None]:
 
 
 class _IndexReader(dcp.FileSystemReader):
-    """Reads DCP's index once, and nothing from it but the types that an index is made of."""
+    """Reads DCP's index once, and unpickles only the types that an index consists of."""
 
     _index: Metadata | None = None
 

@@ -1,1 +1,1 @@
-"""Data parallelism: flat buffers of parameters and gradients, and their reduction."""
+"""Data parallelism: flat buffers of parameters and gradients, overlapped gradient reduction, ZeRO-1 sharding."""

@@ -1,8 +1,8 @@
-"""Data parallelism: gradients add up in flat memory and are summed over the replicas bucket by bucket.
+"""DistributedDataParallel: accumulates gradients in flat buffers and reduces them bucket by bucket.
 
-A gradient reaches `param.main_grad` by one of two ways. A linear layer's weight gradient is added there by whoever
-computes it (at once, or later when the schedule has a slot); everything else comes through autograd, and a hook moves
-it over as soon as it is complete. Both then report to `param.on_main_grad`, where that is set.
+A gradient reaches `param.main_grad` in one of two ways. Weight gradients of linear layers and embeddings are added
+there by their autograd Functions, at once or from the weight-gradient queue. All other gradients come from autograd,
+and a hook adds them once complete. Both then call `param.on_main_grad`, where it is set.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
 
 
 class DistributedDataParallel:
-    """One rank's model stages (`modules`) with their gradients in buffers.
+    """Gradient buffers and data-parallel communication of one rank's model chunks (`modules`).
 
-    Every parameter must carry its `meta`. Sharing one Parameter between modules is fine; it is kept once. With
-    `use_distributed_optimizer` a rank ends up with the summed gradient of its own shards only.
+    Every parameter must have its `meta`. Modules may share a Parameter; it is kept once. With
+    `use_distributed_optimizer` (ZeRO-1), each rank ends up with the summed gradient of its own shards only.
 
-    With `overlap_grad_reduce` a bucket's reduction starts during backward, as soon as its last gradient is complete.
-    With `overlap_param_gather` the optimizer's step leaves the gather of the updated parameters under way, and each
-    module waits for its own before it runs: whoever reads parameters outside of a forward pass calls
-    `finish_param_sync` first.
+    With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
+    With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
+    module waits for its own parameters before it runs. Call `finish_param_sync` before you read parameters outside of a
+    forward pass.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(_move_grad) for param in self.params]
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Forgets all gradients and expects those of so many micro-batches, after which they are complete."""
+        """Zeroes the gradients, and expects those of `num_microbatches` micro-batches."""
         assert self._started == 0, "reductions of the step before have not been waited for"
         self.zero_grad_buffer()
         if self._readiness is not None:
             self._readiness.begin_step(num_microbatches)
 
     def zero_grad_buffer(self) -> None:
-        """Forgets all gradients."""
+        """Zeroes the gradients."""
         for buffer in self.buffers:
             buffer.grad_data.zero_()
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
-        """Starts the reductions that have not started, in launch order, up to and with `bucket` or all of them.
+        """Starts the reductions not started yet, in launch order, up to and including `bucket`; by default all.
 
-        Collective over the data-parallel ranks; no gradient may be added to these buckets until the step ends.
+        Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
         """
         end = len(self.buckets) if bucket is None else bucket + 1
         while self._started < end:
@@ -97,7 +97,7 @@ class DistributedDataParallel:
             self._started += 1
 
     def finish_grad_sync(self) -> None:
-        """Starts what has not started and waits for all: the owned gradients are sums over data parallel after it."""
+        """Starts the remaining reductions and waits for all. Owned gradients are then sums over data-parallel ranks."""
         self.start_grad_sync()
         for bucket in self.buckets:
             bucket.finish_grad_sync()
@@ -106,23 +106,23 @@ class DistributedDataParallel:
             self._readiness.end_step()
 
     def start_param_sync(self) -> None:
-        """Starts gathering the updated parameters, those that the forward pass needs first at the front."""
+        """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them."""
         for bucket in reversed(self.buckets):
             bucket.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits until every parameter is whole again."""
+        """Waits for the all-gathers: every parameter is whole again."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
 
     def gather_grads_(self) -> None:
-        """Makes every `main_grad` whole on every rank, after a sync that left shards. For tests and diagnosis."""
+        """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 
 
 def _trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that want a gradient, each once, in order of registration."""
+    """Trainable parameters, each once, in order of registration."""
     return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
 
 
@@ -131,7 +131,7 @@ def _meta(param: nn.Parameter) -> ParamMeta:
 
 
 def _communication_device(axis: Axis) -> torch.device:
-    """Where tensors for collectives over the axis live, if no parameter tells."""
+    """Device of collectives over the axis, for a rank without parameters."""
     if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

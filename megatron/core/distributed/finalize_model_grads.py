@@ -1,11 +1,11 @@
-"""From accumulated gradient sums to the gradient of the step, after the last micro-batch.
+"""Final gradient of a step, after the last micro-batch: remaining reductions, and one division by the token count.
 
-Losses are sums over tokens, and so are gradients until the last line of this file divides them, once, by the number
-of valid tokens in the global batch. How the batch was cut (micro-batches, data, context, pipeline) cannot show.
+Losses are token sums, and so are gradients until the last line of this file divides them, once, by the number of valid
+tokens in the global batch. So it cannot matter how the batch was split: micro-batches, data, context, pipeline.
 
-Sums over data-parallel ranks come first, because they may have started during backward, and leave each rank its
-shards. The other sums commute with that and then concern the shards only: gradients that are partial over a model
-axis, and those of parameters which two pipeline stages share.
+Sums over data-parallel ranks come first: they may have started during backward, and they leave each rank its shards.
+The other sums commute with them and then run over the shards only: gradients that are partial over a model axis, and
+those of parameters that two pipeline stages share.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.core.parallel_state import Axis, ParallelState
 def finalize_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> None:
-    """Makes the owned part of every `main_grad` the gradient of the mean loss per valid token of the global batch.
+    """Turns the owned part of every `main_grad` into the gradient of the mean loss per valid token.
 
-    `total_tokens` is their `global_token_count`. `seed` is the factor that every loss sum was multiplied by before
-    backward, taken out here. A batch without valid tokens has gradient zero. Collective over the world.
+    `total_tokens` is the `global_token_count`. Every loss sum was multiplied by `seed` before backward; the factor is
+    divided out here. A batch without valid tokens has gradient zero. Collective over the world.
     """
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
@@ -36,8 +36,8 @@ def finalize_model_grads(
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
-    """The count of pipeline rank `loss_rank` summed over the data-parallel and context ranks, on every rank; scalar
-    float64."""
+    """Valid tokens of the global batch, on every rank: the count of pipeline rank `loss_rank`, summed over data- and
+    context-parallel ranks. Scalar float64."""
     total = num_tokens.detach().to(torch.float64, copy=True)
     if state.dp_cp.size > 1:
         dist.all_reduce(total, group=state.dp_cp.group)
@@ -63,7 +63,7 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
 
 
 def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Sums each tensor in place over the axis, in one collective for all of them."""
+    """Sums each tensor in place over the axis, in one collective for all."""
     if axis.size == 1 or not tensors:
         return
     flat = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,11 +1,11 @@
-"""Communication of data parallelism behind computation: when a bucket may leave, and when it must have arrived.
+"""Overlap of gradient reduction and parameter all-gather with computation: when each bucket is ready.
 
-Gradients. Each parameter reports every contribution to its `main_grad`, and makes equally many reports for every
-micro-batch: one for each use by a layer that adds its own gradient, and one for all that autograd brings. So its
-gradient is complete after (reports per micro-batch) x (micro-batches), in whatever order a schedule runs its backwards,
-whole or split, and whichever stages share the parameter. No schedule has to say which backward is the last.
+Gradients: a parameter reports each contribution to its `main_grad`, equally often for every micro-batch: once for each
+use by a layer that adds its own gradient, and once for all that autograd brings. So a gradient is complete after
+(reports per micro-batch) * (micro-batches), in whatever order a schedule runs its backward passes, whole or split, and
+whichever stages share the parameter. No schedule has to mark the last backward.
 
-Parameters. Modules wait for the buckets they read before they run.
+Parameters: before a module runs, it waits for the buckets that it reads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 
 class GradReadiness:
-    """Counts the reports of parameters within a step, and has buckets reduced that are complete.
+    """Counts the parameters' reports within a step, and starts the reduction of complete buckets.
 
-    In the first step the number of reports per micro-batch is learned, and nothing starts early. A parameter whose
-    reports do not come in equal numbers is never counted complete, and its bucket waits for the end of the step.
-    `start(k)` starts all reductions up to bucket k: ranks start them in one order, whatever order gradients come in.
+    The first step learns the number of reports per micro-batch, and starts nothing early. A parameter with an uneven
+    number of reports never counts as complete, and its bucket waits for the end of the step. `start(k)` starts all
+    reductions up to bucket k: all ranks start them in one order, whatever order gradients arrive in.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
@@ -37,14 +37,14 @@ class GradReadiness:
         self.begin_step(0)
 
     def begin_step(self, microbatches: int) -> None:
-        """Expects the gradients of so many micro-batches; 0 where that is not known."""
+        """Expects the gradients of `microbatches` micro-batches; 0 if unknown."""
         self.microbatches = microbatches
         self.reports = [0] * len(self.params)
         self.missing = [len(bucket.layout.params) for bucket in self.buckets]
         self.started = 0
 
     def report(self, param: int) -> None:
-        """A contribution to a parameter's gradient is in."""
+        """Counts a contribution to the gradient of parameter number `param`."""
         bucket = self.bucket_of[param]
         assert bucket >= self.started, (
             f"{self.params[param].meta.name} got a gradient after its bucket was reduced"  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ class GradReadiness:
                 self.started += 1
 
     def end_step(self) -> None:
-        """All gradients of the step are in."""
+        """Ends a step, with all gradients complete."""
         if self.per_microbatch is None and self.microbatches and any(self.reports):
             counts = (count / self.microbatches for count in self.reports)
             self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]
@@ -69,10 +69,10 @@ class GradReadiness:
 def wait_before_forward(
     modules: Sequence[nn.Module], params: Sequence[nn.Parameter], buckets: Sequence[Bucket]
 ) -> None:
-    """Has each module wait, before it runs, for the gather of what it reads.
+    """Makes each module wait, before its forward, for the all-gather of the parameters that it reads.
 
-    An entry of a ModuleList, which is a layer, waits for all its parameters, so that what is inside may read them as
-    it likes; outside of those each module that owns parameters waits for these.
+    An entry of a ModuleList, which is a layer, waits for all its parameters, so that code inside may read them in any
+    order. Outside of layers, each module that owns parameters waits for these.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)
@@ -83,7 +83,7 @@ def wait_before_forward(
 
 
 def bucket_numbers(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Index of a parameter -> position of its bucket."""
+    """Maps the index of a parameter to the position of its bucket."""
     return {place.index: k for k, bucket in enumerate(buckets) for place in bucket.layout.params}
 
 

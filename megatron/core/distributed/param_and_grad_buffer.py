@@ -1,7 +1,7 @@
-"""Contiguous memory of parameters and of their gradients, and the collectives over it.
+"""ParamAndGradBuffer: contiguous memory of parameters and gradients, and its reduce-scatters and all-gathers.
 
-Each parameter becomes a view of one flat tensor, and has a `main_grad` that is a view of another, in the main dtype.
-A bucket's gradients are reduced, and its parameters gathered, by one in-place collective on a slice of that memory.
+Each parameter becomes a view of one flat tensor, and its `main_grad` a view of another, in the main dtype. One in-place
+collective on a slice of that memory reduces the gradients of a bucket, and another gathers its parameters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron.core.parallel_state import Axis
 
 
 class Bucket:
-    """One reduction's worth of a buffer on this rank.
+    """Part of a buffer that is reduced in one collective.
 
-    `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part of them.
-    With `shard_grads` a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part: what
-    this rank updates.
+    `params` and `grads` are the whole bucket, `param_shard` and `grad_shard` this data-parallel rank's part. With
+    `shard_grads`, a reduction leaves its sum in `grad_shard` alone, else in `grads`; `owned_*` is that part, which this
+    rank updates.
 
-    Where `reduce_dtype` is not the gradients' own, a reduction works on a rounded copy, which lives until it ends:
-    every rank's sum over its micro-batches is exact to the gradients' dtype, and the sum over ranks to `reduce_dtype`.
+    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, freed at its end. So the sum
+    over a rank's micro-batches keeps the gradients' precision; only the sum over ranks has that of `reduce_dtype`.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Bucket:
         self._param_sync: Pending | None = None
 
     def owned_grad(self, piece: Piece) -> Tensor:
-        """The gradient of one of `owned_pieces`, 1-D."""
+        """Gradient of one of `owned_pieces`, a 1-D view."""
         start = piece.offset - self.owned_range[0]
         return self.owned_grads[start : start + piece.stop - piece.start]
 
     def start_grad_sync(self) -> None:
-        """Begins to sum the gradients over the data-parallel ranks. Collective over the axis."""
+        """Starts to sum the gradients over the data-parallel ranks. Collective over the axis."""
         assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
@@ -71,7 +71,7 @@ class Bucket:
             self._grad_sync = start_all_reduce_(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Waits for `start_grad_sync`: `owned_grads` holds the sum after it."""
+        """Waits for `start_grad_sync`: `owned_grads` then holds the sum."""
         if self._grad_sync is not None:
             self._grad_sync.wait()
             self._grad_sync = None
@@ -80,7 +80,7 @@ class Bucket:
             self._rounded = None
 
     def start_param_sync(self) -> None:
-        """Begins to gather every rank's `owned_params` into `params`; nothing to do where each owns the whole."""
+        """Starts to all-gather `owned_params` into `params`; does nothing where each rank owns the whole."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
         if self.shard_grads and self.axis.size > 1:
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
@@ -92,17 +92,17 @@ class Bucket:
             self._param_sync = None
 
     def gather_grads_(self) -> None:
-        """Puts every rank's summed shard into `grads`. For tests and diagnosis: training does not need it."""
+        """All-gathers the summed shards into `grads`. For tests and diagnosis; training does not need it."""
         if self.shard_grads and self.axis.size > 1:
             start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
 
 class ParamAndGradBuffer:
-    """The memory of one `BufferLayout`.
+    """Memory of one `BufferLayout`.
 
-    Moves `params` (the list that the layout was planned from) into it: values, shapes and the Parameter objects stay,
-    `param.data` becomes a view, `param.main_grad` a view of the zeroed gradients in `grad_dtype`. Reductions over
-    ranks are in `reduce_dtype`.
+    Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
+    the same; `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`. Reductions
+    over ranks use `reduce_dtype`.
     """
 
     def __init__(

@@ -1,13 +1,12 @@
-"""Where parameters and gradients lie in flat memory, and which rank owns what of it.
+"""Layout of parameters and gradients in flat memory: buffers, buckets, and each rank's ZeRO-1 shard range. No torch.
 
-Parameters are grouped into buffers, as whether weight decay applies and which ranks they are reduced over must be one
-answer for a flat tensor. A buffer is cut into buckets, each the subject of one reduction, and each bucket into one
-shard per data-parallel rank. All of it is decided here from integers, once: the buffers in memory, the distributed
-optimizer, checkpoints and memory plans read the same layout. No torch here.
+Parameters of a buffer are all subject to weight decay or none is, and all are reduced over the same ranks. A buffer is
+divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank. All of this is
+decided here, once, from integers: buffers, distributed optimizer, checkpoints and memory plans read the same layout.
 
-A bucket is filled in reverse order of registration, which is about the order in which backward finishes gradients, so
-the first buckets are ready first. Parameters begin at multiples of `ALIGNMENT` elements (matrix kernels want aligned
-operands) and a bucket is padded so that its shards are equal and aligned too; padding holds zeros for ever.
+Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
+the first buckets are ready first. Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need
+aligned operands. Buckets are padded so that their shards are equal and aligned too; padding stays zero.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Elements of a bucket: large enough that each rank's part of a reduction is bound by bandwidth, not latency."""
+    """Default bucket size in elements: large enough that reductions are bound by bandwidth, not latency."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """One parameter's place: elements [start, stop) of its buffer, padding excluded."""
+    """Range of one parameter: elements [start, stop) of its buffer, without padding."""
 
     index: int
-    """Position in the list that was planned from."""
+    """Position in the list that the layout was planned from."""
 
     meta: ParamMeta
     start: int
@@ -44,7 +43,7 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a parameter's local tensor, flattened row-major, from `offset` of its buffer on."""
+    """Elements [start, stop) of a parameter's flattened local tensor, stored from `offset` of its buffer on."""
 
     index: int
     meta: ParamMeta
@@ -55,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, stop) of a buffer, reduced at once; `num_shards` equal shards."""
+    """Elements [start, stop) of a buffer that are reduced in one collective, in `num_shards` equal shards."""
 
     start: int
     stop: int
@@ -63,12 +62,12 @@ class BucketLayout:
     num_shards: int
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """[start, stop) in the buffer of what a data-parallel rank owns."""
+        """Shard range [start, stop) of a data-parallel rank, in elements of the buffer."""
         size = (self.stop - self.start) // self.num_shards
         return self.start + rank * size, self.start + (rank + 1) * size
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The parts of parameters that lie within [start, stop) of the buffer, in order; none is empty."""
+        """Parts of parameters within [start, stop) of the buffer, in order; none is empty."""
         found = []
         for param in self.params:
             low, high = max(start, param.start), min(stop, param.stop)
@@ -79,7 +78,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One contiguous memory: parameters that are reduced over the same ranks and decay alike."""
+    """One contiguous buffer, of parameters with the same reduction ranks and the same weight decay."""
 
     expert: bool
     """Reduced over "expt_dp" instead of "dp_cp"."""
@@ -106,11 +105,11 @@ def plan_buffers(
     expert_data_parallel_size: int = 1,
     bucket_size: int | None = None,
 ) -> tuple[BufferLayout, ...]:
-    """The buffers of one rank, from the tag and local shape of each of its parameters in order of registration.
+    """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
-    `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is
-    closed once it holds `bucket_size` elements. Ranks whose parameters have equal shapes get equal layouts, so what
-    is replicated over tp has the same shard ranges on every tp rank.
+    `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
+    once it holds `bucket_size` elements. Ranks with equal shapes get equal layouts, so that parameters replicated over
+    tp have the same shard ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
@@ -131,10 +130,10 @@ def plan_buffers(
 def _fill_buckets(
     members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int
 ) -> list[BucketLayout]:
-    """Buckets of at least `bucket_size` elements, except at the end and around parameters that two stages share.
+    """Fills buckets of at least `bucket_size` elements; smaller ones only at the end and around shared parameters.
 
-    Those have a bucket to themselves: its shards then cover the same elements on both stages, whatever else the
-    stages hold, and their sum over the stages needs the shards only.
+    A parameter that two stages share has a bucket of its own: its shards then cover the same elements on both stages,
+    whatever else the stages hold, and only the shards need to be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []
@@ -159,10 +158,10 @@ def _fill_buckets(
 
 
 def launch_order(buffers: Sequence[BufferLayout]) -> list[tuple[int, int]]:
-    """(buffer, bucket) in the order in which backward completes them, the same on every data-parallel rank.
+    """Order of reductions: (buffer, bucket) as backward completes them, the same on every data-parallel rank.
 
     A bucket is complete once its first registered parameter is. All ranks of a group must start their reductions in
-    one order; this is that order, whatever order gradients happen to arrive in.
+    this order, whatever order gradients arrive in.
     """
     places = [(b, k) for b, buffer in enumerate(buffers) for k in range(len(buffer.buckets))]
     return sorted(places, key=lambda place: -min(p.index for p in buffers[place[0]].buckets[place[1]].params))
@@ -170,12 +169,12 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's training state, padding included."""
+    """Bytes of one rank's parameters, gradients and optimizer state, padding included."""
 
     parameters: int
     gradients: int
     main_parameters: int
-    """0 where the parameters themselves have the main dtype."""
+    """0 if the parameters themselves have the main dtype."""
 
     moments: int
 
@@ -191,7 +190,7 @@ def buffer_bytes(
     distributed_optimizer: bool,
     optimizer: str = "adam",
 ) -> BufferBytes:
-    """What the buffers and the optimizer's state take on one rank. Exact but for a scalar step count per bucket."""
+    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket."""
     whole = sum(buffer.numel for buffer in buffers)
     owned = sum(buffer.numel // (buffer.data_parallel_size if distributed_optimizer else 1) for buffer in buffers)
     main = DTYPE_BYTES[main_dtype]

@@ -1,10 +1,10 @@
-"""Eight-bit floating point: casts that scale, and products of what they leave (arXiv 2209.05433).
+"""Scaled casts to fp8 and GEMMs of their results (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
 
-A matrix x is held as x8 = round(x * m), with a multiplier m that brings its largest value to the largest number of the
-format; a product is summed in fp32 and multiplied by the scales 1 / m of both operands. Casts saturate. What is not
-finite stays so, whatever a cast makes of it: it makes the scale NaN or infinite, and so the product.
+A matrix x is held as x8 = round(x * m). The multiplier m brings its largest value to the largest number of the format.
+A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, yet NaN and Inf are not lost:
+they make the scale NaN or infinite, and with it the result.
 
-The casts are pure functions of tensors, so that they can be compiled as regions; collectives lie between them.
+The casts are pure functions of tensors, so that they can be compiled as regions. Collectives run between them.
 """
 
 from __future__ import annotations
@@ -21,66 +21,67 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Largest finite number of each format."""
 
 SMALLEST_AMAX = 2.0**-100
-"""What is smaller is scaled as this is, so that multipliers remain finite."""
+"""Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
 
 ALIGNMENT = 16
-"""Matrix dimensions that CUDA's kernels take are multiples of this."""
+"""CUDA kernels take matrix dimensions that are multiples of this."""
 
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs that multiply in fp8."""
+"""Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
 
 
 class Scaled(NamedTuple):
-    """values * scale: fp8 numbers [n, k], and one scale for all [] or for each row [n, 1], fp32."""
+    """An fp8 matrix: fp8 values [n, k] and an fp32 scale, one for all [] or one for each row [n, 1]. It stands for
+    values * scale."""
 
     values: Tensor
     scale: Tensor
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[n, k] in `dtype`."""
+        """Returns values * scale, [n, k] in `dtype`."""
         return self.values.to(dtype) * self.scale.to(dtype)
 
 
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
-    """(of inputs and weights, of gradients of outputs) under --fp8-format `name`."""
+    """Returns the formats (of inputs and weights, of output gradients) of --fp8-format `name`."""
     return E4M3, E5M2 if name == "hybrid" else E4M3
 
 
 def transposed_bytes(x: Tensor) -> Tensor:
-    """x [n, k] of bytes -> [k, n], row-major."""
+    """Transposes bytes [n, k] -> [k, n], row-major."""
     return x.t().contiguous()
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest absolute value, a scalar in fp32; NaN if there is one."""
+    """Largest absolute value, an fp32 scalar. NaN if any element is NaN."""
     return x.abs().amax().to(torch.float32)
 
 
 def amax_of_rows(x: Tensor) -> Tensor:
-    """[n, k] -> [n, 1], that of each row."""
+    """Largest absolute value of each row: [n, k] -> [n, 1], fp32."""
     return x.abs().amax(dim=1, keepdim=True).to(torch.float32)
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """largest / amax / 2^margin; 1 where amax is 0, 0 or NaN where it is not finite."""
+    """Scaling multiplier largest / amax / 2^margin: 1 where amax is 0; 0 or NaN where it is not finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
 def _rounded(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * multiplier to the nearest number of the format, to its largest where it is beyond: overflow saturates by the
-    clamp, as what conversions do with it differs from device to device."""
+    """Rounds x * multiplier to the nearest number of the format. The clamp makes overflow saturate: what conversions
+    do with it differs between devices."""
     largest = LARGEST[dtype]
     return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
 
 
 def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
-    """x [n, k] scaled by `amax`, [] or [n, 1], which is that of x or of a larger tensor that x is a part of."""
+    """Casts x [n, k] scaled by `amax` [] or [n, 1], that of x or of a larger tensor that x is a part of."""
     multiplier = multiplier_of(amax, LARGEST[dtype])
     return Scaled(_rounded(x, multiplier, dtype), multiplier.reciprocal())
 
 
 def cast_by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """x [n, k] with a multiplier that does not depend on it, and the largest absolute value of x."""
+    """Casts x [n, k] with a given multiplier. Returns the result and the amax of x, which the multiplier ignores."""
     amax = amax_of(x)
     scale = multiplier.reciprocal() + 0.0 * amax  # NaN if amax is not finite: the cast may have hidden that
     return Scaled(_rounded(x, multiplier, dtype), scale), amax
@@ -88,7 +89,7 @@ def cast_by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tup
 
 @cache
 def has_kernel(device_type: str, by_row: bool) -> bool:
-    """Whether torch multiplies fp8 matrices on such devices, with one scale each or with one for each row."""
+    """Whether torch has an fp8 GEMM for a device type, with one scale for each operand or one for each row."""
     if device_type != "cpu":
         return True
     zeros = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=E4M3)
@@ -103,13 +104,13 @@ def has_kernel(device_type: str, by_row: bool) -> bool:
 def scaled_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accumulation: bool = False
 ) -> Tensor:
-    """a bᵀ + bias [n, m] of a [n, k] and b [m, k], summed in fp32 and rounded to `out_dtype`; with a scale for each row
-    on CUDA to bf16, the one dtype in which every kernel of torch returns that.
+    """fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32 and rounded to `out_dtype`.
 
-    The one place that knows kernels. Both operands are given row-major, so that b's transpose is column-major: the only
-    arrangement that Hopper multiplies. CUDA wants k and m to be multiples of 16, and not both operands in e5m2. The
-    kernel of CPUs multiplies what it has dequantised, as `dequantized_mm` does, which takes its place where
-    there is none. `fast_accumulation` is for Hopper, whose tensor cores then keep partial sums to fewer bits.
+    With a scale for each row, CUDA returns bf16 whatever `out_dtype`: the one dtype that all of torch's kernels return.
+    The only place that knows kernels. Both operands are row-major, so that b's transpose is column-major, the only
+    arrangement that Hopper takes. CUDA needs multiples of 16 for k and m, and at most one operand in e5m2. CPU kernels
+    multiply dequantized operands, as `dequantized_mm` does, which stands in for a missing kernel. With
+    `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
     """
     by_row = a.scale.ndim == 2
     if not has_kernel(a.values.device.type, by_row):
@@ -123,6 +124,6 @@ def scaled_mm(
 
 
 def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """What `product` computes, without a kernel for fp8."""
+    """Computes `scaled_mm` without an fp8 kernel."""
     out = a.dequantized() @ b.dequantized().t()
     return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)

@@ -1,4 +1,7 @@
-"""Delayed scaling of fp8 from step to step (arXiv 2209.05433, section 3; as NVIDIA's TransformerEngine has it)."""
+"""Delayed scaling of fp8: multipliers from the amax history of earlier steps.
+
+ArXiv 2209.05433, section 3; as in NVIDIA's TransformerEngine.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from megatron.core.parallel_state import Axis
 
 
 class DelayedScaling:
-    """The histories of largest values of all fp8 layers of a rank, in one piece of memory.
+    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers that follow from them.
 
-    Every rank of a pipeline stage has those of the stage, equal on all: what the ranks have noted in a step, each of
-    its own part of the sequence, the features and the batch, becomes one maximum. Histories are states of the model:
-    checkpoints carry them, and the multipliers follow from them.
+    All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
+    batch; at the end of a step their amax values are reduced to one maximum. Histories are part of the model's state,
+    and checkpoints hold them.
     """
 
     def __init__(self, config: PrecisionConfig, modules: Iterable[nn.Module], stage: Axis) -> None:
@@ -43,15 +46,17 @@ class DelayedScaling:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Makes the multipliers what the histories say, after those were loaded."""
+        """Recomputes the multipliers from the histories, for example after loading a checkpoint."""
         if self.layers:
             amax = self.history.amax(dim=-1) if self.takes_max else self.history[..., 0]
             self.multiplier.copy_(multiplier_of(amax, self.largest, self.margin))
 
     @torch.no_grad()
     def end_step(self, skip: Tensor) -> None:
-        """Moves the histories on by what was noted in this step, unless it updated nothing (`skip` is 1); a value that
-        is not finite leaves its own history. One reduction of 3 numbers a layer, collective over the stage."""
+        """Appends this step's amax values to the histories, unless the step was skipped (`skip` is 1).
+
+        A history whose value is not finite stays as it is. Collective over the stage: one reduction, 3 numbers a layer.
+        """
         if not self.layers:
             return
         amax = all_reduce_(self.amax.nan_to_num_(nan=torch.inf), self.stage, dist.ReduceOp.MAX).unsqueeze(-1)
@@ -61,6 +66,6 @@ class DelayedScaling:
         self.refresh()
 
     def forget_step(self) -> None:
-        """Drops what a step that will not be ended has noted."""
+        """Drops the amax values of a step that will not reach `end_step`."""
         if self.layers:
             self.amax.zero_()

@@ -1,6 +1,6 @@
-"""The matrix products of a linear layer in fp8 (arXiv 2209.05433), by three scaling recipes.
+"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433).
 
-There is one object for each layer. Weights are cast once for all micro-batches of a step.
+Each linear layer has one object. Weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.compiled_regions import region
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.casts import (
     E4M3,
@@ -28,19 +29,18 @@ from megatron.core.fp8.casts import (
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.regions import region
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of, rows_of
 
 
 class WeightCasts:
-    """fp8 copies of weights: made once inside of `kept`, where weights do not change, else at every use."""
+    """Cache of fp8 weights. Within `kept()` each weight is cast once; outside it is cast at every use."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], Scaled] | None = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Weights do not change in here."""
+        """Keeps casts until the end of the block, in which weights must not change."""
         self._kept = {}
         try:
             yield
@@ -48,7 +48,7 @@ class WeightCasts:
             self._kept = None
 
     def get(self, weight: Tensor, kind: str, make: Callable[[], Scaled]) -> Scaled:
-        """The copy of `kind`, if need be by `make`."""
+        """Returns the cast of `kind`, made by `make` where it is not kept."""
         if self._kept is None:
             return make()
         key = id(weight), kind
@@ -59,17 +59,17 @@ class WeightCasts:
 
 @dataclass(frozen=True)
 class Fp8Context:
-    """What the fp8 layers of a model have in common."""
+    """Settings that the fp8 layers of a model share."""
 
     config: PrecisionConfig
     layers: range
-    """The transformer layers that multiply in fp8, by number."""
+    """Numbers of the transformer layers whose GEMMs run in fp8."""
 
     casts: WeightCasts
 
 
 def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts) -> Fp8Context | None:
-    """What a configuration asks for; None where nothing is in fp8."""
+    """Builds the fp8 context of a configuration; None without fp8."""
     layers = config.fp8_layers(num_layers)
     return Fp8Context(config, layers, casts) if layers else None
 
@@ -77,14 +77,14 @@ def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts) -> F
 def build_gemms(
     name: str, fp8: Fp8Context | None, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool
 ) -> LinearGemms:
-    """Those of the linear layer `name`: in fp8 if there is a context for that."""
+    """Builds the GEMMs of the linear layer `name`: in fp8 with an fp8 context, else in the parameters' precision."""
     if fp8 is None:
         return PLAIN
     return RECIPES[fp8.config.fp8_recipe](name, fp8, tp, cuts, device, compiled)
 
 
 class Fp8Gemms(nn.Module):
-    """What the recipes have in common."""
+    """Base class of the recipes."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -93,26 +93,30 @@ class Fp8Gemms(nn.Module):
         self.grad_format = formats(fp8.config.fp8_format)[1]
 
     def cast_by_amax(self, x: Tensor, amax: Callable[[Tensor], Tensor], cut: bool, dtype: torch.dtype) -> Scaled:
-        """x [n, k] scaled by what `amax` says of it. If it is cut, of the whole that x is a part of: every rank scales
-        its part as one process scales the whole, and layouts agree."""
-        found = region(amax, self.compiled)(x)
+        """Casts x [n, k] scaled by its own `amax`.
+
+        The amax of a tensor that is cut over tensor-parallel ranks is reduced over them: each rank scales its part as
+        one process scales the whole, so that layouts agree.
+        """
+        x = x.detach()  # else one more variant of each region would be compiled
+        found = region(amax, self.compiled, static=True)(x)
         if cut:
             all_reduce_(found, self.tp, dist.ReduceOp.MAX)
-        return region(cast_by_amax, self.compiled)(x, found, dtype)
+        return region(cast_by_amax, self.compiled, static=True)(x, found, dtype)
 
 
 INPUT, WEIGHT, GRAD = range(3)
 
 
 class PerTensorGemms(Fp8Gemms):
-    """A scale for each tensor: what is cast serves all products, transposed where these sum over rows.
+    """One scale for each tensor. One cast serves all GEMMs of a tensor; those that sum over rows read its transpose.
 
-    Inputs are gathered and kept in fp8, one byte an element.
+    Inputs are gathered and saved for backward in fp8, one byte an element.
     """
 
     def cast(self, x: Tensor, which: int) -> Scaled:
-        """x [n, k], which is an input, a weight or a gradient."""
-        raise AssertionError("a recipe says how")
+        """Casts x [n, k]; `which` is INPUT, WEIGHT or GRAD."""
+        raise NotImplementedError
 
     def cast_input(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT)
@@ -137,7 +141,7 @@ class PerTensorGemms(Fp8Gemms):
         out.add_(scaled_mm(rows, columns, out.dtype))
 
     def _transposed(self, x: Scaled) -> Scaled:
-        values = region(transposed_bytes, self.compiled)(x.values.view(torch.uint8)).view(x.values.dtype)
+        values = region(transposed_bytes, self.compiled, static=True)(x.values.view(torch.uint8)).view(x.values.dtype)
         return Scaled(values, x.scale)
 
     def _weight(self, weight: Tensor) -> Scaled:
@@ -149,7 +153,7 @@ def _operand(parts: Operand, dtype: torch.dtype) -> Scaled:
 
 
 class TensorwiseGemms(PerTensorGemms):
-    """Each tensor is scaled by its own largest value, which costs a look at it before the cast."""
+    """Scales each tensor by its own amax, which costs a pass over it before the cast."""
 
     def cast(self, x: Tensor, which: int) -> Scaled:
         cuts = self.cuts
@@ -158,10 +162,10 @@ class TensorwiseGemms(PerTensorGemms):
 
 
 class DelayedGemms(PerTensorGemms):
-    """Each tensor is scaled by the largest values of the steps before, so that nothing is waited for.
+    """Scales each tensor by the amax history of earlier steps, so that a cast needs no pass over the tensor before it.
 
-    Largest values of this step are noted in training, on each rank for itself; `DelayedScaling` brings ranks together
-    when the step ends, and sets the multipliers of the next one.
+    In training each rank records its amax of this step. `DelayedScaling` reduces them over the ranks at the end of the
+    step, and sets the multipliers of the next one.
     """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -170,13 +174,14 @@ class DelayedGemms(PerTensorGemms):
         history = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
         history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"))  # type: ignore[attr-defined]
         self.amax_history = history
-        """[3, steps]: of inputs, weights and gradients, the latest step first; 0 for none."""
+        """[3, steps]: amax of input, weight and output gradient, the latest step first; 0 before the first step."""
         self.amax = torch.zeros(3, device=device)
         self.multiplier = torch.ones(3, device=device)
 
     def cast(self, x: Tensor, which: int) -> Scaled:
         dtype = self.grad_format if which == GRAD else E4M3
-        scaled, amax = region(cast_by_multiplier, self.compiled)(x, self.multiplier[which], dtype)
+        cast = region(cast_by_multiplier, self.compiled, static=True)
+        scaled, amax = cast(x.detach(), self.multiplier[which], dtype)
         if self.training:
             noted = self.amax[which]
             torch.maximum(noted, amax, out=noted)
@@ -184,12 +189,12 @@ class DelayedGemms(PerTensorGemms):
 
 
 AMAX_HISTORY = ".amax_history"
-"""What names of such states end in."""
+"""Suffix of the names of amax histories."""
 
 
 class RowwiseGemms(Fp8Gemms):
-    """A scale for each row of each operand, along which a product sums; so each tensor is cast twice, by rows and by
-    columns, and inputs are kept as they come."""
+    """One scale for each row of an operand, the dimension that a GEMM sums over. So each tensor is cast twice, by rows
+    and by columns, and inputs are saved for backward uncast."""
 
     def cast_input(self, x: Tensor) -> Operand:
         return (x,)
@@ -210,7 +215,7 @@ class RowwiseGemms(Fp8Gemms):
         return dx.view(*dy[0].shape[:-1], -1)
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        # Tokens, which this sums over, are on every rank.
+        # The sum is over tokens, all of which every rank has.
         rows, columns = self._columns(rows_of(dy[0]), False, self.grad_format), self._columns(rows_of(x[0]), False)
         out.add_(scaled_mm(rows, columns, out.dtype))
 
@@ -218,7 +223,7 @@ class RowwiseGemms(Fp8Gemms):
         return self.cast_by_amax(x, amax_of_rows, cut, dtype)
 
     def _columns(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:
-        """The transpose of x [n, k], as [k, n] with a scale for each column of x."""
+        """Casts the transpose of x [n, k]: [k, n], with a scale for each column of x."""
         return self._rows(x.t(), cut, dtype)
 
 

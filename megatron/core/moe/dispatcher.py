@@ -1,10 +1,9 @@
-"""Brings each token to the ranks that hold its experts, and the experts' outputs back.
+"""Token dispatch of mixture-of-experts layers: sends tokens to the ranks of their experts, and returns the outputs.
 
-The way there is a linear map of the tokens: rows are copied, sent and sorted. Everything else is its adjoint. The way
-back, which adds up what the experts make of a token's copies, is the adjoint; the gradient of either way is the other.
-So a dispatcher says how to go there, and nothing more.
+Dispatch is a linear map of the tokens: rows are copied, sent and sorted. Combine, which sums the outputs of a token's
+experts, is the adjoint of dispatch, and each is the gradient of the other. So a dispatcher defines dispatch alone.
 
-Ranks along (ep, expt_tp) hold all experts between them, and tokens of their own each.
+Ranks along (ep, expt_tp) hold all experts between them. Each has tokens of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter
-from megatron.core.host_copies import copied_to
+from megatron.core.host_to_device import copied_to
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ExpertAxes
@@ -27,7 +26,7 @@ from megatron.core.tensor_parallel.weight_grad import add_rows_
 
 @dataclass(frozen=True)
 class RowMap:
-    """A linear map of tensors [rows, ...] along their rows, and its adjoint."""
+    """Linear map of the rows of a tensor [rows, ...], and its adjoint. Differentiable."""
 
     forward: LinearMap
     adjoint: LinearMap
@@ -48,19 +47,19 @@ class RowMap:
 
 @dataclass(frozen=True)
 class Routes:
-    """The ways of one micro-batch."""
+    """Dispatch of one micro-batch."""
 
     of_tokens: RowMap
-    """[n, ...] of this rank's tokens -> [rows, ...] for the local experts, expert by expert."""
+    """This rank's tokens [n, ...] -> rows of the local experts [rows, ...], expert by expert."""
 
     of_assignments: RowMap
-    """[n * k, ...] of the tokens' k assignments -> the same rows."""
+    """The k assignments of this rank's tokens [n * k, ...] -> the same rows."""
 
     segments: Segments
 
 
 class Dispatcher(ABC):
-    """Plans the routes of tokens from the experts they have chosen."""
+    """Plans the dispatch of tokens from the experts that they chose."""
 
     def __init__(self, num_experts: int, axes: ExpertAxes) -> None:
         self.num_experts, self.axes = num_experts, axes
@@ -69,12 +68,14 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def plan(self, chosen: Tensor) -> Routes:
-        """chosen [n, k] experts of this rank's tokens; `num_experts` for none. Collective; waits for the device, as
-        the sizes of what travels must be known."""
+        """Plans a dispatch: chosen [n, k] experts of this rank's tokens, `num_experts` for a dropped one.
+
+        Collective. Waits for the device, as the host needs the sizes of messages.
+        """
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Every rank gets all tokens and picks those of its experts. For few experts, and k about as large as ep."""
+    """All-gathers the tokens; each rank picks those of its experts. For few experts, and k about as large as ep."""
 
     def plan(self, chosen: Tensor) -> Routes:
         both = self.axes.both
@@ -93,13 +94,13 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Each token travels to the ranks of its experts only: all-to-all over ep, then all-gather over expt_tp."""
+    """Sends each token to the ranks of its experts only: all-to-all over ep, then all-gather over expt_tp."""
 
     def plan(self, chosen: Tensor) -> Routes:
         ep, expt_tp = self.axes.ep, self.axes.expt_tp
         tokens, k = chosen.shape
         order, counts = sort_assignments(chosen, self.num_experts)
-        # [expt_tp, ep, E]: how many assignments each rank of the group has for each expert.
+        # [expt_tp, ep, E]: the number of assignments from each rank of the group to each expert.
         table = all_gather(counts[None], self.axes.both).view(ep.size, expt_tp.size, -1).transpose(0, 1).cpu()
         mine = table[expt_tp.rank, ep.rank].view(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
@@ -118,15 +119,17 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "a
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """chosen [n, k] -> the n * k assignments by expert, those dropped last, and the number of each expert's [E]."""
+    """Sorts assignments by expert: chosen [n, k] -> order [n * k], dropped ones last, and counts [E]."""
     experts, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=chosen.device))
     return order, edges.diff()
 
 
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
-    """x [rows, ...] -> [assignments, ...]: assignment i takes row i // k. The adjoint adds up what one row gave, in an
-    order that is the same each time; where all `rows` * k assignments are there, as without drops, by a plain sum."""
+    """Copies rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
+
+    The adjoint sums the copies of a row in the same order each time; by a plain sum where none is dropped.
+    """
     index = assignments // k
     if assignments.shape[0] < rows * k:
 
@@ -145,12 +148,12 @@ def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
 
 
 def gather_map(axis: Axis) -> RowMap:
-    """The rows of all ranks, equally many of each, in order of rank."""
+    """All-gathers rows, equally many of each rank, in order of rank."""
     return RowMap(partial(all_gather, axis=axis), partial(reduce_scatter, axis=axis))
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """The rows of all ranks, `sizes` of each, in order of rank. Ranks with fewer than others send padding."""
+    """All-gathers rows, `sizes` of each rank, in order of rank. Ranks with fewer rows than others send padding."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)
@@ -170,7 +173,7 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
-    """`send` rows for each rank, one rank after the other -> the `receive` rows that came from each."""
+    """All-to-all of rows: sends `send[i]` rows to rank i and receives `receive[i]` from it, in order of rank."""
     if axis.size == 1:
         return RowMap(lambda x: x, lambda y: y)
 
@@ -185,7 +188,7 @@ def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: Tensor, device: torch.device) -> RowMap:
-    """Rows that lie by source and then by expert, counts [..., experts] -> by expert and then by source."""
+    """Sorts rows from (source, expert) to (expert, source) order; counts [..., experts] of each source."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

@@ -1,7 +1,7 @@
-"""The experts of one rank: two linear layers each, over rows that lie expert by expert.
+"""Experts of one rank: two grouped linear layers over rows that are sorted by expert.
 
-Their weights are [E, ..., in], cut over expert parallelism along E and over expert tensor parallelism along the width
-of the experts. The output of a rank is a partial sum over the latter; the dispatcher adds it up.
+Weights are [E, ..., in], sharded over expert parallelism along E and over expert tensor parallelism along the experts'
+width. A rank's output is a partial sum over expert tensor parallelism; the dispatcher reduces it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.host_copies import integers_on
+from megatron.core.host_to_device import integers_on
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import (
@@ -33,23 +33,23 @@ from megatron.core.transformer.recompute import with_input_recomputed
 
 @dataclass(frozen=True)
 class Segments:
-    """How many of the rows each local expert has, one expert after the other."""
+    """Number of rows of each local expert; rows are sorted by expert."""
 
     splits: tuple[int, ...]
     device: torch.device
 
     @cached_property
     def ends(self) -> Tensor:
-        """[experts] int32: where each one's rows end."""
+        """[experts] int32: end of each expert's rows."""
         return integers_on(self.device, accumulate(self.splits), torch.int32)
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""x [n, in], matrices [experts, in, out] -> [n, out]: each row by the matrix of its expert."""
+"""x [n, in], matrices [experts, in, out] -> [n, out]: multiplies each row by the matrix of its expert."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """A matrix multiplication for each expert that has rows."""
+    """Grouped GEMM as one GEMM for each expert that has rows."""
     out = x.new_empty(x.shape[0], matrices.shape[-1])
     for rows, matrix, part in zip(x.split(segments.splits), matrices, out.split(segments.splits), strict=True):
         if rows.shape[0]:
@@ -58,19 +58,19 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """One kernel for all experts; `gemm_each` is its twin."""
+    """Grouped GEMM in one kernel. `gemm_each` computes the same."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return F.grouped_mm(x, matrices, offs=segments.ends)
 
 
 def has_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch's grouped matrix multiplication takes matrices of these widths: it wants rows of 16 bytes."""
+    """Whether torch's grouped GEMM takes matrices of these widths: their rows must be multiples of 16 bytes."""
     return dtype != torch.float64 and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """y = x Wᵀ row by row, with the W [out, in] of each row's expert. dW goes where `LinearFunction` puts it."""
+    """Grouped linear layer: multiplies each row of x [n, in] by the W [out, in] of its expert -> y [n, out]."""
 
     @staticmethod
     def forward(
@@ -104,10 +104,10 @@ def _matrices(weight: Tensor) -> Tensor:
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """activation(x) * weight, row by row, of which only x and the weights are kept for the backward.
+    """activation(x) * weight, row by row, that saves only x and the weights for backward.
 
-    The weight of a token's expert stands here, before the second layer and not behind it, as its gradient then needs
-    no output of the experts.
+    A token's routing weight is applied here, before the second layer and not after it, so that its gradient needs no
+    output of the experts.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """The same linear layer of every local expert."""
+    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in]."""
 
     def __init__(self, meta: ParamMeta, ctx: TPContext, gemm: GroupedGemm) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """fc2(weight * activation(fc1(x))) of the local experts. A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
+    """MLPs of the local experts: fc2(weight * activation(fc1(x))). A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Experts(nn.Module):
         self.recompute_activation = config.recomputes_activation
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
-        """rows [n, h], weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
+        """rows [n, h], routing weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
 
         def activate(hidden: Tensor) -> Tensor:
             return _WeightedActivation.apply(hidden, weights, self.activation, *self.activation_parameters)

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP of a layer (arXiv 2101.03961, 2401.04088)."""
+"""Mixture-of-experts (MoE) layer, in place of the MLP (Switch Transformer, arXiv 2101.03961; Mixtral, 2401.04088)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron.core.transformer.recompute import recomputed
 
 
 class MoELayer(nn.Module):
-    """The sum over a token's chosen experts of weight * expert(x), and the shared expert's output where there is one.
+    """Sum over a token's chosen experts of weight * expert(x), plus the shared expert's output where there is one.
 
-    Every rank routes tokens of its own: with tensor parallelism that takes sequence parallelism.
+    Each rank routes tokens of its own, so tensor parallelism requires sequence parallelism.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -31,10 +31,10 @@ class MoELayer(nn.Module):
         self.shared_experts = MLP(f"{name}.shared_experts", config, ctx, ffn_size=shared) if shared else None
         self.recompute = "mlp" in config.recomputed_modules
         if self.shared_experts is not None:
-            self.shared_experts.recompute = False  # by itself: it is part of what this layer recomputes
+            self.shared_experts.recompute = False  # this layer recomputes it as a part of itself
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """x [s, b, h] -> [s, b, h]; both [s/t, b, h] under sequence parallelism"""
         return recomputed(self._run, x, context) if self.recompute and self.training else self._run(x, context)
 
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:

@@ -1,17 +1,18 @@
-"""What keeps experts evenly loaded, the same at every layout.
+"""Load balancing of experts: auxiliary losses, z-loss and expert bias, equal at every layout.
 
-Auxiliary losses are means over the tokens of the global batch, added to the loss once: they are part of what one
-process computes, whatever the micro-batches. Two things make that possible.
+Auxiliary losses are means over the tokens of the global batch. They are added to the loss once, so that layouts and
+micro-batch sizes cannot change them. Two things make that possible.
 
-Their gradients are injected where they arise, while everything else here is a sum over tokens that is divided by the
-number of valid tokens at the end of the step. So the gradient carries that number, known before the first forward
-pass, in `aux_scale` = backward seed x valid tokens / tokens of the global batch.
+First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
+Gradients of auxiliary losses are injected during backward, so they carry that number in advance: it is known before the
+first forward pass, and `aux_scale` = backward seed * valid tokens / tokens of the global batch.
 
-The loss of Switch Transformer (arXiv 2101.03961) is E sum_i f_i P_i with f_i the share of assignments that expert i
-gets and P_i its mean probability, over the global batch. Its gradient at the first micro-batch needs the f of the
-last one, and the pipeline has begun its backward passes by then. So "aux_loss" takes f from the global batch before
-and "global_aux_loss" from all batches before, a state of the model which checkpoints carry; the very first step knows
-none and has no gradient from this loss. "seq_aux_loss" balances each sequence by itself and is exact.
+Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
+f_i the share of assignments to expert i and P_i its mean probability, over the global batch. Its gradient in the first
+micro-batch would need the f of the last one, when the pipeline already runs backward passes. So "aux_loss" takes f from
+the previous global batch, and "global_aux_loss" from all previous ones. This load is part of the model's state, and
+checkpoints hold it. The very first step has none, and no gradient from this loss. "seq_aux_loss" balances each sequence
+by itself and is exact.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
 
 EXTRA_COLUMNS = 3
-"""What is known of a step beside the assignments of each expert: balancing loss, z-loss, dropped assignments."""
+"""Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
 
 
 class _Attach(torch.autograd.Function):
-    """Hands `weights` through; the backward injects d loss = scale and enters `entries` in the tally.
+    """Passes `weights` through. The backward injects d loss = scale, and adds `entries` to the tally.
 
-    Entered in the backward, as a forward pass that is recomputed would be counted twice.
+    The tally is updated in the backward, because recomputation would count a forward pass twice.
     """
 
     @staticmethod
@@ -51,10 +52,10 @@ class _Attach(torch.autograd.Function):
 
 
 class Balance(nn.Module):
-    """A router's auxiliary losses, its expert bias, and the tally of the present step."""
+    """Auxiliary losses and expert bias of one router, and the tally of the current step."""
 
     expert_bias: nn.Parameter | None
-    """[E] added to scores when experts are chosen."""
+    """[E] added to the scores for the choice of experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -66,11 +67,11 @@ class Balance(nn.Module):
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.experts.sequence
         self.load = make_state(f"{name}.load", self.num_experts, torch.float64, ctx)
-        """[E] share of assignments in the last global batch, or for global_aux_loss the sum of that over all."""
+        """[E] share of assignments in the last global batch; for global_aux_loss summed over all batches."""
         biased = config.moe_router_enable_expert_bias
         self.expert_bias = make_state(f"{name}.expert_bias", self.num_experts, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(2 * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Sums over the tokens of a step so far: assignments [E], probabilities [E], extra columns."""
+        """Sums over the tokens of the step so far: assignments [E], probabilities [E], extra columns."""
 
     def forward(
         self,
@@ -82,10 +83,10 @@ class Balance(nn.Module):
         kept: Tensor | None,
         scale: Tensor,
     ) -> Tensor:
-        """`weights`, with the auxiliary losses of these tokens attached.
+        """Returns `weights` with the auxiliary losses of these tokens attached to their backward.
 
-        logits, probabilities [s, b, E]; chosen [s, b, k], and `unbiased`, what would have been without a bias: losses
-        compare that with the probabilities. kept [s, b, k], None if nothing is dropped.
+        logits, probabilities [s, b, E]; chosen [s, b, k]. `unbiased` [s, b, k] is the choice without expert bias, which
+        the losses compare with the probabilities. kept [s, b, k] is None if no token is dropped.
         """
         balancing = self.balancing_loss(probabilities, unbiased)
         z = (logits if self.z_coefficient else logits.detach()).logsumexp(-1).square().sum()
@@ -97,7 +98,7 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, scale, entries, self.tally)
 
     def balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """Sum over these tokens of E sum_i f_i p_i: 1 a token if all is even, E if one expert gets all."""
+        """Sum over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all."""
         if self.kind == "seq_aux_loss":
             counts = all_reduce_(self._assignments(chosen).sum(0), self.sequence)  # [b, E]
             share = counts.to(probabilities.dtype) / (self.topk * chosen.shape[0] * self.sequence.size)
@@ -106,15 +107,16 @@ class Balance(nn.Module):
         return self.num_experts * (share * probabilities.sum((0, 1))).sum()
 
     def _assignments(self, chosen: Tensor) -> Tensor:
-        """[s, b, E]: 1 where a token goes to an expert."""
+        """One-hot choice: chosen [s, b, k] -> [s, b, E]."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0)
 
     @torch.no_grad()
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Moves the states on, given the tallies of the whole global batch summed up, unless the scalar `skip` is 1.
-        Returns its assignments [E] and the extra columns, with the balancing loss that the batch really has now that
-        its load is known."""
+        """Updates load and expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
+
+        Returns the assignments [E] and the extra columns, with the exact balancing loss of the batch.
+        """
         states = [self.load] if self.expert_bias is None else [self.load, self.expert_bias]
         before = [state.clone() for state in states]
         counts, mass, extra = sums.split((self.num_experts, self.num_experts, EXTRA_COLUMNS))
@@ -135,21 +137,23 @@ class Balance(nn.Module):
 
 
 def make_state(name: str, size: int, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """A vector that is not trained but belongs to the model, as checkpoints must carry it; whole on every rank."""
+    """Creates a model state [size] that is not trained but saved in checkpoints. Every rank holds it whole."""
     state = nn.Parameter(torch.zeros(size, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = ParamMeta(name, (size,), init=Init("zeros"))  # type: ignore[attr-defined]
     return state
 
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
-    """Those of all mixture-of-experts layers, in order."""
+    """The `Balance` of every mixture-of-experts layer, in order."""
     return [part for module in modules for part in module.modules() if isinstance(part, Balance)]
 
 
 @torch.no_grad()
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
-    """Ends an optimizer step: sums the tallies over the ranks of the pipeline stage, moves every state on unless the
-    step updated nothing (`skip` is 1), and returns the assignments and extra columns [layers, E + 3]. Collective over
-    `stage`."""
+    """Ends an optimizer step: sums tallies over the ranks of the pipeline stage, and updates load and bias.
+
+    A skipped step (`skip` is 1) updates neither. Returns assignments and extra columns [layers, E + 3]. Collective over
+    `stage`.
+    """
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
     return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

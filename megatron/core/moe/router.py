@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and with what weight.
+"""Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The choice depends on the token alone, and where experts drop tokens on its sequence: never on the micro-batch, the
-rank or the layout. Scores are fp32, or fp64 for fp64 parameters, as a choice is decided by small differences.
+The choice depends on the token alone and, where experts drop tokens, on its sequence; never on the micro-batch, the
+rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.core.transformer.norm import sequence_partial
 
 
 class RouterFunction(torch.autograd.Function):
-    """x Wᵀ in `dtype`, whatever that of x and W."""
+    """Router logits x Wᵀ, computed in `dtype`: x [s, b, h], W [E, h] -> [s, b, E]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
@@ -54,24 +54,24 @@ class RouterFunction(torch.autograd.Function):
 
 
 class Scores(Protocol):
-    """What becomes of logits [..., E]."""
+    """Score function of a router, applied to logits [..., E]."""
 
     def ranked(self, logits: Tensor) -> Tensor:
-        """[..., E]: the larger, the better the expert suits the token."""
+        """Scores [..., E] that rank the experts: the k largest are chosen."""
         ...
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """[..., k] weights of the experts `chosen` [..., k]."""
+        """Weights [..., k] of the experts `chosen` [..., k]."""
         ...
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., E] that sum to 1: what balancing losses look at."""
+        """Probabilities [..., E], which sum to 1, for the balancing losses."""
         ...
 
 
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax over the chosen experts, as Mixtral has it, or over all of them before the choice."""
+    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all before the choice."""
 
     before_choice: bool
 
@@ -88,7 +88,7 @@ class SoftmaxScores:
 
 
 class SigmoidScores:
-    """A score in (0, 1) for each expert by itself (DeepSeek-V3, arXiv 2412.19437); several chosen ones share out 1."""
+    """Sigmoid of each logit; the weights of several chosen experts sum to 1 (DeepSeek-V3, arXiv 2412.19437)."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
@@ -107,17 +107,17 @@ class SigmoidScores:
 
 @dataclass(frozen=True)
 class Choice:
-    """The experts of each token, best first, and their weights."""
+    """Chosen experts of each token, best first, and their weights."""
 
     experts: Tensor
-    """[s, b, k] int64; E, one past the last expert, for an expert that has dropped the token."""
+    """[s, b, k] int64; E, one past the last expert, where the expert dropped the token."""
 
     weights: Tensor
-    """[s, b, k]; 0 where dropped."""
+    """[s, b, k]; 0 for dropped tokens."""
 
 
 class TopKRouter(nn.Module):
-    """Chooses k of E experts for each token, the lower number where scores tie."""
+    """Chooses k of E experts for each token. Ties go to the lower expert number."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class TopKRouter(nn.Module):
         self.keep_first = config.moe_token_drop_policy == "position"
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
-        """x [s, b, h], this rank's own tokens"""
+        """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
         logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
         ranked = self.scores.ranked(logits.detach())
         unbiased = self._best(ranked)
@@ -160,7 +160,7 @@ class TopKRouter(nn.Module):
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
     def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext) -> Tensor:
-        """[s, b, k]: whether the expert has room for the token."""
+        """Bool [s, b, k]: whether the expert has capacity for the token."""
         length = chosen.shape[0] * self.sequence.size
         assert self.capacity_factor is not None
         capacity = ceil(self.capacity_factor * self.topk * length / self.num_experts)
@@ -170,8 +170,11 @@ class TopKRouter(nn.Module):
 
 
 def without_rounding(weights: Tensor) -> Tensor:
-    """Weights on a grid much coarser than their rounding, which differs between layouts. Tokens that see the same
-    have equal weights, as the first ones of documents do: they have to tie, for their places to decide."""
+    """Rounds weights to a grid far coarser than their rounding errors, which differ between layouts.
+
+    Tokens with equal context, such as the first ones of documents, have equal weights: they must tie, so that their
+    places decide.
+    """
     grid = 2.0 ** (40 if weights.dtype == torch.float64 else 16)
     return (weights * grid).round_().div_(grid)
 
@@ -180,11 +183,10 @@ def without_rounding(weights: Tensor) -> Tensor:
 def within_capacity(
     chosen: Tensor, priorities: Tensor, places: Tensor, capacity: int, num_experts: int, sequence: Axis
 ) -> Tensor:
-    """Bool [s, b, k]: of the tokens of a sequence that chose an expert, the `capacity` of highest priority >= 0, the
-    earlier ones where they tie.
+    """Applies expert capacity: bool [s, b, k], true for the `capacity` tokens of a sequence with the highest priority.
 
-    chosen, priorities [s, b, k] and places [s] in the sequence are those of this rank's tokens. What counts is the
-    whole sequence, which the ranks along `sequence` hold between them.
+    Priorities are >= 0; ties go to the earlier token. chosen, priorities [s, b, k] and places [s] in the sequence are
+    those of this rank's tokens. Capacity is counted over the whole sequence, which ranks along `sequence` hold.
     """
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)

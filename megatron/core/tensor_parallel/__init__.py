@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: collectives, layers, cross entropy, and layout-free random numbers."""
+"""Tensor and sequence parallelism: linear layers, embeddings, cross entropy, weight gradients, overlap."""

@@ -1,13 +1,15 @@
-"""Linear layers whose collectives run behind their matrix products, under sequence parallelism (--tp-comm-overlap).
+"""Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
-A product of an all-gathered tensor is computed in parts, each as soon as its rows have come; what a reduce-scatter adds
-up is computed in the order in which ranks want it, each part while the sum before it travels. So none of the four
-collectives in a layer's forward is waited for whole, and as many bytes travel as in one go. (Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
+A GEMM of an all-gathered input runs in parts, each as soon as its rows arrive. The operand of a reduce-scatter is
+computed in the order in which the ranks need it, each part while the previous sum travels. So no collective of a
+layer's forward is waited for as a whole, and the bytes sent stay the same. (Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition", ASPLOS 2023.)
 
-In the backward, the gather before a row-parallel layer's product runs in parts. A column-parallel layer's two
-collectives there hide whole, the gather behind the product for dX and the reduction behind the one for dW, as in
-`LinearFunction`; where a schedule puts dW off, dX is computed in parts and reduced meanwhile.
+In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts
+there: its gather overlaps with the GEMM for dX and its reduction with the GEMM for dW, as in `LinearFunction`. Where
+the schedule queues dW, dX is computed and reduced in parts.
+
+Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, ad
 
 
 class Overlap(Protocol):
-    """Products with a collective at one end. On all ranks of the axis the shapes are the same."""
+    """A GEMM fused with a collective. All ranks of the axis call it with the same shapes."""
 
     def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [n, b, i] of each rank, matrix [i, o] -> x of all ranks [n * size, b, i], and that times the matrix, plus
-        the bias [o]: [n * size, b, o]."""
+        """All-gather, then GEMM: x [s/t, b, i], matrix [i, o], bias [o] -> gathered x [s, b, i], product [s, b, o]."""
 
     def matmul_scatter(self, x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-        """x [n * size, b, i], matrix [i, o] -> this rank's part [n, b, o] of the product's sum over the ranks."""
+        """GEMM, then reduce-scatter: x [s, b, i], matrix [i, o] -> this rank's part [s/t, b, o] of the summed
+        product."""
 
 
 class RingOverlap:
-    """The parts go around the ranks, each from its neighbour, by sends and receives (any backend and device).
+    """Overlap by a ring of sends and receives between neighbours, for any backend and device.
 
-    Each part is one rank's rows. Before a part is multiplied it is passed on, or while it is the last sum comes in, so
-    that a step takes as long as the longer of the two.
+    A part is one rank's rows. While a part is multiplied, it is on its way to the next rank, or the sum so far arrives
+    from the previous one. So a step takes as long as the longer of the two.
     """
 
     def gather_matmul(self, x: Tensor, matrix: Tensor, axis: Axis, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -81,14 +83,14 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 class SymmetricOverlap:
-    """torch's own pipelines over symmetric memory: GPUs that reach each other's memory (NVLink) under NCCL.
+    """Overlap by torch's symmetric-memory pipelines, for GPUs that access each other's memory (NVLink) under NCCL.
 
-    Copies between GPUs need none of their multiprocessors, which NCCL's sends and receives do.
+    Their copies between GPUs use no multiprocessors; NCCL's sends and receives do.
     """
 
     @staticmethod
     def operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The fused all-gather and product, and the fused product and reduce-scatter."""
+        """Returns torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
         import torch.distributed._symmetric_memory  # registers them
 
         ops = torch.ops.symm_mem
@@ -108,11 +110,11 @@ class SymmetricOverlap:
 
 
 OVERLAPS: dict[str, Callable[[], Overlap]] = {"ring": RingOverlap, "symmetric": SymmetricOverlap}
-"""By --tp-comm-overlap-method."""
+"""Choices of --tp-comm-overlap-method."""
 
 
 class _ColumnFunction(torch.autograd.Function):
-    """y = gather(x) Wᵀ + bias"""
+    """Column-parallel linear layer with overlap: y = gather(x) Wᵀ + bias."""
 
     # x [s/t, b, h] -> [s, b, f/t]; W [f/t, h]
     @staticmethod
@@ -149,7 +151,7 @@ class _ColumnFunction(torch.autograd.Function):
 
 
 class _RowFunction(torch.autograd.Function):
-    """y = scatter(x Wᵀ) + bias"""
+    """Row-parallel linear layer with overlap: y = reduce_scatter(x Wᵀ) + bias."""
 
     # x [s, b, f/t] -> [s/t, b, h]; W [h, f/t]
     @staticmethod
@@ -179,45 +181,39 @@ class _RowFunction(torch.autograd.Function):
 
 
 class OverlappedColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` with its collectives behind its products, which are in the numbers of the parameters."""
+    """`ColumnParallelLinear` with overlap. Its GEMMs run in the precision of the parameters."""
 
     def __init__(self, name: str, in_size: int, out_dims: tuple[int, ...], ctx: TPContext, **kwargs: Any) -> None:
-        assert ctx.fp8 is None, "products in parts are not in fp8"
+        assert ctx.fp8 is None and ctx.comm_overlap is not None, "overlapped GEMMs do not run in fp8"
         super().__init__(name, in_size, out_dims, ctx, **kwargs)
-        self.overlap = build_overlap(ctx)
+        self.overlap = OVERLAPS[ctx.comm_overlap]()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s/tp, b, in] -> [s, b, out/tp]"""
+        """x [s/t, b, in] -> [s, b, out/t]; W [out/t, in]"""
         return _ColumnFunction.apply(x, self.weight, self.bias, self)
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` with its collectives behind its products."""
+    """`RowParallelLinear` with overlap. Its GEMMs run in the precision of the parameters."""
 
     def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, **kwargs: Any) -> None:
-        assert ctx.fp8 is None, "products in parts are not in fp8"
+        assert ctx.fp8 is None and ctx.comm_overlap is not None, "overlapped GEMMs do not run in fp8"
         super().__init__(name, in_size, out_size, ctx, **kwargs)
-        self.overlap = build_overlap(ctx)
+        self.overlap = OVERLAPS[ctx.comm_overlap]()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in/tp] -> [s/tp, b, out]"""
+        """x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]"""
         return _RowFunction.apply(x, self.weight, self.bias, self)
 
 
 def column_parallel(ctx: TPContext) -> type[ColumnParallelLinear]:
-    """The class of a transformer layer's column-parallel layers."""
+    """Class of the column-parallel layers of a transformer layer, with or without overlap."""
     return OverlappedColumnParallelLinear if _overlaps(ctx) else ColumnParallelLinear
 
 
 def row_parallel(ctx: TPContext) -> type[RowParallelLinear]:
-    """The class of a transformer layer's row-parallel layers."""
+    """Class of the row-parallel layers of a transformer layer, with or without overlap."""
     return OverlappedRowParallelLinear if _overlaps(ctx) else RowParallelLinear
-
-
-def build_overlap(ctx: TPContext) -> Overlap:
-    """How the layers of a context overlap."""
-    assert ctx.comm_overlap is not None
-    return OVERLAPS[ctx.comm_overlap]()
 
 
 def _overlaps(ctx: TPContext) -> bool:
@@ -225,10 +221,10 @@ def _overlaps(ctx: TPContext) -> bool:
 
 
 def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
-    """Whether the ranks of an axis are GPUs of one node that reach each other's memory, under NCCL."""
+    """Whether the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
     if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
         return False
-    if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # they lie on several nodes
+    if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes
         return False
     others = (number for number in range(torch.cuda.device_count()) if number != device.index)
     return all(torch.cuda.can_device_access_peer(device, number) for number in others)

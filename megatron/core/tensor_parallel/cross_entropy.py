@@ -1,7 +1,7 @@
-"""Cross entropy over a vocabulary that is cut over the tensor-parallel ranks, with no gathered logits.
+"""Vocabulary-parallel cross entropy: the loss of logits sharded over the tensor-parallel ranks, without gathering them.
 
-Each rank reduces its own columns to three numbers a token, and one all-gather of these gives every rank the loss.
-The backward computes the softmax again, so the logits themselves are all that is kept.
+Each rank reduces its columns to three numbers a token; one all-gather of these gives every rank the loss. The backward
+recomputes the softmax, so that the logits are all that is saved.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather
+from megatron.core.compiled_regions import region
 from megatron.core.parallel_state import Axis
-from megatron.core.regions import region
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Logits converted to fp32 at a time: bounds the temporary memory to a few times 64 MiB, on CPU to what caches hold."""
+"""Logits converted to fp32 at a time. Bounds temporary memory to a few times 64 MiB; on CPU to the size of caches."""
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, compiled: bool = False
 ) -> Tensor:
-    """logits [s, b, V/tp], labels [s, b] -> loss of each token [s, b], in fp32, or fp64 for fp64 logits.
+    """Per-token loss: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
 
-    Columns from `vocab_size` on are padding: absent from the sum, and with a gradient of zero. A token whose loss is
-    multiplied by zero contributes exactly zero to every gradient. ValueError for a label outside [0, vocab_size).
+    Columns from `vocab_size` on are padding: they are left out of the sum, and their gradient is zero. A token whose
+    loss is multiplied by zero contributes exactly zero to every gradient. ValueError for a label outside
+    [0, vocab_size).
 
-    The gradient is written over the logits where they are an intermediate result, which saves as much memory again;
-    autograd then refuses a second backward through them. Clone logits that are to be read after the backward.
+    The gradient overwrites logits that are an intermediate result, which halves the memory; autograd then refuses a
+    second backward through them. Clone logits that you read after the backward.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not logits._is_view()
@@ -77,7 +78,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:
-    """Logits z [n, columns] become exp(z - top) * factor, less `at_label` at the label, in the precision of `top`."""
+    """In place: z [n, columns] = exp(z - top) * factor, minus `at_label` at the label, in the precision of `top`."""
     rows = torch.arange(z.shape[0], device=z.device)
     target = (z[rows, label] - top).exp_().mul_(factor).sub_(at_label)
     region(_exponentials_, compiled)(z, top, factor)
@@ -92,7 +93,8 @@ def _exponentials_(z: Tensor, top: Tensor, factor: Tensor) -> None:
 
 
 def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: bool) -> Tensor:
-    """[3, s, b]: the largest of the first `columns` logits, the sum of exponentials below it, the label's logit."""
+    """Softmax statistics of the first `columns` logits: [3, s, b] of maximum, sum of exp(logit - maximum), and the
+    label's logit."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     stats = torch.zeros(3, *local_labels.shape, dtype=dtype, device=logits.device)
     if not columns:
@@ -109,12 +111,12 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each row: the largest, and the sum of exp(z - largest)."""
+    """Maximum of each row, and the row's sum of exp(z - maximum)."""
     top = z.amax(1).to(dtype)
     return top, (z - top[:, None]).exp_().sum(1)
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """All at once where a compiled region has no temporary memory."""
+    """Rows in one chunk: all of them for compiled regions, which need no temporary memory."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

@@ -1,10 +1,12 @@
-"""Linear layers and embeddings cut over the tensor-parallel ranks (arXiv 1909.08053, 2205.05198).
+"""Tensor-parallel linear layers and embeddings: column, row and vocabulary parallel, with sequence parallelism.
 
-A column-parallel layer holds some output features of each input feature, a row-parallel one the reverse; one after
-the other need a single collective at each end. With sequence parallelism the activations between such pairs are cut
-along the sequence: the all-reduce at the end becomes a reduce-scatter, and an all-gather stands at the beginning.
+A column-parallel layer shards the output features and a row-parallel layer the input features, so that a pair of them
+needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence parallelism
+the activations between pairs are sharded along the sequence: an all-gather enters a pair, and a reduce-scatter replaces
+the all-reduce at its end (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
-`LinearFunction` is the one place where activations meet weights. Activations are [s, b, h], or [s/tp, b, h].
+All linear layers of the model run in `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], under
+sequence parallelism [s/t, b, h].
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from megatron.core.tensor_parallel.weight_grad import (
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """The groups of mixture-of-experts layers."""
+    """Process groups of mixture-of-experts layers."""
 
     ep: Axis = field(default_factory=Axis)
-    """Ranks that share out the experts."""
+    """Expert parallelism: each rank holds some of the experts."""
 
     expt_tp: Axis = field(default_factory=Axis)
-    """Ranks that share each expert's matrices."""
+    """Expert tensor parallelism: each rank holds a part of each expert's matrices."""
 
     both: Axis = field(default_factory=Axis)
-    """The two together: ranks that have all experts between them."""
+    """Both together: ranks that hold all experts between them."""
 
     sequence: Axis = field(default_factory=Axis)
     """Ranks that hold parts of the same sequences: "tp_cp"."""
@@ -51,7 +53,7 @@ class ExpertAxes:
 
 @dataclass(frozen=True)
 class TPContext:
-    """What every tensor-parallel layer of a model has in common."""
+    """Groups, dtype, device and options that all layers of a model share."""
 
     tp: Axis
     sequence_parallel: bool
@@ -62,31 +64,31 @@ class TPContext:
     cp: Axis = field(default_factory=Axis)
     cp_comm_type: str = "p2p"
     compiled: bool = False
-    """Whether element-wise regions are compiled."""
+    """Whether torch.compile compiles element-wise regions."""
 
     comm_overlap: str | None = None
-    """How transformer layers overlap their collectives with products: a key of `comm_overlap.OVERLAPS`."""
+    """Overlap of collectives with GEMMs in transformer layers: a key of `comm_overlap.OVERLAPS`, or None."""
 
     fp8: Fp8Context | None = None
-    """What linear layers multiply in, if not in `dtype`."""
+    """fp8 GEMMs of linear layers; None for GEMMs in `dtype`."""
 
     seed: int = 1234
-    """Seed of the run: dropout masks follow from it and the name of the place that drops."""
+    """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
 
     def of_layer(self, number: int) -> TPContext:
-        """The context of one transformer layer, which may stay out of fp8."""
+        """Context of transformer layer `number`: without fp8 where that layer stays in `dtype`."""
         in_fp8 = self.fp8 is not None and number in self.fp8.layers
         return replace(self, layer=number, fp8=self.fp8 if in_fp8 else None)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The collectives at the two ends of a layer, and their adjoints for its backward.
+    """Collectives at both ends of a layer, y = leave(f(enter(x))), and their adjoints for the backward.
 
-    The forward is y = leave(f(enter(x))). Each adjoint works on a tensor that the layer owns and may write over.
+    An adjoint may overwrite its operand.
     """
 
     enter: Start = start_nothing
@@ -107,21 +109,21 @@ ROW_SEQUENCE = Boundary(leave=start_reduce_scatter, leave_adjoint=start_all_gath
 
 
 def column_boundary(ctx: TPContext) -> Boundary:
-    """For layers whose output is sharded: replicated or sequence-parallel x -> local features."""
+    """Collectives of a layer with sharded output features: x [s, b, h] or [s/t, b, h] -> y [s, b, f/t]."""
     if ctx.tp.size == 1:
         return LOCAL
     return COLUMN_SEQUENCE if ctx.sequence_parallel else COLUMN
 
 
 def row_boundary(ctx: TPContext) -> Boundary:
-    """For layers whose output is a partial sum: local features -> replicated or sequence-parallel y."""
+    """Collectives of a layer whose output is a partial sum: x [s, b, f/t] -> y [s, b, h] or [s/t, b, h]."""
     if ctx.tp.size == 1:
         return LOCAL
     return ROW_SEQUENCE if ctx.sequence_parallel else ROW
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """An empty parameter of this rank's shape; `initialize_parameters_` fills it."""
+    """Creates an uninitialized parameter of this rank's shape, with its `meta`. `initialize_parameters_` fills it."""
     axes = {"tp": ctx.tp, "ep": ctx.experts.ep, "expt_tp": ctx.experts.expt_tp}
     _, shape = meta.box({name: (axis.rank, axis.size) for name, axis in axes.items()})
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
@@ -186,10 +188,10 @@ class LinearFunction(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + bias, the output features cut over the ranks.
+    """Linear layer with sharded output features: y = x Wᵀ + bias.
 
-    The weight is [*out_dims, in_size], cut along `shard_dim`: a gated MLP is [2, ffn, h] cut along 1, so that every
-    shard is a rectangle of the whole. The output features of a rank come flattened.
+    The weight is [*out_dims, in_size], sharded along `shard_dim`. A gated MLP has [2, ffn, h] sharded along dim 1, so
+    that every shard is a rectangle of the whole. The output features of a rank are flattened.
     """
 
     def __init__(
@@ -213,12 +215,13 @@ class ColumnParallelLinear(nn.Module):
         self.out_features = prod(self.local_out_dims)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in], or [s/tp, b, in] under sequence parallelism -> [s, b, out/tp]"""
+        """x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]"""
         return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x Wᵀ + bias, the input features cut over the ranks; the bias is whole on each and added once, to the sum."""
+    """Linear layer with sharded input features: y = x Wᵀ + bias. Each rank holds the whole bias; it is added once, to
+    the sum."""
 
     def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, *, bias: bool, init: Init) -> None:
         super().__init__()
@@ -230,7 +233,7 @@ class RowParallelLinear(nn.Module):
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in/tp] -> [s, b, out], or [s/tp, b, out] under sequence parallelism"""
+        """x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]"""
         return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
 
 
@@ -270,7 +273,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden], the rows cut over the ranks. `vocab_rows` includes padding."""
+    """Word embeddings [vocab_rows, hidden] with sharded rows. `vocab_rows` includes padding."""
 
     def __init__(
         self,
@@ -288,16 +291,17 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_rows, self.axis, self.boundary = vocab_rows, ctx.tp, row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism. ValueError for an unknown token."""
+        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. ValueError for an unknown
+        token."""
         check_ids(tokens, self.vocab_rows, "token ids")
         return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to logits, the vocabulary cut over the ranks.
+    """Output projection: hidden states to logits, with a sharded vocabulary.
 
-    With `tied_weight`, that parameter is the weight (and gets both gradients); without, a new one named after `name`.
-    A stage that shares the weight with another one gives the other's name and `shared_stages`.
+    With `tied_weight`, that parameter is the weight and receives both gradients; else a new one is named after `name`.
+    A stage that shares the weight with another stage passes that stage's name and `shared_stages`.
     """
 
     def __init__(
@@ -317,5 +321,5 @@ class OutputLayer(nn.Module):
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp]"""
+        """x [s, b, h], or [s/t, b, h] under sequence parallelism -> logits [s, b, V/t]; W [V/t, h]"""
         return LinearFunction.apply(x, self.weight, None, self.boundary, self.axis, self.queue, PLAIN)

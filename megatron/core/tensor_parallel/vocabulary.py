@@ -1,4 +1,4 @@
-"""How a vocabulary lies over the tensor-parallel ranks, and the check that ids are in it."""
+"""Sharding of the vocabulary over the tensor-parallel ranks, and the range check of token ids."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron.core.parallel_state import Axis
 
 
 def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
-    """[start, stop) of the `rows` held by this rank."""
+    """Returns the vocabulary range [start, stop) that this rank holds."""
     assert rows % axis.size == 0, f"{rows} vocabulary rows do not divide over {axis.size} ranks"
     part = rows // axis.size
     return axis.rank * part, (axis.rank + 1) * part
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Every id must lie in [0, size): no rank owns another one, and it would silently count as nothing.
+    """Checks that every id lies in [0, size). No rank owns any other id: it would silently contribute nothing.
 
-    ValueError on the CPU. On a GPU, where reading the ids would stall it, an assertion on the device.
+    Raises ValueError on CPU. On a GPU it asserts on the device, as reading the ids would stall the host.
     """
     message = f"{what} must lie in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():

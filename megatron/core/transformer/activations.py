@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import ACTIVATIONS
-from megatron.core.regions import region
 from megatron.core.tensor_parallel.layers import TPContext
 
 Activation = Callable[[Tensor], Tensor]

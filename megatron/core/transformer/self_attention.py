@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
+from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Init
-from megatron.core.regions import region
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext

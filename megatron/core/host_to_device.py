@@ -1,4 +1,4 @@
-"""Values from the host to a device, for which neither waits for the other."""
+"""Non-blocking host-to-device copies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
-    """`values` on `device`. To a GPU they go from pinned memory, where they are put first unless they are there:
-    a copy from any other memory is waited for, or made by way of a small buffer of the driver's."""
+    """Copies `values` to `device`, to a GPU without blocking the host.
+
+    Host values are pinned first where they are not: the driver waits for a copy from pageable memory.
+    """
     device = torch.device(device)
     if device.type == "cuda" and values.device.type == "cpu":
         return values.pin_memory().to(device, non_blocking=True)
@@ -18,5 +20,5 @@ def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
 
 
 def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
-    """[n] integers that Python knows."""
+    """Copies Python integers to `device`, as a tensor [n]."""
     return copied_to(torch.tensor(list(values), dtype=dtype), device)
