@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
+from megatron.core.moe.load_balancing import Balance
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import gelu, squared_relu, swiglu
 from tests.gpt_cases import LLAMA
@@ -117,3 +119,8 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
 def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:
     activation = {"swiglu": swiglu, "gelu": gelu, "squared_relu": squared_relu}[config.activation]
     return activation(x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T
+
+
+def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
+    """The `Balance` of every mixture-of-experts layer, in order."""
+    return [part for module in modules for part in module.modules() if isinstance(part, Balance)]

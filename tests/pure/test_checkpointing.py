@@ -20,7 +20,6 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.moe.load_balancing import balances_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpointing import (
@@ -33,7 +32,7 @@ from megatron.training.checkpointing import (
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
-from tests.moe_cases import DEEPSEEK
+from tests.moe_cases import DEEPSEEK, balances_of
 from tools import inspect_checkpoint
 
 STATE = ParallelState()

@@ -18,14 +18,14 @@ from megatron.core.model_math import active_parameters, count_parameters, model_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.moe.layer import MoELayer
-from megatron.core.moe.load_balancing import balances_of, end_step
+from megatron.core.moe.load_balancing import end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import field_table
 from megatron.training.config.validation import resolve, validate
 from tests.gpt_cases import FP64, random_batch
-from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, build_layer, context, written_out
+from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 
 S, B = 16, 3
 SCALE = 1.7

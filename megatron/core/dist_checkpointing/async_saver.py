@@ -58,7 +58,9 @@ class CheckpointSaver:
         self.root, self.background = root, background
         self.retention, self.held = retention or Retention(), list[Path]()
         self.attempts, self.pause = attempts, pause
-        self._world = _own_group(world)
+        self._world = world
+        if world.size > 1:  # a group of its own, as two threads must not share one
+            self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
         self._staging = HostStaging()
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -139,8 +141,3 @@ def _failure(fn: Callable[[], object]) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _own_group(world: Axis) -> Axis:
-    """Returns the same ranks with a gloo group of their own, as two threads must not share a group."""
-    return replace(world, group=dist.new_group(list(world.ranks), backend="gloo")) if world.size > 1 else world

@@ -18,7 +18,6 @@ from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import launch_order, plan_buffers
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
 
 
@@ -44,10 +43,12 @@ class DistributedDataParallel:
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer = use_distributed_optimizer
-        self.params = _trainable(self.modules)
+        every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        self.params = list(every.values())
+        """Trainable parameters, each once, in order of registration."""
         axes = {False: state.dp_cp, True: state.axis("expt_dp")}
         self.layouts = plan_buffers(
-            [(_meta(param), tuple(param.shape)) for param in self.params],
+            [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
             data_parallel_size=axes[False].size,
             expert_data_parallel_size=axes[True].size,
             bucket_size=ddp_config.ddp_bucket_size,
@@ -119,15 +120,6 @@ class DistributedDataParallel:
         """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""
         for bucket in self.buckets:
             bucket.gather_grads_()
-
-
-def _trainable(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Trainable parameters, each once, in order of registration."""
-    return list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
-
-
-def _meta(param: nn.Parameter) -> ParamMeta:
-    return param.meta  # type: ignore[attr-defined]
 
 
 def _communication_device(axis: Axis) -> torch.device:

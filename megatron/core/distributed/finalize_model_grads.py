@@ -1,6 +1,6 @@
 """Final gradient of a step, after the last micro-batch: remaining reductions, and one division by the token count.
 
-Losses are token sums, and so are gradients until the last line of this file divides them, once, by the number of valid
+Losses are token sums, and so are gradients until `finalize_model_grads` divides them, once, by the number of valid
 tokens in the global batch. So it cannot matter how the batch was split: micro-batches, data, context, pipeline.
 
 Sums over data-parallel ranks come first: they may have started during backward, and they leave each rank its shards.
@@ -32,7 +32,9 @@ def finalize_model_grads(
     _sum_partial_grads(ddp, state)
     _sum_shared_grads(ddp, state)
     inverse = 1.0 / (total_tokens.clamp(min=1.0) * seed)
-    _scale_grads(ddp, torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse)))
+    factor = torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse))
+    if ddp.buckets:
+        torch._foreach_mul_([bucket.owned_grads for bucket in ddp.buckets], factor.to(ddp.main_dtype))
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
@@ -70,8 +72,3 @@ def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:
     dist.all_reduce(flat, group=axis.group)
     if len(tensors) > 1:
         torch._foreach_copy_(list(tensors), list(flat.split([tensor.numel() for tensor in tensors])))
-
-
-def _scale_grads(ddp: DistributedDataParallel, factor: Tensor) -> None:
-    if ddp.buckets:
-        torch._foreach_mul_([bucket.owned_grads for bucket in ddp.buckets], factor.to(ddp.main_dtype))

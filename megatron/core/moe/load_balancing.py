@@ -17,7 +17,7 @@ by itself and is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,11 +141,6 @@ def make_state(name: str, size: int, dtype: torch.dtype, ctx: TPContext) -> nn.P
     state = nn.Parameter(torch.zeros(size, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = ParamMeta(name, (size,), init=Init("zeros"))  # type: ignore[attr-defined]
     return state
-
-
-def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
-    """The `Balance` of every mixture-of-experts layer, in order."""
-    return [part for module in modules for part in module.modules() if isinstance(part, Balance)]
 
 
 @torch.no_grad()
