@@ -54,11 +54,11 @@ def settle(run: TrainingRun) -> bool:
 
 
 def _search(run: TrainingRun, verdict: Verdict) -> Finding | None:
-    step, watch = verdict.step, run.runtime.watch
-    phase = watch.phase
-    watch.begin(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
+    step, watchdog = verdict.step, run.runtime.watchdog
+    phase = watchdog.status.phase
+    watchdog.begin(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")
     finding = search(run.forward_backward, step, run.data.read_batches(step), verdict.result.loss_scale)
-    watch.begin(phase)
+    watchdog.begin(phase)
     return finding
 
 

@@ -28,7 +28,7 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with pipeline.evaluation_mode():
         for step in range(training.eval_iters):
-            if not runtime.watch.tick(save_later=True):
+            if not runtime.watchdog.requests.tick(save_later=True):
                 break
             first = first_sample + step * training.global_batch_size
             taken = iterator.next_step(first, training.global_batch_size)
@@ -36,7 +36,7 @@ def evaluate(
             total += loss_and_tokens(pipeline.evaluate(batches), count_tokens(batches), runtime)
     if runtime.launch.world_size > 1:
         dist.all_reduce(total)
-    if runtime.watch.stopping:
+    if runtime.watchdog.requests.stopping:
         return None
     loss, tokens = total.tolist()
     return loss / tokens if tokens else 0.0
@@ -57,7 +57,7 @@ def evaluate_split(
     assert training.global_batch_size is not None
     number = (iteration - 1) // training.eval_interval if split == "valid" else 0
     first_sample = number * training.eval_iters * training.global_batch_size
-    runtime.watch.begin(f"evaluation ({split}) at iteration {iteration}")
+    runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
     loss = evaluate(iterator, first_sample, config, runtime, pipeline)
     if loss is None:
         return None

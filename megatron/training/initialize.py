@@ -34,7 +34,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.flight_recorder import groups_of, record_collectives
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
-from megatron.training.reliability.watchdog import Limits, Watch
+from megatron.training.reliability.watchdog import Limits, Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
 
@@ -71,7 +71,7 @@ class Runtime:
     device: torch.device
     state: ParallelState
     phases: StartupPhases = field(default_factory=StartupPhases)
-    watch: Watch = field(default_factory=Watch)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def is_main(self) -> bool:
@@ -154,20 +154,20 @@ def set_determinism(config: RunConfig) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def start_watch(config: RunConfig, watch: Watch) -> None:
-    """Connects this rank to the others' board, before anything that can fail or hang.
+def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
+    """Connects this rank to the store of all ranks, before anything that can fail or hang, and starts the watchdog.
 
-    Raises ValueError if the environment or a folder that was named is no good.
+    Raises ValueError if the environment is wrong or a folder cannot be written.
     """
-    launch, training = watch.launch, config.training
+    launch, training = watchdog.launch, config.training
     launch.export(os.environ)
-    watch.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
-    watch.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
-    watch.connect(Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch))
+    watchdog.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
+    watchdog.status.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
+    watchdog.connect(Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch))
     if problems := list(unwritable(config)) if launch.rank == 0 else []:
         raise ValueError("\n".join(map(str, problems)))
     deadlines = {}
-    if training.exit_signal_handler and watch.outcome.asked:
+    if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
     if training.exit_duration_in_mins is not None:
         until = time.time() + 60 * training.exit_duration_in_mins
@@ -178,7 +178,7 @@ def start_watch(config: RunConfig, watch: Watch) -> None:
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    watch.start(Limits(training.exit_signal_handler, deadlines, folder))
+    watchdog.start(Limits(training.exit_signal_handler, deadlines, folder))
 
 
 def record_collectives_of_nccl(folder: Path) -> None:
@@ -220,12 +220,12 @@ def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
     return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
 
 
-def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: Watch | None = None) -> Runtime:
+def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdog: Watchdog | None = None) -> Runtime:
     """Joins the world and builds its groups. `config` is validated for `launch.world_size`.
 
     Raises ValueError if the device or backend asked for is not here.
     """
-    parallel, watch = config.parallel, watch or Watch(launch)
+    parallel, watchdog = config.parallel, watchdog or Watchdog(launch)
     if launch.local_rank:  # what one rank of a node warns of, all do
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
@@ -240,7 +240,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     np.random.seed(config.training.seed % 2**32)
     torch.manual_seed(config.training.seed)
     if launch.world_size == 1:
-        return Runtime(launch, device, ParallelState(), phases, watch)
+        return Runtime(launch, device, ParallelState(), phases, watchdog)
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
@@ -261,13 +261,13 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watch: 
     with phases("process groups"):
         state = build_groups(parallel, timeout)
         check_overlap(parallel, state, device)
-        watch.groups = groups_of(state)
-    return Runtime(launch, device, state, phases, watch)
+        watchdog.status.groups = groups_of(state)
+    return Runtime(launch, device, state, phases, watchdog)
 
 
 def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -> None:
     """From now on ranks wait for one another no longer than `minutes`, which `flag` says."""
-    runtime.watch.limit = f"{flag} {minutes:g}"
+    runtime.watchdog.status.limit = f"{flag} {minutes:g}"
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:

@@ -61,7 +61,7 @@ class RunSaver:
         """Starts a checkpoint of the present iteration; with --no-async-save it is written on return."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
-        self._runtime.watch.begin(f"saving iteration {iteration}")
+        self._runtime.watchdog.begin(f"saving iteration {iteration}")
         self.writer.save(iteration, *self.contents(self._progress, metrics))
         if self.writer.background:
             stalled = time.perf_counter() - start
@@ -94,7 +94,7 @@ class RunSaver:
         """Waits for the save in progress. Raises CheckpointError if the last one failed: the end of the run is not
         on disk."""
         if self.writer is not None:
-            self._runtime.watch.begin(f"finishing the save at iteration {self._progress.iteration}")
+            self._runtime.watchdog.begin(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report(last=True)
 

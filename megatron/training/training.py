@@ -26,14 +26,14 @@ from megatron.training.initialize import (
     initialize,
     limit_waits,
     shut_down,
-    start_watch,
+    start_watchdog,
 )
 from megatron.training.metrics.interval import Interval, summarize
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.progress import Progress, Step
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
-from megatron.training.reliability.watchdog import Watch
+from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
@@ -43,29 +43,30 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
     caller's own beside those that extensions have registered.
 
     Returns the exit code. Any exception ends all ranks with one report."""
-    watch = Watch(launch)
+    watchdog = Watchdog(launch)
     with ExitStack() as resources:
-        resources.callback(watch.close)
+        resources.callback(watchdog.close)
         try:
-            start_watch(config, watch)
-            together = partial(watch.together, minutes=config.parallel.startup_timeout_minutes)
-            phases = StartupPhases(watch.begin, together)
+            start_watchdog(config, watchdog)
+            together = partial(watchdog.together, minutes=config.parallel.startup_timeout_minutes)
+            phases = StartupPhases(watchdog.begin, together)
             with phases("start of the ranks"):
                 pass
-            runtime = initialize(config, launch, phases, watch)
+            runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
             run = build_run(config, runtime, parts)
             resources.callback(run.data.close)
             return train(run, resources)
         except BaseException as error:
-            watch.fail(error)  # before resources close: that could wait for ranks that are gone
+            watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 
 def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     """Trains until the end of the run, an exit condition, or an error."""
-    config, progress, runtime, watch = run.config, run.progress, run.runtime, run.runtime.watch
-    watch.actions = run.pipeline.executor
-    watch.begin("opening the logs")
+    config, progress, runtime, watchdog = run.config, run.progress, run.runtime, run.runtime.watchdog
+    requests = watchdog.requests
+    watchdog.status.executor = run.pipeline.executor
+    watchdog.begin("opening the logs")
     log = RunLog(config, runtime, progress.iteration, run.train_iters, resources)
     runtime.say(str(runtime.phases))
     _say_where_it_starts(config, progress, runtime.say)
@@ -78,15 +79,15 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
     saved_at, startup = progress.iteration or None, True
     while progress.iteration < run.train_iters:
-        watch.begin(f"step {progress.iteration + 1}")
-        if not watch.tick():
-            if watch.stopping:
+        watchdog.begin(f"step {progress.iteration + 1}")
+        if not requests.tick():
+            if requests.stopping:
                 break
             if saved_at != progress.iteration:
                 with interval.outside():
                     save(run)
                 saved_at = progress.iteration
-            watch.done()
+            requests.done()
             continue
         train_step(run, interval)
         collection.after_step(progress.iteration)
@@ -127,7 +128,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             break
     if config.checkpoint.save and saved_at != progress.iteration:
         save(run)
-    if progress.iteration >= run.train_iters and run.data.test is not None and not watch.stopping:
+    if progress.iteration >= run.train_iters and run.data.test is not None and not requests.stopping:
         with collection.around_evaluation():
             evaluate(run, "test", run.data.test, log)
     settle(run)
@@ -135,11 +136,11 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     run.saver.finish()
     for callback in run.callbacks:
         callback.on_end(run.view)
-    watch.begin("leaving")
-    if not watch.stopping:
+    watchdog.begin("leaving")
+    if not requests.stopping:
         return ExitCode.DONE
-    runtime.say(f"exiting at iteration {progress.iteration}: {watch.why}")
-    return ExitCode.TO_BE_RESUMED if watch.resumes else ExitCode.DONE
+    runtime.say(f"exiting at iteration {progress.iteration}: {requests.why}")
+    return ExitCode.TO_BE_RESUMED if requests.resumes else ExitCode.DONE
 
 
 def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:

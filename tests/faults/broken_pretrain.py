@@ -90,7 +90,7 @@ def slow(run: training.TrainingRun) -> None:
 
 
 def await_request(run: training.TrainingRun) -> None:
-    while run.runtime.watch._asked is None:
+    while not run.runtime.watchdog.requests.pending:
         time.sleep(0.05)
 
 

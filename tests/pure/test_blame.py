@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.reliability.failure_handler import Ending
 from megatron.training.reliability.flight_recorder import Entered, Group, last_entered
 from megatron.training.reliability.hang_analysis import Standing, blame
-from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import out_of_memory_kills
+from megatron.training.reliability.stack_dump import StackDump
 
 TP, PP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 WORLD = (0, 1, 2, 3)
@@ -128,8 +127,8 @@ def test_the_last_collective_of_each_group_is_read_from_a_trace() -> None:
 
 
 def test_the_kernels_killer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(Launch())
-    assert "killer" not in ending._last_words(1)
-    handler = "megatron.training.reliability.failure_handler"
-    monkeypatch.setattr(f"{handler}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
-    assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in ending._last_words(1)
+    stacks = StackDump()
+    assert "killer" not in stacks.last_words(1)
+    module = "megatron.training.reliability.stack_dump"
+    monkeypatch.setattr(f"{module}.out_of_memory_kills", lambda: out_of_memory_kills() + 2)
+    assert "the kernel's out-of-memory killer has ended 2 processes of this machine" in stacks.last_words(1)

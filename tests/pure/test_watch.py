@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.training.reliability.rank_store import Request
-from megatron.training.reliability.watchdog import Watch
+from megatron.training.reliability.stop_requests import StopConditions
 
 
 def test_a_trigger_file_that_cannot_be_removed_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[Request] = []
-    watch = SimpleNamespace(
-        _limits=SimpleNamespace(deadlines={}, folder=tmp_path), _stuck=set[Path](), _ask=asked.append
-    )
+    conditions = StopConditions({}, tmp_path)
     (tmp_path / "save").touch()
 
     def refuse(path: Path) -> None:
@@ -25,8 +21,7 @@ def test_a_trigger_file_that_cannot_be_removed_is_told_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        for _ in range(2):
-            Watch._look_at_limits(watch)  # type: ignore[arg-type]
-    assert asked == [] and capsys.readouterr().err.count("save is not heeded, as it cannot be removed") == 1
-    Watch._look_at_limits(watch)  # type: ignore[arg-type]
-    assert asked == [Request("save", f"{tmp_path / 'save'} was there")] and not (tmp_path / "save").exists()
+        assert [list(conditions.due()) for _ in range(2)] == [[], []]
+    assert capsys.readouterr().err.count("save is ignored, as it cannot be removed") == 1
+    assert list(conditions.due()) == [Request("save", f"{tmp_path / 'save'} was there")]
+    assert not (tmp_path / "save").exists()

@@ -41,7 +41,7 @@ class RunLog:
         self._sinks = open_sinks(config.logging, save, iteration, to_flat_dict(config))
         for sink in self._sinks:
             resources.callback(sink.close)
-            runtime.watch.at_exit.append(sink.close)
+            runtime.watchdog.failures.at_exit.append(sink.close)
         if sys.stderr.isatty():
             self._bar = tqdm(total=train_iters, initial=iteration, unit="it", dynamic_ncols=True)
             resources.callback(self._bar.close)

@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.reliability.run_status import ExitCode
 
-PACKAGE = str(Path(__file__).parents[2])
+PACKAGE, RELIABILITY = str(Path(__file__).parents[2]), str(Path(__file__).parent)
 RULE = "=" * 60
 
 CONSEQUENCE = re.compile(
@@ -145,12 +145,11 @@ def place_in(error: BaseException) -> str:
 
 
 def place_of(thread_id: int) -> str:
-    """The innermost line of this package that a thread of this process is in."""
+    """The innermost line of this package that a thread of this process is in, the watchdog's own code left out."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code
-        name = Path(code.co_filename).name
-        if code.co_filename.startswith(PACKAGE) and name not in ("watchdog.py", "failure_handler.py"):
-            return f"{name}:{frame.f_lineno} {code.co_name}"
+        if code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(RELIABILITY):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return "outside of the package"

@@ -72,10 +72,10 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Keeps signals that the launcher has this process ignore until `Watch.start`, which has a use for them.
+    """Holds back signals that the launcher has this process ignore, until `SignalListener.start`.
 
-    A script that starts the ranks ignores the signals meant for them, and what starts ignored stays so: without this,
-    one that comes before the watch would be lost.
+    A script that starts the ranks ignores the signals meant for them, and its children inherit that. Without this, a
+    signal that comes before the watchdog would be lost.
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)

@@ -1,14 +1,14 @@
-"""What the ranks of a run tell each other beside the collectives, through the store in which they met.
+"""Out-of-band messages between ranks over the rendezvous store.
 
-The keys:
+Keys:
     peer/R      host, process and namespace of rank R         beat/R   changes while R lives, and has its phase
-    cause       the failure of the run, first come            place/R  where R stood when it saw the cause
-    told        the report that is printed                    left/R   R has read that, and asks nothing more
-    over/R      R has left in peace
-    came/W      how many ranks have come to meeting W         came/W/R R has
+    cause       the failure of the run; the first one stays   place/R  where R was when it saw the cause
+    told        the report that is printed                    left/R   R has read that and needs the store no more
+    over/R      R has ended in peace
+    came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
-    agreed/N    the tick at which all ranks do it
-No call blocks for longer than the store takes to answer, so that ranks that are gone hold up nobody.
+    agreed/N    the tick after which all ranks carry it out
+No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.training.reliability.failure_report import Failure
+from megatron.training.reliability.hang_analysis import Standing
 from megatron.training.reliability.launch import Launch
+
+PERIOD = 0.4
+"""Seconds between two looks of a rank at the store."""
 
 
 class NoStoreError(ConnectionError):
@@ -116,7 +122,7 @@ class Board:
     """A rank's view of the store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
-        self.store, self.launch, self.peers = store, launch, dict[int, Peer]()
+        self._store, self.launch, self.peers = store, launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self._beats = 0
@@ -124,55 +130,105 @@ class Board:
 
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def get_all(self, name: str) -> dict[int, str]:
         """Rank -> value, of the ranks that have one."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
-        if self.store.check(keys):
-            return dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(keys)), strict=True))
+        if self._store.check(keys):
+            return dict(zip(self.ranks, (value.decode() for value in self._store.multi_get(keys)), strict=True))
         found = {rank: self.get(key) for rank, key in zip(self.ranks, keys, strict=True)}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def neighbours(self) -> dict[int, Peer]:
         """The other ranks on this machine, once all have come."""
-        if not self.peers and self.store.check([f"peer/{rank}" for rank in self.ranks]):
+        if not self.peers and self._store.check([f"peer/{rank}" for rank in self.ranks]):
             self.peers = {rank: Peer(**json.loads(text)) for rank, text in self.get_all("peer").items()}
         rank, space = self.launch.rank, self.me.namespace
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}
 
+    def name(self, rank: int) -> str:
+        """How messages name a rank, with its host where that is known."""
+        return self.launch.name(self.peers[rank].host if rank in self.peers else socket.gethostname(), rank)
+
+    def state(self, rank: int) -> str:
+        """`Peer.state` of another rank of this machine; empty for ranks elsewhere too."""
+        peer = self.neighbours().get(rank)
+        return peer.state() if peer is not None else ""
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Polls until a condition is true. Returns whether it became true in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def post_cause(self, failure: Failure) -> Failure:
         """Makes `failure` the report unless there is one; returns what is."""
-        return Failure.from_json(self.store.compare_set("cause", "", failure.to_json()).decode())
+        return Failure.from_json(self._store.compare_set("cause", "", failure.to_json()).decode())
 
     def cause(self) -> Failure | None:
         text = self.get("cause")
         return Failure.from_json(text) if text else None
 
+    def post_report(self, failure: Failure) -> None:
+        """Tells the other ranks that the report is printed, and what it says."""
+        self._store.set("told", failure.to_json())
+
+    def report(self) -> Failure | None:
+        """The report that was printed."""
+        text = self.get("told")
+        return Failure.from_json(text) if text else None
+
+    def say_place(self, standing: Standing) -> None:
+        """Says where this rank was when it saw the cause."""
+        self._store.set(f"place/{self.launch.rank}", standing.to_json())
+
+    def places(self) -> dict[int, Standing]:
+        """Where the ranks were that have said it."""
+        return {rank: Standing.from_json(text) for rank, text in self.get_all("place").items()}
+
+    def say_left(self) -> None:
+        """Says that this rank has read the report and needs the store no more."""
+        self._store.set(f"left/{self.launch.rank}", "")
+
+    def number_left(self) -> int:
+        return len(self.get_all("left"))
+
+    def say_over(self) -> None:
+        """Says that this rank ends in peace."""
+        self._store.set(f"over/{self.launch.rank}", "")
+
+    def over(self) -> list[int]:
+        """The ranks that have ended in peace."""
+        return list(self.get_all("over"))
+
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""
-        self.store.compare_set(f"ask/{number}", "", json.dumps(asdict(request)))
+        self._store.compare_set(f"ask/{number}", "", json.dumps(asdict(request)))
 
     def asked(self, number: int) -> Request | None:
         text = self.get(f"ask/{number}")
         return Request(**json.loads(text)) if text else None
 
     def say_position(self, number: int, tick: int) -> None:
-        self.store.set(f"at/{number}/{self.launch.rank}", str(tick))
+        self._store.set(f"at/{number}/{self.launch.rank}", str(tick))
 
     def agreed(self, number: int) -> int | None:
         """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
-        if self.launch.rank == 0 and not self.store.check([f"agreed/{number}"]):
+        if self.launch.rank == 0 and not self._store.check([f"agreed/{number}"]):
             positions = self.get_all(f"at/{number}")
             if len(positions) == len(self.ranks):
-                self.store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
+                self._store.set(f"agreed/{number}", str(max(map(int, positions.values()))))
         text = self.get(f"agreed/{number}")
         return int(text) if text else None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""
         self._beats += 1
-        self.store.set(f"beat/{self.launch.rank}", f"{self._beats} {phase}")
+        self._store.set(f"beat/{self.launch.rank}", f"{self._beats} {phase}")
 
     def last_phase(self, rank: int) -> str:
         """The phase that a rank was in at its last sign of life; empty if it gave none."""
@@ -180,11 +236,11 @@ class Board:
 
     def come(self, meeting: str) -> None:
         """Says that this rank has come to a meeting of all ranks."""
-        self.store.set(f"came/{meeting}/{self.launch.rank}", "")
-        self.store.add(f"came/{meeting}", 1)
+        self._store.set(f"came/{meeting}/{self.launch.rank}", "")
+        self._store.add(f"came/{meeting}", 1)
 
     def all_came(self, meeting: str) -> bool:
-        return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
+        return self._store.add(f"came/{meeting}", 0) == self.launch.world_size
 
     def missing(self, meeting: str) -> list[int]:
         """The ranks that have not come."""

@@ -1,0 +1,61 @@
+"""Stacks and last collectives of every rank, written into `stacks/` of the --save folder when the run fails."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from megatron.training.reliability.flight_recorder import traces
+from megatron.training.reliability.rank_store import out_of_memory_kills
+
+MOST = 2000
+"""Characters shown of what a crashed interpreter wrote."""
+
+
+class StackDump:
+    """This rank's file. Before `open`, and without --save, nothing is written."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._file: TextIO | None = None
+        self._rank = 0
+        self._kills = out_of_memory_kills()
+
+    def open(self, folder: Path, rank: int) -> None:
+        """Opens the file, and has the interpreter write into it if it crashes. Raises ValueError if it cannot."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"rank-{rank:05d}.txt").open("w")
+        except OSError as error:
+            raise ValueError(
+                f"--save {folder.parent}: rank {rank} cannot write there ({error}); name a folder that "
+                "every rank can write"
+            ) from error
+        self.folder, self._rank = folder, rank
+        faulthandler.enable(self._file)
+
+    def write(self, title: str) -> None:
+        """Writes the stacks of all threads and the last collectives, unless the disk is full."""
+        if self._file is None or self.folder is None:
+            return
+        with suppress(OSError):
+            self._file.write(f"{title}\n")
+            self._file.flush()
+            faulthandler.dump_traceback(self._file)
+            recorded = [trace for trace in traces() if trace.get("entries")]
+            if recorded:
+                (self.folder / f"collectives-{self._rank:05d}.json").write_text(json.dumps(recorded))
+
+    def last_words(self, rank: int) -> str:
+        """What is known of the end of another rank: kills by the kernel, and what its interpreter wrote in a crash."""
+        said = []
+        if (kills := out_of_memory_kills()) > self._kills:
+            said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")
+        path = self.folder / f"rank-{rank:05d}.txt" if self.folder is not None else None
+        text = path.read_text() if path is not None and path.exists() else ""
+        if text.startswith("Fatal"):
+            said.append(text.partition("\nExtension modules")[0][:MOST])
+        return "".join(f"\n{each}" for each in said)
