@@ -34,7 +34,7 @@ HOST_ONLY = (
     "integers_on",  # from pinned memory
     "check_ids",  # reads ids on the CPU only; on a device it asserts there
 )
-VERDICT = Counter({"optimizer.py:_read tolist": 1})
+VERDICT = Counter({"distrib_optimizer.py:_read tolist": 1})
 """What became of the step before: four numbers, copied to the host when that step ended and read once the gradients
 of this one are under way. An event of that copy is waited for, and nothing later."""
 

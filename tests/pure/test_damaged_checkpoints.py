@@ -197,7 +197,7 @@ def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.Captur
         assert path.read_text() == '{"iteration": 1}\n'
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert capsys.readouterr().err.count("metrics cannot be written") == 1
+    assert capsys.readouterr().err.count("cannot write metrics to") == 1
     sink.write({"iteration": 4})
     sink.close()
     assert path.read_text() == "".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3, 4))
