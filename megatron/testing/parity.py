@@ -39,7 +39,7 @@ from megatron.core.config.precision import PrecisionConfig
 from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
-from megatron.training.config.arguments import parse_args, with_flags
+from megatron.training.config.arguments import parse_args, to_flat_dict, with_flags
 from megatron.training.config.flags import all_flags
 from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
@@ -273,8 +273,8 @@ def on_one_process(config: RunConfig) -> RunConfig:
 
 def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
     """Flags of `a`, given and not the default, that `b` has another value of."""
-    values = [(f, *(getattr(getattr(config, f.section), f.field) for config in (a, b))) for f in all_flags()]
-    return [flag.name for flag, mine, other in values if mine not in (other, flag.default)]
+    mine, other = to_flat_dict(a), to_flat_dict(b)
+    return [f.name for f in all_flags() if mine[f.field] not in (other[f.field], f.default)]
 
 
 def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
@@ -335,11 +335,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parity = Parity(flags, Path(root), args.steps, args.max_ranks, args.timeout)
             names = chosen(args.layouts, parity.names)
+            if torch.cuda.is_initialized():
+                raise ValueError("--extension: a module that is imported uses CUDA, after which ranks cannot be forked")
         except ValueError as error:
             for line in str(error).split("\n"):
                 print(f"error: {line}", file=sys.stderr)
             return 2
-        assert not torch.cuda.is_initialized(), "an extension has used CUDA while it was imported: ranks cannot fork"
         print(f"flags: {shlex.join(flags)}")
         if parity.unused:
             print(f"not used here: {', '.join(parity.unused)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from megatron.core.transformer import mlp
 from megatron.testing.parity import error_line, main
+from tests.limits import HANG
 
+ROOT = Path(__file__).parents[2]
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
 
 
@@ -106,6 +110,63 @@ def test_a_crash_is_one_row_and_the_others_run(
     assert found["tp2"].startswith("CRASHED") and "ArithmeticError: no TP here (" in found["tp2"]
     assert f"{Path(__file__).name}:" in found["tp2"] and "in broken)" in found["tp2"]
     assert found["dp2"].startswith("equal")
+
+
+EXTENSION = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.parts import ACTIVATIONS
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("A planted mistake")
+@dataclass(frozen=True)
+class Options:
+    wrong_factor: float = 1.0
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.factor * ctx.saved_tensors[0] * grad, None
+
+
+@ACTIVATIONS.register("planted")
+def planted(name, config, ctx):
+    factor = config.options(Options).wrong_factor if ctx.tp.size > 1 else 1.0
+    return lambda x: Wrong.apply(x, factor)
+"""
+
+
+def test_a_wrong_gradient_of_an_extension_is_named(tmp_path: Path) -> None:
+    """In a process of its own, as an extension stays registered."""
+    extension = tmp_path / "planted.py"
+    extension.write_text(EXTENSION)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.testing.parity",
+        "--extension",
+        str(extension),
+        "--layouts",
+        "tp2",
+        "dp2",
+    ]
+    flags = ["--", "--activation-func", "planted", "--wrong-factor", "1.001", "--num-layers", "2"]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 1, done.stderr
+    found = verdicts(done.stdout)
+    assert found["tp2"].startswith("DIFFERS") and found["dp2"].startswith("equal")
+    assert "step 1 gradient decoder.layers.1.mlp.linear_fc1.bias" in found["tp2"]
 
 
 @pytest.mark.parametrize(
