@@ -1,4 +1,4 @@
-"""Saving and loading a run: what of it is state, and whether a checkpoint fits the run that loads it.
+"""Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
 
 State is the parameters, the optimizer's tensors, its count of updates and loss scale, and the `Progress`. There is
 no more: the learning rate follows from consumed samples, and initial values, dropout and data order from the seed
@@ -63,7 +63,7 @@ __all__ = [
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""What a checkpoint has beside tensors, without which no run can go on from it."""
+"""Entries besides tensors that a checkpoint needs for a run to resume from it."""
 
 
 def checkpoint_contents(
@@ -112,7 +112,7 @@ def save_checkpoint(
 
 
 def build_saver(config: RunConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
-    """What writes the run's checkpoints; None without --save. Collective over the world."""
+    """The writer of the run's checkpoints; None without --save. Collective over the world."""
     options = config.checkpoint
     if options.save is None:
         return None

@@ -1,7 +1,7 @@
-"""When Python looks for garbage: by its own thresholds, or at steps that all ranks agree on (--manual-gc).
+"""Garbage collection on all ranks at the same steps (--manual-gc).
 
-A collection takes as long as there are objects, tenths of a second in a large run. Left to thresholds it comes on
-each rank at another step, and all ranks wait for each of them.
+A collection takes tenths of a second in a large run. With Python's own thresholds it comes at a different step on each
+rank, and all ranks wait for each of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from megatron.training.config.run_config import TrainingConfig
 
 
 class GarbageCollection:
-    """With --manual-gc collects once, and from then on when it is told to; thresholds count again when `resources`
-    close. Without it does nothing."""
+    """With --manual-gc disables automatic collection until `resources` close; without it does nothing."""
 
     def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:
         self.interval = config.manual_gc_interval if config.manual_gc else 0
@@ -31,7 +30,7 @@ class GarbageCollection:
 
     @contextmanager
     def around_evaluation(self) -> Iterator[None]:
-        """Collects before and after what is in here."""
+        """Collects before and after this block, with --manual-gc-eval."""
         if self.at_evaluations:
             gc.collect()
         yield

@@ -1,8 +1,4 @@
-"""Start of a rank: who am I in the world, which device, which process groups.
-
-The environment says it: torchrun's variables first, SLURM's (one task a rank) second, and a single process where
-there are neither.
-"""
+"""Initializes a rank: device, process groups, random seeds, watchdog."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ _C_LIBRARY = ctypes.CDLL(None)
 
 
 class StartupPhases:
-    """Wall time of each phase of start-up, to be printed once training begins."""
+    """Measures the wall time of each phase of start-up."""
 
     def __init__(
         self, begin: Callable[[str], None] = lambda name: None, end: Callable[[str], None] = lambda name: None
@@ -65,7 +61,7 @@ class StartupPhases:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a rank runs on."""
+    """Environment of a rank: launch, device, process groups, watchdog."""
 
     launch: Launch
     device: torch.device
@@ -75,11 +71,11 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Whether this rank prints and writes metrics for the run."""
         return self.launch.rank == 0
 
     def say(self, message: str) -> None:
-        """Prints a line, on the rank that speaks for the run."""
+        """Prints a line, on the main rank only."""
         if self.is_main:
             print(message, flush=True)
 
@@ -97,7 +93,7 @@ def choose_device(config: ModelParallelConfig, launch: Launch) -> torch.device:
 
 
 def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raises ValueError if regions are to be compiled and what compiles them is not here."""
+    """Raises ValueError if --compile is in effect and its compiler is missing."""
     if not config.compiles(device.type):
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -111,8 +107,8 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
 
 
 def prepare_graphs(config: ModelParallelConfig, device: torch.device) -> None:
-    """Leaves the default stream if graphs are to be recorded: it cannot be, and autograd gives each parameter's
-    gradient to the stream that the parameter was first used on. Raises ValueError where there are no graphs."""
+    """Leaves the default CUDA stream for --cuda-graph-impl: that stream cannot be captured, and autograd computes
+    a parameter's gradient on the stream of its first use. Raises ValueError on CPU."""
     if config.cuda_graph_impl == "none":
         return
     if device.type != "cuda":
@@ -123,7 +119,7 @@ def prepare_graphs(config: ModelParallelConfig, device: torch.device) -> None:
 
 
 def check_overlap(config: ModelParallelConfig, state: ParallelState, device: torch.device) -> None:
-    """Raises ValueError if tensor-parallel ranks are to share memory that they have not."""
+    """Raises ValueError if symmetric memory is requested and the tensor-parallel ranks have none."""
     if config.tp_comm_overlap_method == "symmetric" and not has_symmetric_memory(state.tp, device):
         raise ValueError(
             "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's memory, "
@@ -132,7 +128,7 @@ def check_overlap(config: ModelParallelConfig, state: ParallelState, device: tor
 
 
 def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
-    """Raises ValueError if matrix products are to be in fp8 and the GPU has none."""
+    """Raises ValueError if fp8 is requested and the GPU does not support it."""
     if config.fp8_format is None or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
@@ -145,7 +141,7 @@ def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
 
 
 def set_determinism(config: RunConfig) -> None:
-    """Deterministic kernels only. Before anything is built, as kernels are chosen while building."""
+    """Selects deterministic kernels. Call it before building the model, which chooses kernels."""
     if not config.training.deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -182,7 +178,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
 
 
 def record_collectives_of_nccl(folder: Path) -> None:
-    """Has NCCL write its last collectives to `folder` when one times out."""
+    """Makes NCCL write its last collectives to `folder` on a timeout."""
     for name, value in {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / "stacks" / "nccl-rank-"),
@@ -202,7 +198,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) -> ParallelState:
-    """The process groups that a configuration asks for, in a world that is up. Collective over the world."""
+    """Builds the process groups of a configuration, after `init_process_group`. Collective over the world."""
     return initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -215,7 +211,7 @@ def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) 
 
 
 def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
-    """What a rank of `run_world` runs on: the CPU, and groups in the world that it is in."""
+    """The runtime of a rank of `run_world`: CPU, and the groups of its world."""
     state = build_groups(config.parallel)
     return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
 
@@ -266,7 +262,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
 
 
 def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -> None:
-    """From now on ranks wait for one another no longer than `minutes`, which `flag` says."""
+    """Sets the timeout of collectives and messages to `minutes`, the value of `flag`."""
     runtime.watchdog.status.limit = f"{flag} {minutes:g}"
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
@@ -275,6 +271,6 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
 
 
 def shut_down() -> None:
-    """Leaves the world."""
+    """Destroys the process groups."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Runs a step again to find where a value first was not finite.
+"""Finds the origin of a NaN or infinity: runs the step again with hooks on every module.
 
 The forward passes come first, with a hook on every module: each rank notes, for each of its stages and micro-batches,
 the first module that puts out an infinity or a NaN. If there is none, the backward passes are run with hooks on the
@@ -130,7 +130,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """What this rank has found: of each stage and micro-batch the first."""
+    """Findings of this rank: the first of each stage and micro-batch."""
 
     def __init__(self, rank: int, executor: PipelineExecutor, batches: list[Batch]) -> None:
         self.rank, self.executor, self.batches = rank, executor, batches

@@ -1,11 +1,11 @@
-"""A training step on disk, to be run again elsewhere.
+"""Saves a training step to disk, so that it can be replayed.
 
     SAVE/nan/iter_0000012/finding.json              which step, and where a value first was not finite
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
     SAVE/nan/iter_0000012/samples-00000.npz         the samples, a file for each data-parallel rank
     SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the step before
 
-The folder can be given to --load too: the run then goes on from right before the step.
+--load accepts the folder too: the run then resumes right before the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SavedStep:
     step: Step
     loss_scale: float
     finding: Finding | None
-    """None where nothing was found when the step was run again."""
+    """None if every value was finite when the step was run again."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -105,7 +105,7 @@ def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """The samples of a saved step, under their numbers in the run."""
+    """Data set of the samples of a saved step, under their numbers in the run."""
 
     def __init__(self, folder: Path) -> None:
         self.samples: dict[int, Sample] = {}

@@ -1,4 +1,4 @@
-"""Runs a saved step again, at any layout (`tools/replay_step.py`)."""
+"""Replays a saved step at any layout (`tools/replay_step.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
-"""Called with the run before the step, on every rank: for hooks of one's own."""
+"""Called with the run before the step, on every rank: for hooks of the caller."""
 
 
 def replay(

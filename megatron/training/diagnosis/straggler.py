@@ -1,6 +1,6 @@
-"""Which ranks are slow, phase by phase.
+"""Finds slow ranks, by phase of the step.
 
-Ranks that wait for each other all take the same time, so what counts is what a rank does by itself. On the CPU that
+Ranks that wait for each other all take the same time, so only a rank's own work counts. On the CPU that
 is the time of a phase without the waits for messages and collectives in it. On CUDA it is the time between events on
 the device: waits for the pipeline's messages and for data parallelism lie outside of them, collectives within a layer
 (TP, CP, EP) do not, so there a slow rank shows as its whole group.
@@ -57,7 +57,7 @@ class Waits:
 
 
 class PhaseClock:
-    """Adds up this rank's own seconds of each phase, where `enabled`; else it costs nothing."""
+    """Sums this rank's own seconds in each phase, if `enabled`; otherwise costs nothing."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.enabled, self.cuda = enabled, device.type == "cuda"
@@ -68,7 +68,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Times what is in here as a part of `phase`."""
+        """Adds the time of this block to `phase`."""
         if not self.enabled:
             yield
         elif self.cuda and phase != "data":
@@ -85,7 +85,7 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Seconds of each of PHASES since the last time. For where the device is waited for anyway."""
+        """Seconds of each of PHASES since the last call. Waits for the device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in PHASES]
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -110,7 +110,7 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
 
 
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: LoggingConfig) -> dict[str, Any]:
-    """What is logged of a table [rank][phase] of seconds in an interval of `steps` steps: seconds are per step."""
+    """The log record of a table [rank][phase] of seconds in an interval of `steps` steps, as seconds per step."""
     record: dict[str, Any] = {}
     if not config.log_straggler or not steps:
         return record
@@ -125,12 +125,12 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Loggi
 
 
 def hosts_of_ranks(world: Axis) -> list[str]:
-    """Where each rank runs. Collective."""
+    """Host name of each rank. Collective."""
     return gather(socket.gethostname(), world)
 
 
 def straggler_line(record: dict[str, Any], hosts: Sequence[str]) -> list[str]:
-    """A line for a person, if ranks were compared: of each phase its slowest ones."""
+    """The console line with the slowest ranks of each phase, if ranks were compared; else none."""
     if f"straggler_{PHASES[0]}" not in record:
         return []
     parts = []

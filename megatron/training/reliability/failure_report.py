@@ -1,4 +1,4 @@
-"""What is said when a run fails: one report, of the rank that failed first. No process groups in here."""
+"""The failure report of a run: root cause, rank, phase, traceback and advice. No process groups in here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|time-?out|gloo|nccl|failed to (recv|send)",
     re.IGNORECASE,
 )
-"""What an error says that another rank's end may have caused."""
+"""Text of errors that the failure of another rank may have caused."""
 
 ADVICE = {
     "memory": "make --micro-batch-size smaller, raise the model-parallel sizes, or recompute: "
@@ -41,7 +41,7 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The root cause, as the rank that found it says it. Travels between ranks as JSON."""
+    """The root cause of a failed run, sent between ranks as JSON."""
 
     reporter: int
     """Rank that prints."""
@@ -51,7 +51,7 @@ class Failure:
 
     phase: str
     title: str
-    """In a few words, for one line."""
+    """A few words, for one line."""
 
     what: str
     """The traceback, or a sentence."""
@@ -82,11 +82,11 @@ class Failure:
         return cls(rank, who, phase, title, what, ADVICE["collective" if is_consequence(error) else "error"])
 
     def advised(self, kind: str) -> Failure:
-        """The same with other advice."""
+        """The same failure with other advice."""
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """The report. `others`: where the other ranks were. A configuration's error needs no more than itself."""
+        """The report as printed. `others`: where the other ranks were. A configuration error is printed alone."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  ")
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -96,7 +96,7 @@ class Failure:
         return "\n".join([*lines, f"what to do: {self.advice}", RULE])
 
     def line(self) -> str:
-        """In one line, for ranks that end because of it."""
+        """One line, for ranks that end because of it."""
         return f"ended because {self.who} failed ({self.phase}): {self.title}"
 
 
@@ -118,7 +118,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the end of another rank may be the cause of this error."""
+    """Whether the failure of another rank may have caused this error."""
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
@@ -128,12 +128,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def hung(error: BaseException) -> bool:
-    """Whether ranks waited for one another for too long, as against one that has ended."""
+    """Whether the error is a timeout of ranks that waited for one another, not the end of a rank."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 
 def raised_in_message(error: BaseException) -> bool:
-    """Whether it came while waiting for a message between pipeline stages, and not in a collective."""
+    """Whether the error arose in a message between pipeline stages, not in a collective."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
     return bool(frames) and frames[-1].filename.endswith("p2p.py")
 

@@ -1,4 +1,4 @@
-"""The collectives that this rank has entered last, as torch's flight recorder keeps them."""
+"""The last collectives of this rank, from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Entered:
 
 
 def record_collectives(environ: MutableMapping[str, str]) -> None:
-    """Has torch keep the last collectives. Before the world is joined."""
+    """Enables torch's flight recorder. Call it before `init_process_group`."""
     environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
 
 
@@ -59,7 +59,7 @@ def groups_of(state: ParallelState) -> dict[str, Group]:
 
 
 def traces() -> list[dict[str, Any]]:
-    """What the recorders of the backends hold; empty where this torch has none."""
+    """The records of every backend's recorder; empty if this torch has none."""
     found = []
     for name in _DUMPS:
         if dump := getattr(c10d, name, None):

@@ -1,4 +1,4 @@
-"""Who is at fault where ranks wait for one another: decided from what each rank says of itself. No process groups.
+"""Finds the rank that caused a hang, from the last collectives of every rank. No process groups.
 
 A rank waits for those of a group that have not entered a collective that it has entered, and for the sender of a
 message. Two that wait for each other have taken different branches; the one that fewer ranks have followed is wrong.
@@ -20,7 +20,7 @@ ANY_SIZES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank says of itself when the run fails."""
+    """Where a rank is when the run fails: phase, line of code, last collectives."""
 
     phase: str
     place: str
@@ -59,7 +59,7 @@ class Blame:
 
 
 def blame(standings: Mapping[int, Standing]) -> Blame | None:
-    """Who is at fault; None if what the ranks say does not show it."""
+    """The ranks at fault; None if the standings do not show it."""
     waits = {rank: _waits_for(rank, standings) for rank in standings}
     if found := _other_branch(standings, waits):
         return found

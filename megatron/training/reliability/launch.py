@@ -1,4 +1,4 @@
-"""Which process of the world this is, as the launcher says. No torch."""
+"""Rank and world size from the launcher's environment (torchrun or srun), and messages to the launcher. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Each of these asks a run to save and to end."""
+"""Each of these requests the run to save and exit."""
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
-    """Has torch take large blocks in huge pages on CPU, where Linux has them: every fresh block costs a page fault for
-    each 2 MiB, not for each 4 KiB, which is up to a third of a training step. On GPUs, has its pool grow in place, so
-    that it does not fall to pieces. What the user has set stands. To be called before torch makes a tensor."""
+    """Enables huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
+    allocates a tensor.
+
+    With huge pages a new block costs a page fault per 2 MiB instead of 4 KiB, which saves up to a third of a training
+    step. Expandable segments avoid fragmentation.
+    """
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -26,7 +29,7 @@ def choose_allocators(environ: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Place of a process in its world and on its node."""
+    """Rank of a process in the world and on its node, and the launcher that started it."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,8 +42,8 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK) first, then those of a SLURM step with one task
-        a rank, else a single process. Raises ValueError if a variable is set and makes no sense."""
+        """Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else those of a SLURM step with one task per
+        rank, else returns a single process. Raises ValueError if a variable has an invalid value."""
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
@@ -82,9 +85,9 @@ def hold_ignored_signals() -> None:
 
 
 def write_error_file(text: str, later: int = 0) -> bool:
-    """Tells torchrun what this process died of, which it prints last; False if there is no torchrun.
+    """Writes torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
 
-    It takes the earliest failure for the cause, and counts in whole seconds: `later` is added to this one's.
+    torchrun takes the earliest failure as the root cause, in whole seconds: `later` seconds are added to this one.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -98,8 +101,8 @@ def write_error_file(text: str, later: int = 0) -> bool:
 
 
 def tell_last(text: str, now: bool = False) -> None:
-    """Says the cause of the end on the screen, as the last thing: torchrun prints what is in a worker's error file
-    when all workers have ended, but not if it starts them again. `now`: not if it is itself told to end, either."""
+    """Makes the root cause the last text on the screen: through torchrun, which prints a worker's error file when all
+    workers have ended, or directly if torchrun will restart them. `now`: directly too, as torchrun itself is ending."""
     written = write_error_file(text, -10)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     if not written or restarts or now:

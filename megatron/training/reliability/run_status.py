@@ -1,15 +1,16 @@
-"""What became of a run, in a file for the script that started it. No torch.
+"""Exit codes, and the status file of a run for the script that started it. No torch.
 
-torchrun makes 1 of every exit code of its workers that is not 0, and srun ends the other nodes for one. So where
-OUTCOME_FILE is set in the environment, the file of that name tells how the run stands, in lines of `key=value`:
+Launchers lose exit codes: torchrun turns every code of a worker except 0 into 1, and srun kills the other nodes on a
+nonzero code. So if OUTCOME_FILE is set in the environment, the status of the run is written to that file, as lines of
+`key=value`:
 
-    name    RUNNING, then a name of `ExitCode`; what ends without a word stays RUNNING
-    why     in one line
-    save    the folder of --save, from the root; empty without one
-    load    the folder of --load, likewise
+    name    RUNNING, then a name of `ExitCode`; a run that is killed leaves RUNNING
+    why     the reason, in one line
+    save    absolute path of --save; empty without it
+    load    absolute path of --load, likewise
 
-and a file of that name and `.asked` that is there when the ranks start is a signal that came before they could see it.
-TO_BE_RESUMED is the code 0 to launchers, who know no other peaceful end.
+If the file OUTCOME_FILE.asked exists when the ranks start, a signal came before they could receive it. To launchers,
+which know no other successful end, TO_BE_RESUMED is exit code 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """The file, written at once by whoever knows how the run stands. Without a file it does nothing."""
+    """Writes the status file, atomically. Without a file it does nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
@@ -40,11 +41,11 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """Whether the run is to end before it has begun."""
+        """Whether the run is asked to stop before its start."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Tells that the run has begun, where its checkpoints are, and, with `write`, that it is running."""
+        """Remembers the checkpoint folders and, with `write`, writes that the run is RUNNING."""
         self.folders = {
             name: str(Path(path).resolve()) if path else "" for name, path in (("save", save), ("load", load))
         }
@@ -52,7 +53,7 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Tells with which code of `ExitCode` the run ends, KILLED plus a signal's number included."""
+        """Writes the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
         self._write(ExitCode(min(code, ExitCode.KILLED)).name, why)
 
     def _write(self, name: str, why: str) -> None:
@@ -69,7 +70,7 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Tells of a run that ends before it begins, for what its flags say."""
+    """Writes the status of a run that its flags end before it starts."""
     try:
         yield
     except SystemExit as ended:
@@ -79,8 +80,8 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """The exit code of the process. 0 for a run to be resumed if OUTCOME_FILE says so, or if torchrun has restarts
-    left: it would take another code for a failure, and train on where an end was asked for."""
+    """The exit code of the process. It is 0 for a run to be resumed if OUTCOME_FILE tells the script so, or if torchrun
+    has restarts left: torchrun would treat another code as a failure and restart a run that was asked to stop."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):
@@ -89,7 +90,7 @@ def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> in
 
 
 class ExitCode(IntEnum):
-    """The code with which every process of a run ends. Under torchrun these are the codes of its workers."""
+    """Exit code of every process of a run. Under torchrun these are the codes of its workers."""
 
     DONE = 0
     """Trained to the end, or as far as --exit-interval, --exit-duration-in-mins or an `exit` file asked."""
@@ -98,10 +99,10 @@ class ExitCode(IntEnum):
     """A rank failed; the report names it."""
 
     BAD_CONFIGURATION = 2
-    """A flag, or a file that one names, has to be corrected first: starting again does not help."""
+    """A flag, or a file that a flag names, must be corrected first: a restart does not help."""
 
     TO_BE_RESUMED = 75
-    """Ended by a signal or the end of the SLURM job, after saving: the same command goes on."""
+    """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
 
     KILLED = 128
-    """Plus the number of a second signal, which ended the process at once."""
+    """Plus the number of the second signal, which ended the process at once."""
