@@ -1,10 +1,10 @@
-"""Makes a text corpus out of the Python source that lies on this machine: real text, and no download.
+"""Build a text corpus from the Python source code on this machine: real text without a download.
 
     python tools/build_corpus.py --output corpus.jsonl
 
-Writes one JSON object a line, {"text": ..., "path": ...}, a document for each source file of the standard library.
-Installed packages, tables of characters and, unless asked for, tests are left out. Files come in an order that a hash
-of their path fixes, so that a split by document takes its validation part from all over the library.
+Writes JSON lines, {"text": ..., "path": ...}: one document for each source file of the standard library. Installed
+packages, character tables and (without --with-tests) test folders are skipped. The order of the files follows a hash of
+their paths, so that a validation split samples the whole library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
 def source_files(root: Path, with_tests: bool) -> list[Path]:
-    """All .py files under `root`, relative to it, in the order of a hash of their path."""
+    """All .py files under `root`, relative to it, sorted by a hash of their path."""
     skipped = SKIPPED_FOLDERS | TABLE_FOLDERS | (frozenset() if with_tests else TEST_FOLDERS)
     found = []
     for folder, children, names in os.walk(root):
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder to read")
-    parser.add_argument("--with-tests", action="store_true", help="take test folders too")
-    parser.add_argument("--min-chars", type=int, default=200, help="leave out files shorter than this")
+    parser.add_argument("--with-tests", action="store_true", help="include test folders")
+    parser.add_argument("--min-chars", type=int, default=200, help="skip files with fewer characters")
     parser.add_argument("--max-mb", type=float, default=float("inf"), help="stop after this many MB of text")
     args = parser.parse_args(argv)
 

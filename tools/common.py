@@ -1,4 +1,4 @@
-"""What the data tools share: flags taken from the configuration's fields, user errors, and whole-file writes."""
+"""Shared by the tools: flags generated from configuration fields, checks of output paths, and exit codes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Trains the same model under two layouts and names the first tensor in which they differ beyond rounding.
+"""Train the same model under two layouts and report the first tensor that differs beyond rounding.
 
     python tools/compare_layouts.py --a "--tp 1" --b "--tp 2 --pp 2 --sequence-parallel" -- \
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --lr 1e-3
 
-Both sides run on this machine's CPU, in gloo worlds of as many ranks as their flags ask for. What is compared, in the
-order in which it is computed: initial weights, then of each step the output of the embedding and of every layer, the
-loss, gradients from the head down, their norm, weights and optimizer state. Replicas within a side are compared too.
-Exit code 0: no difference; 1: a difference; 2: the configuration is not legal; 3: a side broke off with an error.
+Both sides run on the CPU of this machine, in gloo worlds of as many ranks as their flags need. Tensors are compared in
+the order of computation: initial weights, then for each step the output of the embedding and of every layer, the loss,
+gradients from the last layer to the first, their norm, weights and optimizer state. Replicas within a side are compared
+too. Exit code 0: no difference; 1: a difference; 2: invalid configuration; 3: a side failed with an error.
 """
 
 from __future__ import annotations
@@ -110,16 +110,18 @@ def only_judged(snapshot: Snapshot) -> Snapshot:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train under two layouts and name the first tensor that differs.",
-        epilog="Behind -- stand the flags of both, as for pretrain_gpt.py; --fp64, made-up data and the length are "
-        "added where they say nothing about it.",
+        epilog="After --, give the flags of both sides, as for pretrain_gpt.py. Unless they are given, --fp64, "
+        "--mock-data and the training length are added.",
         usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
     )
-    parser.add_argument("--a", required=True, metavar="FLAGS", help="what one side adds to the flags")
-    parser.add_argument("--b", required=True, metavar="FLAGS", help="what the other side adds")
+    parser.add_argument("--a", required=True, metavar="FLAGS", help="further flags of side a")
+    parser.add_argument("--b", required=True, metavar="FLAGS", help="further flags of side b")
     parser.add_argument("--steps", type=int, default=2, help="training steps (default: 2)")
     parser.add_argument("--world-a", type=int, metavar="N", help="ranks of side a; default: tp * pp * cp * dp")
     parser.add_argument("--world-b", type=int, metavar="N", help="ranks of side b")
-    parser.add_argument("--tolerance", type=float, help="relative difference that is rounding; default by precision")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest relative difference that counts as rounding; default by precision"
+    )
     return parser
 
 

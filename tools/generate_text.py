@@ -1,10 +1,10 @@
-"""Continues text with a trained model, on one process, from a checkpoint saved at any layout.
+"""Generate text with a trained model, in one process, from a checkpoint saved at any layout.
 
     python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def read(self):" "class Lock:"
     python tools/generate_text.py --load runs/quickstart/checkpoints --temperature 0.8 --top-p 0.9 < prompts.txt
 
-Each line of standard input is a prompt where --prompt is not given. The most likely token is taken unless
---temperature, --top-k or --top-p asks for sampling. The tokenizer is the one that the model was trained with.
+Without --prompt, each line of standard input is a prompt. Decoding is greedy unless --temperature, --top-k or --top-p
+requests sampling. The tokenizer defaults to that of the training run.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
-    parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="text to continue; several are legal")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest continuation (default: 64)")
+    parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     parser.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
-    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens that have this probability together")
+    parser.add_argument(
+        "--top-p", type=float, help="sample from the smallest set of tokens with this total probability"
+    )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts continued side by side (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts per batch (default: 8)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, or cpu"
     )
@@ -79,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Greedy if nothing is said; a limit alone samples at temperature 1."""
+    """Greedy by default; --top-k or --top-p alone samples at temperature 1."""
     limited = args.top_k is not None or args.top_p is not None
     default = 1.0 if limited else 0.0
     return Sampling(default if args.temperature is None else args.temperature, args.top_k, args.top_p)

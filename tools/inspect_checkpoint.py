@@ -1,12 +1,11 @@
-"""Shows what a checkpoint holds, or where two differ.
+"""List the contents of a checkpoint, or compare two checkpoints.
 
     python tools/inspect_checkpoint.py checkpoints/
     python tools/inspect_checkpoint.py checkpoints/iter_0000100 other/iter_0000100
 
-A folder of checkpoints stands for the one that a run would load: the latest, or where that is damaged one before it.
-Every file is read and its checksum compared. Two checkpoints may have been saved at different layouts: whole tensors
-are compared, bit for bit and one at a time. Exit code 0: they are equal, 1: they differ, 2: one is no
-checkpoint or damaged.
+For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
+reads every file and verifies its checksum. The two checkpoints may come from different layouts: whole tensors are
+compared bit by bit, one at a time. Exit code 0: equal; 1: different; 2: not a checkpoint, or damaged.
 """
 
 from __future__ import annotations

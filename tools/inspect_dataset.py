@@ -1,4 +1,4 @@
-"""Describes and verifies indexed datasets, and writes the samples that training would draw from them.
+"""Describe and verify indexed datasets, and export the samples that training would draw from them.
 
     python tools/inspect_dataset.py data/corpus_text_document
     python tools/inspect_dataset.py data/corpus_text_document --show 3 \\
@@ -6,9 +6,9 @@
     python tools/inspect_dataset.py --data-path data/corpus_text_document --split 90,5,5 --seq-length 1024 \\
         --train-samples 1000 --dump samples.npz
 
-The exit code is 1 where a dataset contradicts itself. With --dump the data flags mean what they mean in training; the
-file has arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, of the splits that there are, and
-`train_len` and so on, the number of samples in each.
+The exit code is 1 if a dataset is inconsistent. With --dump, the data flags have the same meaning as in training. The
+file then holds the arrays `train`, `valid` and `test` [samples, seq_length + 1] of token ids, for existing splits, and
+`train_len`, `valid_len` and `test_len`, the number of samples of each.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
-    parser.add_argument("--show", type=int, default=0, help="show the first so many sequences")
-    parser.add_argument("--show-tokens", type=int, default=64, help="tokens of each to show")
+    parser.add_argument("--show", type=int, default=0, help="number of sequences to show")
+    parser.add_argument("--show-tokens", type=int, default=64, help="tokens to show of each sequence")
     parser.add_argument("--eod", type=int, help="EOD token, where no tokenizer is given")
     parser.add_argument("--dump", metavar="FILE.npz", help="write the samples of the data flags")
     for split in SPLITS:

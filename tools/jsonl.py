@@ -1,4 +1,4 @@
-"""Lines of text files, plain or compressed, with the place each came from."""
+"""Read lines of plain, gzip or zstd text files, with file name and line number."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Joins indexed datasets into one, documents in the order of the inputs.
+"""Merge indexed datasets into one; documents keep the order of the inputs.
 
     python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
 
-An input is a prefix, or a folder: then all datasets in it, sorted by name. Memory does not grow with the data.
+An input is a prefix or a folder, which stands for all datasets in it, sorted by name. Memory use does not depend on the
+size of the data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Draws the loss of one or several runs from their metrics.jsonl.
+"""Plot the loss of one or more runs from their metrics.jsonl.
 
     python tools/plot_loss.py runs/a/metrics.jsonl runs/b/metrics.jsonl --output loss.png
 
-Training loss is a line for each file, evaluations are dots where a record carries a validation loss. A run that was
-resumed may have written an iteration twice: the later record counts.
+Each file gives one line of training loss and dots of validation loss. If a resumed run logged an iteration twice, the
+later record counts.
 """
 
 from __future__ import annotations

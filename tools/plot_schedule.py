@@ -1,8 +1,8 @@
-"""Draws a pipeline schedule, as text and as a picture, with its bubble and peak activations.
+"""Draw a pipeline schedule as text and as a picture, with its bubble and peak activations.
 
     python tools/plot_schedule.py --pipeline-schedule zb-h1 --pp 4 --num-microbatches 8 --output schedule.png
 
-Times are those of one microbatch on one stage, in any unit. No GPU, no torch.
+Times are of one microbatch on one stage, in any unit. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-grad", type=float, default=1.0, help="time of I")
     parser.add_argument("--weight-grad", type=float, default=1.0, help="time of W; B takes I + W")
     parser.add_argument("--comm", type=float, default=0.0, help="time of a message between two ranks")
-    parser.add_argument("--messages", action="store_true", help="print each rank's list, sends and receives included")
+    parser.add_argument(
+        "--messages", action="store_true", help="print the action list of each rank, with sends and receives"
+    )
     parser.add_argument("--output", metavar="FILE.png", help="write a picture")
     return parser
 

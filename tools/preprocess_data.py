@@ -1,15 +1,15 @@
-"""Tokenizes JSON lines into indexed datasets.
+"""Tokenize JSON lines into indexed datasets.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx, and so on for each of --json-keys. Input may be plain, .gz or .zst, in
-several files and globs; documents keep their order whatever the number of workers. Memory grows with the longest
-document, not with the input. The files appear under their names when all is written, and existing ones are replaced
-with --overwrite alone.
+Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files and globs, plain,
+.gz or .zst. Documents keep their order for any number of workers. Memory use depends on the longest document, not
+on the size of the input. The output gets its name when it is complete. It replaces existing files only with
+--overwrite.
 
-A bad line (not UTF-8, not JSON, a key missing, not text) is reported with file and line number and left out. The
-other documents are written all the same, but the exit code is 1 unless --max-bad-lines allows for as many.
+A bad line (not UTF-8, not JSON, a missing key, not text) is reported with file and line number and skipped. The other
+documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines.
 """
 
 from __future__ import annotations

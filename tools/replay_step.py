@@ -1,11 +1,11 @@
-"""Runs again the step that ended a run because its loss or gradient was not finite, and says where that began.
+"""Replay the step that ended a run with a NaN or infinite loss or gradient, and report where it first occurred.
 
     python tools/replay_step.py SAVE/nan/iter_0000012
     python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # at this layout, on CPU ranks
 
-One process needs neither the layout nor the data files of the run. Flags of pretrain_gpt.py after `--` change the
-configuration, as --no-bf16 does. Exit code 0: the same as in the run; 1: something else, or all is
-finite; 2: the folder or the flags are wrong.
+One process is enough, at any layout of the run and without its data files. Flags of pretrain_gpt.py after `--` change
+the configuration, for example --no-bf16. Exit code 0: same result as in the run; 1: another result, or everything is
+finite; 2: wrong folder or flags.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trains a SentencePiece tokenizer on JSON lines or plain text.
+"""Train a SentencePiece tokenizer on JSON lines or plain text.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
 
-writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs whose name has .json or .jsonl
-are JSON lines, others plain text, each .gz or .zst if need be. By default the tokenizer loses nothing: text is taken
-as it is, and a character outside the vocabulary becomes its bytes. With --tokenizer-type SentencePieceTokenizer
-documents end with <EOD>, with Llama2Tokenizer with --eos-token.
+Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs named .json or .jsonl are JSON
+lines, all others plain text; both may be compressed (.gz, .zst). By default the tokenizer is lossless: it does not
+normalize text, and encodes characters outside the vocabulary as bytes. Documents end with <EOD> under --tokenizer-type
+SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
 """
 
 from __future__ import annotations
@@ -142,20 +142,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--json-keys", nargs="+", default=["text"], help="keys whose text to take from JSON lines")
     add("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
     add("--overwrite", action="store_true", help="replace output files that exist")
-    add("--vocab-size", type=int, required=True, help="tokens, special ones and bytes included")
+    add("--vocab-size", type=int, required=True, help="number of tokens, including special tokens and bytes")
     add("--model-type", choices=("unigram", "bpe", "char", "word"), default="bpe", help="default: bpe")
     add("--character-coverage", type=float, default=0.9995, help="share of characters kept (default: 0.9995)")
     add("--byte-fallback", action=argparse.BooleanOptionalAction, default=True, help="bytes for unknown characters")
     add("--normalization-rule-name", default="identity", help="identity (default), nfkc, nmt_nfkc, ...")
     add("--split-digits", action="store_true", help="each digit is a token of its own")
-    add("--max-sentences", type=int, default=2_000_000, help="lines drawn for training, as memory holds them; 0: all")
+    add(
+        "--max-sentences",
+        type=int,
+        default=2_000_000,
+        help="maximum number of lines to train on, all of which are held in memory; 0: all",
+    )
     add("--unk-token", default="<unk>", help="token 0")
     add("--bos-token", default="<s>", help="token 1")
     add("--eos-token", default="</s>", help="token 2")
     add("--pad-token", default="<pad>", help="token 3")
     add("--eod-token", default="<EOD>", help="token 4; SentencePieceTokenizer looks for <EOD>")
-    add("--user-defined-symbols", nargs="+", default=[], help="texts that are always one token")
-    add("--max-bad-lines", type=int, default=0, help="unreadable lines that still give exit code 0")
+    add("--user-defined-symbols", nargs="+", default=[], help="strings that always become one token")
+    add("--max-bad-lines", type=int, default=0, help="number of unreadable lines that is tolerated (exit code 0)")
     add("--verbose", action="store_true", help="show SentencePiece's own log")
     return parser.parse_args(argv)
 

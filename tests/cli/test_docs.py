@@ -46,10 +46,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_page(page: str, clone: Path, **environ: str) -> str:
-    """Runs a page's blocks and returns what they print."""
-    assert blocks(page), f"{page} has no command"
-    script = "set -euxo pipefail\n" + "\n".join(blocks(page))
+def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
+    """Runs blocks of commands and returns what they print."""
+    script = "set -euxo pipefail\n" + "\n".join(commands)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -63,34 +62,42 @@ def run_page(page: str, clone: Path, **environ: str) -> str:
     return done.stdout
 
 
+CHECKED = ("README.md", "docs/getting_started.md")
+"""Pages whose commands have tests of their own, which look at what they leave."""
+
+
 def losses(path: Path) -> list[float]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
-def test_readme(clone: Path) -> None:
+def test_two_commands_of_the_readme(clone: Path) -> None:
     # The quickstart is cut to a few iterations, and the tests to one file.
-    out = run_page("README.md", clone, TRAIN_ITERS="4", PYTEST_ADDOPTS="tests/pure/test_tree.py")
+    out = run_blocks(blocks("README.md")[:1], clone, TRAIN_ITERS="4", PYTEST_ADDOPTS="tests/pure/test_batch_size.py")
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (clone / "runs/quickstart/sample.txt").read_text().strip()
     assert re.search(r"\d+ passed", out)
+
+
+def test_first_run_of_the_readme(clone: Path) -> None:
+    (commands,) = blocks("README.md")[1:]
+    run_blocks([commands], clone)
     first_run = losses(clone / "runs/first/checkpoints/metrics.jsonl")
-    assert len(first_run) == 10
+    assert len(first_run) == 5
     assert first_run[-1] < first_run[0] - 1
 
 
 def test_getting_started(clone: Path) -> None:
-    out = run_page("docs/getting_started.md", clone)
+    out = run_blocks(blocks("docs/getting_started.md"), clone)
     assert "exit code 2" in out
     one, six = losses(clone / "runs/one.jsonl"), losses(clone / "runs/six.jsonl")
     assert len(one) == 4
     assert six == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs") and "getting" not in page])
-def test_page(page: str, clone: Path) -> None:
-    if blocks(page):
-        run_page(page, clone)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in CHECKED])
+def test_commands_of_a_page_run(page: str, clone: Path) -> None:
+    run_blocks(blocks(page), clone)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
