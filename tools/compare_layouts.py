@@ -35,17 +35,17 @@ from megatron.training.config.validation import resolve, validate
 from .common import run_tool
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""What is compared in 16 bits. Adam divides each gradient by its own size, so that where a gradient is rounding alone,
-as that of a bias of keys, so is the step of its weight."""
+"""Tensors compared in 16 bits. Weights and moments are not: Adam divides each gradient by its own size, so a gradient
+that is rounding error alone, as that of a bias of keys, moves its weight by a whole step."""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""Relative difference that another order of the same sums explains after a few steps. Only in fp64 is it far below what
-a mistake makes: Adam divides small gradients by their own size, and their rounding with them."""
+"""Relative difference that another order of the same sums explains after a few steps. Only in fp64 is it far below the
+effect of a mistake, as Adam divides small gradients, rounding error included, by their own size."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its flags, all of them, and its ranks."""
+    """One of the two layouts: its name, its own flags, all its flags and its ranks."""
 
     name: str
     flags: str
@@ -59,14 +59,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where and by how much a tensor differs. `place` is that of the largest difference."""
+    """How a tensor differs; `place` is the index of the largest difference."""
 
     key: str
     relative: float
     place: tuple[int, ...]
     values: tuple[float, float]
     elements: int
-    """How many differ by more than the tolerance times the largest value."""
+    """Elements that differ by more than the tolerance times the largest value."""
     of: int
 
 
@@ -93,12 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tolerance = max(TOLERANCES[side.config.parallel.params_dtype] for side in sides)
     if any(side.config.parallel.params_dtype in ("bfloat16", "float16") for side in sides):
         snapshots = [only_judged(snapshot) for snapshot in snapshots]
-        print(f"in 16 bits only {', '.join(JUDGED)} of the first step are compared: Adam makes whole steps of rounding")
+        print(
+            f"in 16 bits only {', '.join(JUDGED)} of the first step are compared: Adam turns rounding into whole steps"
+        )
     return report(sides, snapshots, tolerance)
 
 
 def only_judged(snapshot: Snapshot) -> Snapshot:
-    """Without weights and moments behind the first step, and without what follows from them."""
+    """The initial weights, and of the first step the tensors of `JUDGED`."""
     tensors = {
         key: value
         for key, value in snapshot.tensors.items()
@@ -117,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--a", required=True, metavar="FLAGS", help="further flags of side a")
     parser.add_argument("--b", required=True, metavar="FLAGS", help="further flags of side b")
     parser.add_argument("--steps", type=int, default=2, help="training steps (default: 2)")
-    parser.add_argument("--world-a", type=int, metavar="N", help="ranks of side a; default: tp * pp * cp * dp")
+    parser.add_argument("--world-a", type=int, metavar="N", help="ranks of side a; default: as few as its layout needs")
     parser.add_argument("--world-b", type=int, metavar="N", help="ranks of side b")
     parser.add_argument(
         "--tolerance", type=float, help="largest relative difference that counts as rounding; default by precision"
@@ -126,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """`--a X` as `--a=X`: what stands behind may begin with dashes, which argparse would take for a flag."""
+    """Joins `--a X` to `--a=X`, as argparse would read a value that begins with dashes as a flag."""
     joined: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -145,7 +147,7 @@ def check_own_flags(args: argparse.Namespace) -> None:
         try:
             shlex.split(text)
         except ValueError as error:
-            problems.append(f"{name} {text}: cannot be split into flags: {error}; close what is open")
+            problems.append(f"{name} {text}: cannot be split into flags: {error}; close the quotation mark")
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -163,7 +165,7 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
             problems += [f"--{name}: {line}" for line in str(error).split("\n")]
             continue
         if "--world-size" in argv:
-            problems.append(f"--world-size: is not for here; the flags say how many ranks, or --world-{name}")
+            problems.append(f"--world-size: does not apply here; use --world-{name}")
         problems += [f"--{name}: {problem}" for problem in validate(side.config, side.world_size)]
         problems += [f"--{name}: {problem}" for problem in _not_for_here(side.config, args.steps)]
         sides.append(side)
@@ -173,17 +175,17 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 
 def _not_for_here(config: RunConfig, steps: int) -> Iterator[str]:
-    """What is legal for a run and would go unheeded, or break off, in a comparison."""
+    """Problems of flags that are legal in training but not in a comparison."""
     if config.checkpoint.load is not None:
-        yield f"--load {config.checkpoint.load}: is not for here; both sides start from their initial weights"
+        yield f"--load {config.checkpoint.load}: does not apply here: both sides start anew; leave it out"
     iterations = config.training.train_iters
     if iterations is not None and 0 < iterations < steps:
-        yield f"--train-iters {iterations}: is less than the --steps {steps} of the comparison; leave it out"
+        yield f"--train-iters {iterations}: must be at least --steps {steps}; leave it out"
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """The flags of both sides, with what a comparison needs where they do not say it."""
-    try:  # what one side alone says counts too
+    """The flags of both sides, with defaults of a comparison added where they are not given."""
+    try:  # flags of one side count as given too
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
         config = parse_args(flags)
@@ -199,13 +201,13 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
-    """Where no side says how large the batch is: two micro-batches of both, as the default would differ."""
+    """A batch of two micro-batches on both sides unless a side gives one, as the defaults of the sides would differ."""
     rows, given = [], False
     for own, world in ((args.a, args.world_a), (args.b, args.world_b)):
         try:
             config = parse_args([*common, *shlex.split(own)])
         except ValueError:
-            return []  # reported with the side
+            return []  # build_sides reports it
         given |= config.training.global_batch_size is not None
         replicas = (world or config.parallel.smallest_world_size) // max(1, config.parallel.model_parallel_size)
         rows.append(max(1, replicas * config.training.micro_batch_size))
@@ -213,7 +215,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 
 
 def run_side(side: Side, steps: int) -> Snapshot:
-    """Trains a side, and says how long it took."""
+    """Trains a side and prints how long it took."""
     start = time.perf_counter()
     snapshot = train_in_world(side.world_size, side.argv, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"
@@ -224,7 +226,7 @@ def run_side(side: Side, steps: int) -> Snapshot:
 
 
 def check_comparable(snapshots: Sequence[Snapshot]) -> None:
-    """Raises ValueError if the sides do not have the same tensors."""
+    """Raises ValueError if the sides have different tensors."""
     shapes = [{key: tuple(value.shape) for key, value in snapshot.tensors.items()} for snapshot in snapshots]
     problems = []
     for name, mine, other in (("a", *shapes), ("b", *reversed(shapes))):
@@ -240,7 +242,7 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
-    """Prints the first difference, of the sides or of replicas within one, or that there is none."""
+    """Prints the first difference between the sides or between replicas within one. Returns the exit code."""
     a, b = snapshots
     largest, where = 0.0, ""
     for key, relative in differences(a, b):
@@ -264,7 +266,7 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 
 def difference_of(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> Difference:
-    """In detail, of tensors that differ."""
+    """The details of two tensors that differ."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

@@ -31,19 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments[:cut])
     saved = SavedStep.read(args.folder)
     print(f"iteration {saved.step.iteration}, samples from {saved.step.first_sample} on: {saved.step.samples}")
-    print("in the run: " + (saved.finding.describe() if saved.finding else "all was finite when it was run again"))
+    print("in the run: " + (saved.finding.describe() if saved.finding else "all values were finite in a second pass"))
     found = replay(args.folder, arguments[cut + 1 :], args.world_size)
-    print("here:       " + (found.describe() if found else "all is finite"))
+    print("here:       " + (found.describe() if found else "all values are finite"))
     if found is None or not found.same_as(saved.finding):
-        print("this is not what the run found")
+        print("the run found something else")
         return 1
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the saved step: one of SAVE/nan/iter_*")
-    parser.add_argument("--world-size", type=int, help="ranks; default: as many as the flags after -- need at least")
+    parser.add_argument("folder", type=Path, help="the saved step, one of SAVE/nan/iter_*")
+    parser.add_argument("--world-size", type=int, help="ranks; default: the fewest that the flags after -- need")
     return parser
 
 

@@ -227,7 +227,7 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
         defaults.write_text(DEFAULTS)
         config = parse_args(["--config", str(defaults), *flags])
     data, model, training = config.data, config.model, config.training
-    if not (data.data_path or data.per_split):
+    if not (data.data_path or data.per_split or data.dataset_type):
         data = replace(data, mock_data=True)
     if config.tokenizer.tokenizer_type is not None:
         model = replace(model, vocab_size=max(tokenizer_vocabulary(config) or 0, model.vocab_size or 0))

@@ -109,11 +109,11 @@ def test_an_error_is_no_difference(
     ("a", "b", "message"),
     [
         ("--tp 3", "", "--a: --num-attention-heads 4: must be a multiple of --tensor-model-parallel-size 3"),
-        ("", "--tp 2 --world-size 3", "--world-size: is not for here; the flags say how many ranks, or --world-b"),
+        ("", "--tp 2 --world-size 3", "--world-size: does not apply here; use --world-b"),
         ("", "--pp 2 --pipeline-schedule zb", "--b: --pipeline-schedule zb: must be one of"),
         ("", "--swiglu", "give both one model"),
         ("", "--hidden-size 32", "initial weight embedding.word_embeddings.weight is (52, 16) in a and (52, 32) in b"),
-        ("", "--load elsewhere", "--b: --load elsewhere: is not for here"),
+        ("", "--load elsewhere", "--b: --load elsewhere: does not apply here"),
         ("--train-iters 1", "--tp 2 --train-iters 0", "--b: --train-iters 0: must be above 0"),
         ("", '--tp "2', '--b --tp "2: cannot be split into flags'),
     ],
@@ -127,7 +127,7 @@ def test_bad_configurations_exit_2(a: str, b: str, message: str, capsys: pytest.
     ("flags", "message"),
     [
         ("--steps 0", "--steps 0: must be at least 1"),
-        ("--steps 2", "--a: --train-iters 1: is less than the --steps 2"),
+        ("--steps 2", "--a: --train-iters 1: must be at least --steps 2"),
         ("--world-b 0 --tolerance -1", "--world-b 0: must be at least 1\nerror: --tolerance -1.0: must be at least 0"),
     ],
 )

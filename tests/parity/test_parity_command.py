@@ -151,18 +151,10 @@ def test_a_wrong_gradient_of_an_extension_is_named(tmp_path: Path) -> None:
     """In a process of its own, as an extension stays registered."""
     extension = tmp_path / "planted.py"
     extension.write_text(EXTENSION)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.testing.parity",
-        "--extension",
-        str(extension),
-        "--layouts",
-        "tp2",
-        "dp2",
-    ]
-    flags = ["--", "--activation-func", "planted", "--wrong-factor", "1.001", "--num-layers", "2"]
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    own = ["--extension", str(extension), "--layouts", "tp2", "dp2", "--steps", "1"]
+    flags = "--activation-func planted --wrong-factor 1.001 --num-layers 2 --hidden-size 16 --seq-length 8".split()
+    command = [sys.executable, "-m", "megatron.testing.parity", *own, "--", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 1, done.stderr
     found = verdicts(done.stdout)
     assert found["tp2"].startswith("DIFFERS") and found["dp2"].startswith("equal")
