@@ -6,12 +6,13 @@ Buffers are planned by the function that lays them out in memory, so the bytes a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.param_layout import BufferBytes, buffer_bytes, plan_buffers
+from megatron.core.distributed.param_layout import DTYPE_BYTES, BufferBytes, buffer_bytes, plan_buffers
 from megatron.core.model_math import Stage, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
@@ -44,7 +45,8 @@ def states_of_rank(
     mine = [stages[s] for s in layout.stages_of(pp_rank)]
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
     shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
-    buffers = plan_buffers(shapes, dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size)
+    trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
+    buffers = plan_buffers(trained, dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size)
     memory = buffer_bytes(
         buffers,
         parallel.params_dtype,
@@ -52,7 +54,9 @@ def states_of_rank(
         optimizer.use_distributed_optimizer,
         optimizer.optimizer,
     )
-    elements = sum(p.stop - p.start for buffer in buffers for p in buffer.params)
+    frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
+    memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
+    elements = sum(prod(shape) for _, shape in shapes)
     return RankStates(pp_rank, tuple(mine), metas, elements, memory)
 
 

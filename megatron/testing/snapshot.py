@@ -206,10 +206,10 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
         yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone(), order)
     for model in run.stages.values():
         for name, (param, meta) in model.named_metas().items():
-            if not param.requires_grad:  # moved on by other rules than the optimizer's, and whole on every rank
-                origin = (0,) * param.ndim
+            if not param.requires_grad:  # frozen, or updated by other rules than the optimizer's
+                offset, _ = meta.box(run.runtime.state.coords)
                 order = label.order("state")
-                yield Fragment(f"{label} state {name}", meta.global_shape, origin, param.detach().clone(), order)
+                yield Fragment(f"{label} state {name}", meta.global_shape, offset, param.detach().clone(), order)
 
 
 def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
@@ -145,7 +146,10 @@ def load_checkpoint(
     _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
     targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
     targets = _without_new_histories(targets, checkpoint)
-    checkpoint.load(targets, state.world, ignore=_unused(checkpoint, load_optimizer))
+    if load_optimizer:
+        targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
+    unused = _unused(checkpoint, load_optimizer, config.optimizer)
+    checkpoint.load(targets, state.world, ignore=unused)
     if load_optimizer:
         _load_counters(checkpoint, optimizer)
     progress = Progress() if options.finetune else _progress(checkpoint.payload)
@@ -303,13 +307,40 @@ def _without_new_histories(targets: StateDict, checkpoint: Checkpoint) -> StateD
     return {key: target for key, target in targets.items() if not key.endswith(AMAX_HISTORY) or saved(key)}
 
 
-def _unused(checkpoint: Checkpoint, load_optimizer: bool) -> Callable[[str], bool]:
-    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, and a run
-    may have no use for histories of fp8 scaling."""
+def _without_states_of_thawed(
+    targets: StateDict, checkpoint: Checkpoint, optimizer: OptimizerConfig, say: Callable[[str], None]
+) -> StateDict:
+    """The targets without optimizer states of parameters that were frozen when the checkpoint was saved and are trained
+    now: these begin at zero."""
+    frozen = saved_config(checkpoint).optimizer
+    if not frozen.freeze or frozen.freeze == optimizer.freeze:
+        return targets
+    thawed = {
+        key
+        for key in targets
+        if key.startswith(OPTIMIZER) and key not in checkpoint.tensors and frozen.freezes(_parameter_of(key))
+    }
+    say(
+        f" the checkpoint was saved with --freeze {' '.join(frozen.freeze)}: optimizer states of parameters that are "
+        "trained again start at zero"
+    )
+    return {key: target for key, target in targets.items() if key not in thawed}
+
+
+def _parameter_of(key: str) -> str:
+    """`decoder.layers.0.mlp.linear_fc1.weight` of `optimizer.exp_avg.decoder...`."""
+    return key.removeprefix(OPTIMIZER).partition(".")[2]
+
+
+def _unused(
+    checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
+) -> Callable[[str], bool]:
+    """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
+    have no use for histories of fp8 scaling, and none for optimizer states of parameters that it freezes."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
-            return not load_optimizer
+            return not load_optimizer or (optimizer is not None and optimizer.freezes(_parameter_of(key)))
         if key.endswith(AMAX_HISTORY):
             return True
         name = key.removeprefix(MODEL)

@@ -12,6 +12,7 @@ from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import build_optimizer
+from megatron.core.optimizer.freeze import freeze_parameters
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -104,6 +105,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
         stages = build_stages(config, runtime, queue, casts)
+        freeze_parameters(stages.values(), config.optimizer, state.world)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
         choose_attention(config, runtime)
     with phases("optimizer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section, flag
@@ -93,5 +94,12 @@ class OptimizerConfig(Section):
     hysteresis: int = 2
     """fp16: steps with overflow after which the loss scale halves."""
 
+    freeze: tuple[str, ...] | None = flag(None, repeats=True)
+    """Do not train the parameters in whose name this regular expression is found; may be given more than once."""
+
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+    def freezes(self, name: str) -> bool:
+        """Whether a parameter, by its name in the whole model, is not trained."""
+        return any(re.search(pattern, name) for pattern in self.freeze or ())

@@ -116,7 +116,7 @@ class PipelineExecutor:
         self._losses: dict[int, Tensor] = {}
         self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
         self._arriving: dict[Action, Receive] = {}
-        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
 
     def _run_one(self, action: Action) -> None:
         self.current = action
@@ -140,7 +140,9 @@ class PipelineExecutor:
         with self.timed("forward") if self._training else nullcontext():
             output = self.stages[stage](hidden, self._batches[microbatch])
         if self._training:
-            self._saved[stage, microbatch] = (hidden, get_gradient_edge(output))
+            # A first stage that is frozen as a whole has no backward.
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._saved[stage, microbatch] = (hidden, edge)
         output = output.detach()
         if stage < self.layout.num_stages - 1:
             self._outbox[Action(Kind.SEND_F, stage, microbatch)] = output
@@ -154,6 +156,8 @@ class PipelineExecutor:
         _, stage, microbatch = action
         grad_output = self._take(Action(Kind.RECV_B, stage, microbatch))
         hidden, edge = self._saved.pop((stage, microbatch))
+        if edge is None:
+            return
         with self.timed("backward"):
             torch.autograd.backward([edge], [grad_output])
         if hidden is not None:

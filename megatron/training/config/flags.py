@@ -8,7 +8,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -159,6 +159,8 @@ def _flags_of(section: str, cls: type) -> Iterator[Flag]:
     for field in _fields_in_order(cls):
         spec = field.metadata.get("flag", FlagSpec())
         if spec is not None:
+            if "tuple" in str(hints[field.name]) and not spec.repeats:
+                spec = replace(spec, many=True)
             yield Flag(section, field.name, _kind(hints[field.name]), field.default, spec)
 
 

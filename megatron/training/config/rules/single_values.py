@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
@@ -58,6 +59,12 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
             if broken:
                 yield Problem(flag.name, value, *broken)
+    for pattern in config.optimizer.freeze or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            remedy = "use Python's regular expressions"
+            yield Problem("--freeze", pattern, f"cannot be read as a regular expression: {error}", remedy)
     if config.optimizer.lr is None:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 

@@ -1,0 +1,80 @@
+"""A user's own parts, and frozen parameters, compute the same at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.testing.snapshot import first_difference
+from tests.harness import Snapshot, train_in_world
+
+EXTENSION = Path(__file__).parents[1] / "fixtures" / "own_parts.py"
+MODEL = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
+    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
+    f"--eval-iters 0 --num-workers 0 --extension {EXTENSION} "
+)
+OWN = (
+    MODEL + "--dataset-type own_data --normalization own_norm --activation-func own_activation --loss-func own_loss "
+    "--optimizer own_optimizer --lr-decay-style own_schedule --pipeline-schedule own_pipeline "
+)
+EXPERTS = (
+    MODEL + "--mock-data --activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
+    "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules mlp_act "
+)
+FROZEN = MODEL + r"--mock-data --freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
+LAYOUTS = {
+    "own": (OWN, ["", "--tp 2 --sequence-parallel", "--pp 2", "--cp 2", "--tp 2 --pp 2"]),
+    "experts": (EXPERTS, ["--tp 2 --sequence-parallel --ep 2", "--ep 2 --moe-grouped-gemm", "--pp 2 --cp 2"]),
+    "frozen": (
+        FROZEN,
+        [
+            "",
+            "--tp 2 --pp 2",
+            "--pp 4 --pipeline-schedule zb-h1",
+            "--pp 2 --pipeline-schedule zb-v --overlap-grad-reduce",
+        ],
+    ),
+}
+CASES = [(style, layout) for style, (_, layouts) in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Snapshot]:
+    """What one process computes, by style."""
+    return {style: train_in_world(1, flags.split()) for style, (flags, _) in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize(("style", "layout"), CASES)
+def test_every_layout_computes_what_one_process_does(style: str, layout: str, alone: dict[str, Snapshot]) -> None:
+    size = 4 if len(layout.split()) > 3 or "4" in layout else 2
+    found = train_in_world(size, (LAYOUTS[style][0] + layout).split())
+    assert found.replica_errors == []
+    assert first_difference(alone[style], found, 1e-9) is None
+
+
+def test_frozen_parameters_keep_their_values_and_have_no_state(alone: dict[str, Snapshot]) -> None:
+    tensors = alone["frozen"].tensors
+    frozen = [key.removeprefix("initial state ") for key in tensors if key.startswith("initial state ")]
+    assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc2.bias" in frozen
+    for name in frozen:
+        assert tensors[f"initial state {name}"].equal(tensors[f"step 2 state {name}"])
+        assert not [key for key in tensors if key.endswith(f"exp_avg {name}") or key.endswith(f"gradient {name}")]
+    trained = [key.removeprefix("initial weight ") for key in tensors if key.startswith("initial weight ")]
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in trained and not set(trained) & set(frozen)
+    name = "decoder.layers.3.mlp.linear_fc1.weight"
+    assert not tensors[f"initial weight {name}"].equal(tensors[f"step 2 weight {name}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--freeze layer.7", "--freeze layer.7: matches no parameter; names are for example decoder.final_layernorm"),
+        ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
+    ],
+)
+def test_an_expression_that_freezes_nothing_or_all_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match="freeze") as error:
+        train_in_world(2, (MODEL + "--mock-data " + flags).split())
+    assert message in str(error.value)

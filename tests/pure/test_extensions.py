@@ -1,0 +1,126 @@
+"""Extensions: loading, flags of their own, and what is said of those that fail.
+
+Each case runs in a process of its own, as registries are not emptied.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-3 --mock-data "
+    "--train-iters 4 --dry-run"
+).split()
+
+FLAGS = '''
+from dataclasses import dataclass
+from megatron.core.parts import NORMALIZATIONS
+from megatron.training.extensions import Problem, extension_flags
+
+NORMALIZATIONS.register("OwnNorm", "nowhere:OwnNorm")
+
+@extension_flags("of the test")
+@dataclass(frozen=True)
+class Options:
+    own_share: float = 0.5
+    """Share that is kept."""
+    own_words: tuple[str, ...] | None = None
+    """Words."""
+    own_switch: bool = False
+    """Switch."""
+
+    def validate(self, config, world_size):
+        if self.own_share > 1:
+            yield Problem("--own-share", self.own_share, f"must be at most 1 on {world_size} ranks", "nearest: 1")
+'''
+
+
+def run(tmp_path: Path, source: str, *argv: str, name: str = "own.py") -> subprocess.CompletedProcess[str]:
+    (tmp_path / name).write_text(source)
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--extension", str(tmp_path / name), *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+
+
+def test_flags_stand_in_help(tmp_path: Path) -> None:
+    done = run(tmp_path, FLAGS, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "\nof the test:\n" in done.stdout and "Share that is kept. (default: 0.5)" in done.stdout
+    assert "--normalization {LayerNorm,RMSNorm,OwnNorm}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--own-share 2", "--own-share 2.0: must be at most 1 on 1 ranks; nearest: 1"),
+        ("--own-share x", "--own-share x: must be a number; for example 0.1 or 1e-4"),
+        ("--own-shar 0.1", "--own-shar 0.1: unknown flag; did you mean --own-share?"),
+        (
+            "--normalization OwnNor",
+            "--normalization OwnNor: must be one of LayerNorm, RMSNorm, OwnNorm; nearest: OwnNorm",
+        ),
+    ],
+)
+def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
+    done = run(tmp_path, FLAGS, *argv.split())
+    assert done.returncode == 2
+    assert problem in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "what"),
+    [
+        ("import math\nimport no_such_module\n", 2, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("x = 1\ndef f():\n    raise KeyError('deep')\nf()\n", 3, "KeyError: 'deep'"),
+        ("x = (\n", 1, "SyntaxError: '(' was never closed"),
+        (
+            "from megatron.core.parts import OPTIMIZERS\n\nOPTIMIZERS.register('adam', object, states=())\n",
+            3,
+            "--optimizer adam is registered twice: at ",
+        ),
+        (
+            "from dataclasses import dataclass\nfrom megatron.training.extensions import extension_flags\n"
+            "@extension_flags('t')\n@dataclass(frozen=True)\nclass O:\n    lr: float = 1.0\n",
+            3,
+            "--lr is a flag already; rename O.lr",
+        ),
+    ],
+    ids=["import", "raises", "syntax", "twice", "known flag"],
+)
+def test_one_that_fails_is_one_message_with_file_and_line(source: str, line: int, what: str, tmp_path: Path) -> None:
+    done = run(tmp_path, source, "--swiglu", "--unknown-flag")
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and lines[0] == "This configuration cannot run: 1 problem.", done.stderr
+    assert lines[1].startswith(f"  --extension: {tmp_path / 'own.py'}:{line}: ") and what in lines[1], done.stderr
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "", "--extension", "absent.py")
+    assert done.returncode == 2
+    assert "--extension: absent.py: there is no such file" in done.stderr
+
+
+def test_extensions_of_a_file_are_loaded_and_may_have_moved(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("extension: [gone/own.py]\nown_share: 0.25\nown_words: [a, b]\n")
+    done = run(tmp_path, FLAGS, "--config", str(config))
+    assert done.returncode == 0, done.stderr
+    code = (
+        "import sys\nfrom megatron.training.config.arguments import parse_args, save_config\n"
+        "config = parse_args(sys.argv[1:])\nsave_config(config, 'saved.yaml')\n"
+        "again = parse_args(['--config', 'saved.yaml'])\nassert again == config, (again, config)\n"
+        "(options,) = again.extension_options\nassert again.optimizer.options(type(options)) is options\n"
+        "print(options, again.extensions.extension)"
+    )
+    argv = ["--config", str(config), "--extension", "own.py", "--own-switch"]
+    path = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path, env=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        f"Options(own_share=0.25, own_words=('a', 'b'), own_switch=True) ('{tmp_path.resolve() / 'own.py'}',)\n"
+    )
