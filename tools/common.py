@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron.training.config.flags import field_docs, field_table, sections
 from megatron.training.config.output_paths import why_unwritable
+from megatron.training.extensions import ExtensionError, load_extensions
 
 Config = TypeVar("Config")
 
@@ -42,6 +43,20 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
             metavar=None if flag.spec.choices else flag.kind.__name__.upper(),
             help=text,
         )
+
+
+def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
+    """--extension, whose files are imported at once, so that what they register counts for the other flags.
+
+    Ends the program with code 2 and one line where an extension cannot be used."""
+    text = "Python file, or package.module, that registers parts of your own; may be given more than once"
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (parser, first):
+        each.add_argument("--extension", action="append", default=[], metavar="FILE.py", help=text)
+    try:
+        load_extensions(first.parse_known_args(argv)[0].extension)
+    except ExtensionError as error:
+        parser.error(f"--extension: {error}")
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.checkpointing import load_model_for_inference
 
-from .common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_extension_flag(parser, argv)
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
     parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")

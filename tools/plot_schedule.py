@@ -24,14 +24,14 @@ from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of
 from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed, simulate
 
-from .common import run_tool
+from .common import add_extension_flag, run_tool
 
 COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b"}
 INCHES_PER_ACTION = 0.28
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
+    parser = build_parser(argv)
     args = parser.parse_args(argv)
     if min(args.pp, args.num_microbatches) < 1:
         parser.error("--pp and --num-microbatches must be at least 1")
@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Draw a pipeline schedule and state its bubble.")
+    add_extension_flag(parser, argv)
     parser.add_argument("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
     parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--num-microbatches", type=int, default=8)

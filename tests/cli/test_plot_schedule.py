@@ -21,6 +21,21 @@ def test_a_picture_of_every_schedule(schedule, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_schedule_of_an_extension(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from megatron.core.parts import PIPELINE_SCHEDULES\n"
+        "PIPELINE_SCHEDULES.register('plotted', 'megatron.core.pipeline_parallel.schedules:gpipe')\n"
+    )
+    assert (
+        main(["--extension", str(own), "--pipeline-schedule", "plotted", "--pp", "2", "--num-microbatches", "2"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("  0 F0|F1|")
+    with pytest.raises(SystemExit):
+        main(["--extension", str(tmp_path / "absent.py")])
+    assert "absent.py: there is no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

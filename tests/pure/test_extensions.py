@@ -99,6 +99,19 @@ def test_one_that_fails_is_one_message_with_file_and_line(source: str, line: int
     assert lines[1].startswith(f"  --extension: {tmp_path / 'own.py'}:{line}: ") and what in lines[1], done.stderr
 
 
+def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:
+    source = (
+        "from megatron.core.parts import PIPELINE_SCHEDULES\n"
+        "from megatron.core.pipeline_parallel.schedules import gpipe\n"
+        "@PIPELINE_SCHEDULES.register('lazy')\ndef lazy(p, m):\n    return [each[:-1] for each in gpipe(p, m)]\n"
+    )
+    flags = "--pp 2 --world-size 2 --global-batch-size 4 --pipeline-schedule".split()
+    done = run(tmp_path, source, *flags, "lazy")
+    assert done.returncode == 2, done.stdout
+    assert "--pipeline-schedule lazy: with 4 micro-batches on 2 ranks" in done.stderr
+    assert run(tmp_path, source.replace("[:-1]", ""), *flags, "lazy").returncode == 0
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "", "--extension", "absent.py")
     assert done.returncode == 2

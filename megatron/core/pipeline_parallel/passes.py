@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists, counterpart, num_stages_of, owners_of
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists, counterpart, owners_of
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
@@ -103,7 +103,12 @@ def pipeline_lists(
     """
     layout = layout_of(schedule, p, v)
     compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks)
-    assert num_stages_of(compute) == layout.num_stages
+    try:
+        validate_schedule(compute, layout, m, forward_only=evaluate)
+    except ValueError as error:
+        raise ValueError(
+            f"--pipeline-schedule {schedule}: with {m} micro-batches on {p} ranks {error}; correct the schedule"
+        ) from None
     lists = add_communication(compute)
     validate_schedule(lists, layout, m, forward_only=evaluate)
     return tuple(map(tuple, lists))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.stages import FIRST_LAYERS, LAST_LAYERS, fixed_layers, pipeline_layout
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -41,7 +44,19 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem(PER_STAGE, per_stage, rule, "remove it, or use --pipeline-schedule interleaved")
         return
     yield from _enough_layers(layout, layers)
+    yield from _own_schedule(c, layout)
     yield from _fixed_ends(c, layout)
+
+
+def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
+    """A schedule of the user's own is built for this run; the library's are proved by its tests."""
+    schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
+    if not microbatches or PIPELINE_SCHEDULES[schedule].__module__ == build_schedule.__module__:
+        return
+    try:
+        pipeline_lists(schedule, layout.pp, microbatches, layout.chunks)
+    except ValueError as error:
+        yield Problem.of_message("--pipeline-schedule", schedule, str(error))
 
 
 def _rule_of(message: str) -> str:
