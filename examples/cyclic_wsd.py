@@ -1,0 +1,28 @@
+"""Cyclic WSD (WSD-S, arXiv:2410.05192): constant learning rate that anneals and returns several times in a run.
+
+python pretrain_gpt.py --extension examples/cyclic_wsd.py --lr-decay-style cyclic-wsd --lr-cycles 3 ...
+"""
+
+from dataclasses import dataclass
+
+from megatron.core.config import OptimizerConfig
+from megatron.core.optimizer.param_scheduler import ScheduleLength
+from megatron.core.parts import LR_SCHEDULES
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("cyclic WSD")
+@dataclass(frozen=True)
+class CyclicConfig:
+    lr_cycles: int = 3
+    """Times that the learning rate anneals to --min-lr; a checkpoint at the end of each is ready to use."""
+    lr_anneal_share: float = 0.1
+    """Share of each cycle that is annealing."""
+
+
+@LR_SCHEDULES.register("cyclic-wsd")
+def cyclic_wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
+    options, peak = config.options(CyclicConfig), config.lr or 0.0
+    place = (samples - length.warmup) / (length.decay - length.warmup) * options.lr_cycles
+    into_anneal = 1 - (1 - place % 1) / options.lr_anneal_share if place < options.lr_cycles else 1.0
+    return peak - max(into_anneal, 0.0) * (peak - config.min_lr)

@@ -1,0 +1,35 @@
+"""Goldfish loss (arXiv:2406.10209): every k-th token, chosen by a hash of the tokens before it, is not trained on.
+
+python pretrain_gpt.py --extension examples/goldfish_loss.py --loss-func goldfish --goldfish-k 4 ...
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.batch import Batch
+from megatron.core.config import TransformerConfig
+from megatron.core.models.gpt.loss import CrossEntropy
+from megatron.core.parts import LOSSES
+from megatron.training.extensions import extension_flags
+
+
+@extension_flags("goldfish loss")
+@dataclass(frozen=True)
+class GoldfishConfig:
+    goldfish_k: int = 4
+    """Leave out one token in so many."""
+    goldfish_context: int = 13
+    """Tokens that the hash is of."""
+
+
+@LOSSES.register("goldfish")
+class GoldfishLoss(CrossEntropy):
+    @staticmethod
+    def prepare(config: TransformerConfig, batch: Batch) -> Batch:
+        options = config.options(GoldfishConfig)
+        before = F.pad(batch.tokens, (options.goldfish_context - 1, 0)).unfold(1, options.goldfish_context, 1)
+        primes = torch.arange(options.goldfish_context) * 2_654_435_761 + 40_503
+        kept = (before * primes).sum(-1).bitwise_right_shift(7) % options.goldfish_k != 0  # [b, s], at every layout
+        return replace(batch, loss_mask=batch.loss_mask * kept)
