@@ -193,7 +193,7 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     parallel, data, training = config.parallel, config.data, config.training
     if not (parallel.fp16 or parallel.bf16 or parallel.fp32 or parallel.fp64):
         added.append("--fp64")
-    if not (data.data_path or data.per_split or data.mock_data):
+    if not (data.data_path or data.per_split or data.mock_data or data.dataset_type):
         added.append("--mock-data")
     if not (training.train_iters or training.train_samples or training.train_tokens):
         added += ["--train-iters", str(args.steps)]

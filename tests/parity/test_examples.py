@@ -17,6 +17,7 @@ EXAMPLES = {
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-context 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
+    "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
     "xielu.py": "--activation-func xielu",
 }
 """Example -> the flags that choose what it registers."""
@@ -41,7 +42,7 @@ def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[
 
 def test_every_example_is_tested() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert there == EXAMPLES.keys() | {"early_stopping.py", "token_accuracy.py", "streaming_dataset.py"}
+    assert there == EXAMPLES.keys() | {"early_stopping.py", "trained_share.py"}
 
 
 @pytest.mark.grid("rows", [PART], [PART, []])
@@ -67,3 +68,37 @@ def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert (found["tp2-sp"]["verdict"], found["pp2-1f1b"]["verdict"]) == ("differs", "equal")
     assert ".mlp.activation.alpha" in str(found["tp2-sp"]["why"])
+
+
+TINY = (
+    "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data "
+    "--global-batch-size 4 --num-workers 0 --log-interval 1"
+)
+
+
+def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
+    """Output and metrics of a run in one process."""
+    metrics = folder / "metrics.jsonl"
+    command = [sys.executable, "pretrain_gpt.py", *TINY.split(), *flags.split(), "--metrics-file", str(metrics)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
+    """Without learning nothing improves after the first evaluation, and one token in four is left out of the loss."""
+    flags = (
+        "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
+        "--loss-func goldfish --goldfish-context 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 --patience 2"
+    )
+    out, records = train(flags, tmp_path)
+    assert "exiting at iteration 3: the validation loss has not fallen below" in out
+    shares = [record["trained_share"] for record in records if "trained_share" in record]
+    assert len(shares) == 3 and all(0.5 < share < 0.95 for share in shares)
+
+
+def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:
+    """Frozen parameters take no part in the norm of the gradient: with all others frozen too it is another one."""
+    out, records = train("--config examples/freeze_embedding.yaml --num-layers 3 --lr 1e-2 --train-iters 2", tmp_path)
+    _, free = train("--num-layers 3 --lr 1e-2 --train-iters 2", tmp_path / "..")
+    assert records[0]["lm_loss"] == free[0]["lm_loss"] and records[0]["grad_norm"] < free[0]["grad_norm"]

@@ -1,0 +1,35 @@
+"""Stops a run whose validation loss has not improved for so many evaluations.
+
+python pretrain_gpt.py --extension examples/early_stopping.py --patience 3 --eval-interval 100 ...
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import extension_flags
+from megatron.training.hooks import CALLBACKS, Callback, RunView
+
+
+@extension_flags("early stopping")
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    patience: int = 3
+    """Evaluations without a lower validation loss after which the run saves and ends."""
+
+
+@CALLBACKS.register("early stopping")
+class EarlyStopping(Callback):
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.best, self.without = math.inf, 0
+
+    def on_evaluation(self, run: RunView, split: str, record: Mapping[str, Any]) -> None:
+        loss = record.get("valid_loss", math.inf)
+        if split != "valid":
+            return
+        self.best, self.without = (loss, 0) if loss < self.best else (self.best, self.without + 1)
+        if self.without == self.config.options(EarlyStoppingConfig).patience:
+            run.stop(f"the validation loss has not fallen below {self.best:.4f} in {self.without} evaluations")

@@ -1,0 +1,29 @@
+"""A data set that streams from a Python generator: sums of two numbers, written out, made while the run trains.
+
+python pretrain_gpt.py --extension examples/streaming_dataset.py --dataset-type sums --tokenizer-type ByteTokenizer ...
+"""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from megatron.core.config import DatasetConfig
+from megatron.core.datasets.build import Datasets
+from megatron.core.datasets.gpt_dataset import SampleFormat
+from megatron.core.datasets.streaming import stream_splits
+from megatron.core.parts import DATASETS
+
+
+@DATASETS.register("sums")
+def sums(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+    def stream(split: str, first: int) -> Iterator[bytes]:
+        """The samples from number `first` on, of seq_length + 1 token ids, which are bytes here."""
+        number = first
+        while True:
+            random, text = Random(f"{seed} {split} {number}"), b""  # each sample follows from its number: exact resume
+            while len(text) <= format.seq_length:
+                a, b = random.randrange(1000), random.randrange(1000)
+                text += f"{a} + {b} = {a + b}\n".encode()
+            yield text[: format.seq_length + 1]
+            number += 1
+
+    return stream_splits(lambda split, first: map(list, stream(split, first)), format, sizes, f"sums {seed}")

@@ -1,0 +1,18 @@
+"""A logged metric: the share of tokens whose loss counts, summed and counted over all ranks.
+
+python pretrain_gpt.py --extension examples/trained_share.py --eod-mask-loss ...
+
+It is `trained_share` in metrics.jsonl, TensorBoard and Weights & Biases.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.training.hooks import METRICS, Metric, StepView
+
+
+@METRICS.register("trained_share")
+class TrainedShare(Metric):
+    def measure(self, step: StepView) -> tuple[Tensor, int]:
+        masks = [batch.loss_mask for batch in step.batches]
+        return torch.stack([mask.sum() for mask in masks]).sum(), sum(mask.numel() for mask in masks)
