@@ -90,7 +90,8 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
     """Without learning nothing improves after the first evaluation, and one token in four is left out of the loss."""
     flags = (
         "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
-        "--loss-func goldfish --goldfish-context 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 --patience 2"
+        "--loss-func goldfish --goldfish-context 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "
+        "--patience 2"
     )
     out, records = train(flags, tmp_path)
     stopped = re.search(r"exiting at iteration (\d): the validation loss has not fallen below", out)
