@@ -109,11 +109,12 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_flags_and_files_in_text_exist(page: str) -> None:
-    """Flags in backticks are flags of pretrain_gpt.py or of a tool, paths in backticks are files."""
+    """Flags in backticks are flags of pretrain_gpt.py, a tool or an example; paths in backticks are files."""
     text = (ROOT / page).read_text()
     sources = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("scripts/*.sh")]
     known = "".join(source.read_text() for source in sources)
-    spellings = set(spelling_table())
+    fields = re.findall(r"^    (\w+): ", "".join(path.read_text() for path in ROOT.glob("examples/*.py")), re.MULTILINE)
+    spellings = {*spelling_table(), *(f"--{name.replace('_', '-')}" for name in fields)}
     for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", text):
         assert flag in spellings or flag in known, f"{page} names {flag}"
     for path in re.findall(
