@@ -98,3 +98,12 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
     assert stopped is not None and int(stopped[1]) < 9
     shares = [record["trained_share"] for record in records if "trained_share" in record]
     assert len(shares) == int(stopped[1]) and all(0.5 < share < 0.95 for share in shares)
+
+
+def test_freezing_by_a_configuration_file(tmp_path: Path) -> None:
+    """The loss is that of the whole model; frozen parameters take no part in the norm of the gradient."""
+    flags = "--num-layers 3 --lr 1e-2 --train-iters 2 --eval-iters 0"
+    (tmp_path / "free").mkdir()
+    _, frozen = train(f"--config examples/freeze_embedding.yaml {flags}", tmp_path)
+    _, free = train(flags, tmp_path / "free")
+    assert frozen[0]["lm_loss"] == free[0]["lm_loss"] and frozen[0]["grad_norm"] < free[0]["grad_norm"]
