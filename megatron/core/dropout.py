@@ -6,8 +6,11 @@ synchronize between ranks, or to rewind for activation recomputation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 
@@ -31,7 +34,7 @@ def dropout(
     rows = _absorb(sample, places[:, None])  # [s, b]
     columns = _positions(0, x.shape[2], x)
     if compiled:
-        return region(_drop_at_once, True)(x, p, *_row_and_column_bits(rows, columns))
+        return _CompiledDropout.apply(x, p, *_row_and_column_bits(rows, columns))
     return _drop(x, p, rows, columns)
 
 
@@ -59,6 +62,21 @@ def attention_dropout(
 def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     assert 0.0 < p < 1.0, f"dropout probability {p}"
     return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
+
+
+class _CompiledDropout(torch.autograd.Function):
+    """`_drop_at_once`, which keeps the bits of rows and columns only and makes the mask again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+        ctx.save_for_backward(row_bits, column_bits)
+        ctx.p = p
+        return region(_drop_at_once, True)(x, p, row_bits, column_bits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return region(_drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None, None, None
 
 
 def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Predicts what a layout needs before it runs. No torch."""
+"""Predicts what a layout needs before it runs: parameters, memory, FLOPs."""

@@ -1,4 +1,4 @@
-"""Memory of training states per rank, from the shapes of the parameters. No torch.
+"""Memory of parameters, gradients and optimizer state per rank, from the shapes of the parameters. No torch.
 
 Buffers are planned by the function that lays them out in memory, so the bytes are the allocator's.
 """
@@ -13,10 +13,10 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.param_layout import DTYPE_BYTES, BufferBytes, buffer_bytes, plan_buffers
-from megatron.core.model_math import Stage, parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
+from megatron.planner.parameters import stage_metas
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _metas_of(
     """The parameters of a rank's stages; a tied embedding that two of them share is held once."""
     found: dict[str, ParamMeta] = {}
     for stage in stages:
-        metas = parameter_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
+        metas = stage_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)
         for meta in metas:
             found.setdefault(meta.name, meta)
     return tuple(found.values())

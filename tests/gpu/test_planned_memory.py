@@ -9,7 +9,8 @@ import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.planner.activations import MicroBatch, stage_kept
+from megatron.planner.activations import ActivationPlan
+from megatron.planner.fake_stage import MicroBatch
 from tests.dist.test_planned_activations import RECOMPUTE, WHOLE, kept_by
 from tests.gpt_cases import GPT, LLAMA, with_dropout
 
@@ -30,4 +31,4 @@ def test_kept_is_the_plans(name: str, kind: str) -> None:
     memory of compiled regions is not seen."""
     model = replace(MODELS[name], **RECOMPUTE[kind])
     batch = MicroBatch(model, ModelParallelConfig(bf16=True, compile=False), 2, "cuda")
-    assert kept_by(batch, WHOLE, ParallelState()) == pytest.approx(stage_kept(batch, WHOLE).total, rel=0.01)
+    assert kept_by(batch, WHOLE, ParallelState()) == pytest.approx(ActivationPlan(batch).stage(WHOLE).kept, rel=0.01)

@@ -12,9 +12,11 @@ from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.model_math import Stage, parameter_metas, whole_model
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.segments import recompute_segments
+from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.recompute import recompute_segments
+from megatron.planner.parameters import stage_metas
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch, with_dropout
 
 
@@ -36,12 +38,12 @@ def assert_bitwise_equal(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tenso
 def test_parameters_are_those_that_plans_count(style: str) -> None:
     config = replace(STYLES[style], num_layers=4)
     model = GPTModel(config)
-    assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config, whole_model(config))
+    assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config)
     sequence_parallel = ModelParallelConfig(sequence_parallel=True)
     for stage in (Stage((0,), True, False), Stage((1, 2, 3), False, True), Stage((), False, True)):
         ends = {"first": stage.first, "last": stage.last, "tied_stages": (0, 1)}
         part = GPTModel(config, sequence_parallel, layers=stage.layers, **ends, initialize=False)
-        planned = parameter_metas(config, stage, sequence_parallel=True, tied_stages=(0, 1))
+        planned = stage_metas(config, stage, sequence_parallel=True, tied_stages=(0, 1))
         assert [meta for _, meta in part.named_metas().values()] == planned
 
 

@@ -13,19 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.model_math import (
-    Stage,
-    activation_bytes_per_layer,
-    attended_tokens,
-    count_parameters,
-    flops_per_token,
-    model_flops,
-    parameter_metas,
-    whole_model,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.layout import attended_tokens
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.planner.fake_stage import built_metas
+from megatron.planner.flops import flops_per_token, model_flops
+from megatron.planner.parameters import count_parameters, stage_metas
+from tools.bench.memory import activation_bytes_per_layer
 
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -108,8 +105,9 @@ def test_parameters_are_those_of_the_built_model(
         tied = (0, pp - 1) if pp > 1 else ()
         ends = {"first": stage.first, "last": stage.last, "tied_stages": tied}
         model = GPTModel(config, parallel, state, layers=layers, **ends, device="meta", initialize=False)
-        metas = parameter_metas(config, stage, sequence_parallel=sequence_parallel, tied_stages=tied)
+        metas = stage_metas(config, stage, sequence_parallel=sequence_parallel, tied_stages=tied)
         assert [parameter.meta for parameter in model.parameters()] == metas
+        assert built_metas(config, stage, sequence_parallel, tied) == metas
         for parameter, meta in zip(model.parameters(), metas, strict=True):
             assert tuple(parameter.shape) == meta.box({"tp": (0, tp)})[1], meta.name
 
@@ -117,12 +115,12 @@ def test_parameters_are_those_of_the_built_model(
 def test_every_stage_together_holds_the_whole_model_once() -> None:
     config = TransformerConfig(**shape(7, 32, 4, 64, 300, 16))
     stages = [Stage(range(3), last=False), Stage(range(3, 7), first=False)]
-    held = [meta for stage in stages for meta in parameter_metas(config, stage, tied_stages=(0, 1))]
+    held = [meta for stage in stages for meta in stage_metas(config, stage, tied_stages=(0, 1))]
     names = [meta.name for meta in held]
     tied = [meta for meta in held if meta.shared_stages]
     assert [meta.name for meta in tied] == ["embedding.word_embeddings.weight"] * 2
     assert {meta.shared_stages for meta in tied} == {(0, 1)}
-    assert set(names) == {meta.name for meta in parameter_metas(config, whole_model(config))}
+    assert set(names) == {meta.name for meta in parameter_metas(config)}
     assert len(names) == len(set(names)) + 1
 
 
@@ -177,7 +175,7 @@ def test_activation_formulas() -> None:
 
 def test_imports_no_torch() -> None:
     modules = (
-        "megatron.core.model_math",
+        "megatron.planner.parameters",
         "megatron.planner.memory",
         "megatron.training.config.dry_run",
         "pretrain_gpt",

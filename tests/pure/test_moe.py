@@ -14,13 +14,15 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.moe import MoEConfig, moe_pattern
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.model_math import active_parameters, count_parameters, model_flops, parameter_metas, whole_model
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
+from megatron.planner.flops import model_flops
+from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import field_table
 from megatron.training.config.validation import resolve, validate
@@ -200,7 +202,7 @@ def test_planned_parameters_are_those_that_train() -> None:
     config = moe_model()
     model = GPTModel(config, FP64)
     trained = [p.meta for p in model.parameters() if p.requires_grad]
-    assert trained == parameter_metas(config, whole_model(config))
+    assert trained == parameter_metas(config)
     states = [p.meta.name for p in model.parameters() if not p.requires_grad]
     layers = [1, 2, 3]
     assert states == [f"decoder.layers.{i}.mlp.router.{s}" for i in layers for s in ("load", "expert_bias")]

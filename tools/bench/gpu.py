@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.model_math import flops_per_token
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.activations import activations_of_ranks
+from megatron.planner.flops import flops_per_token
 from megatron.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run import micro_batch_of

@@ -39,14 +39,15 @@ if __package__ in (None, ""):
 
 import torch
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.model_math import activation_bytes_per_layer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.planner.activations import RankActivations, activations_of_ranks, layer_kept
+from megatron.planner.activations import ActivationPlan, RankActivations, activations_of_ranks
+from megatron.planner.live_memory import LiveMemory
 from megatron.planner.memory import states_of_rank
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
@@ -58,7 +59,6 @@ from megatron.training.initialize import local_runtime
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.training import Interval, train_step
-from tools.bench.live_memory import LiveMemory
 from tools.bench.side_by_side import machine, say_machine, write_json
 
 COMMON = (
@@ -219,6 +219,30 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
     return found, activations
 
 
+def activation_bytes_per_layer(
+    config: TransformerConfig,
+    micro_batch_size: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str | None = None,
+) -> float:
+    """Bytes that one layer of the published reference keeps for one micro-batch (arXiv 2205.05198, table 2).
+
+    The formulas hold for 16-bit activations, dropout on, as many key/value heads as heads, an MLP of width 4h
+    with GeLU and an attention that keeps its scores: a yardstick for any model, exact for that one.
+    """
+    s, h, a = config.seq_length, config.hidden_size, config.num_attention_heads
+    sbh = s * micro_batch_size * h
+    scores = 5 * a * s / h
+    if recompute == "full":
+        return 2 * sbh
+    if recompute == "selective":
+        scores = 0
+    if sequence_parallel:
+        return sbh / tp * (34 + scores)
+    return sbh * (10 + 24 / tp + scores / tp)
+
+
 def formula_of(config: RunConfig) -> float | None:
     """Bytes of one layer and micro-batch by the published formula, where it speaks of such a layer."""
     model, parallel = config.model, config.parallel
@@ -237,8 +261,9 @@ def layers_in_flight(config: RunConfig, held: RankActivations, pp_rank: int) -> 
 
 def layer_bytes(config: RunConfig) -> int:
     """Saved activations of one layer and micro-batch, from the plan."""
-    batch = micro_batch_of(config)
-    return batch.hidden if config.model.recompute_granularity == "full" else layer_kept(batch, 0).total
+    planned = ActivationPlan(micro_batch_of(config))
+    one, two = (planned.stage(Stage(range(n), first=False, last=False)).kept for n in (1, 2))
+    return two - one
 
 
 def rows_of(name: str, sizes: dict[str, int]) -> list[Row]:

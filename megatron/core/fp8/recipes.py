@@ -47,6 +47,12 @@ class WeightCasts:
         finally:
             self._kept = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that are kept."""
+        storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
     def get(self, weight: Tensor, kind: str, make: Callable[[], Scaled]) -> Scaled:
         """Returns the cast of `kind`, made by `make` where it is not kept."""
         if self._kept is None:

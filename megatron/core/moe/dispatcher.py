@@ -11,13 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter
-from megatron.core.host_to_device import copied_to
+from megatron.core.host_to_device import integers_of, integers_on
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ExpertAxes
@@ -81,7 +83,7 @@ class AllGatherDispatcher(Dispatcher):
         both = self.axes.both
         tokens, k = chosen.shape
         order, counts = sort_assignments(all_gather(chosen, both), self.num_experts)
-        splits = counts.tolist()
+        splits = integers_of(counts, even_shares(order.numel(), self.num_experts))
         begin = sum(splits[: self.first])
         local = splits[self.first : self.first + self.local_experts]
         assignments = order[begin : begin + sum(local)]
@@ -101,8 +103,11 @@ class AllToAllDispatcher(Dispatcher):
         tokens, k = chosen.shape
         order, counts = sort_assignments(chosen, self.num_experts)
         # [expt_tp, ep, E]: the number of assignments from each rank of the group to each expert.
-        table = all_gather(counts[None], self.axes.both).view(ep.size, expt_tp.size, -1).transpose(0, 1).cpu()
-        mine = table[expt_tp.rank, ep.rank].view(ep.size, -1).sum(1).tolist()
+        gathered = integers_of(
+            all_gather(counts, self.axes.both), even_shares(order.numel(), self.num_experts) * self.axes.both.size
+        )
+        table = np.array(gathered).reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)
+        mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
         travel = all_to_all_map(ep, mine, arriving[expt_tp.rank].sum(1).tolist())
@@ -116,6 +121,12 @@ class AllToAllDispatcher(Dispatcher):
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def even_shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` integers as equal as possible."""
+    edges = [total * part // parts for part in range(parts + 1)]
+    return [stop - start for start, stop in pairwise(edges)]
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -187,12 +198,12 @@ def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
     )
 
 
-def sort_blocks_map(counts: Tensor, device: torch.device) -> RowMap:
+def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
     """Sorts rows from (source, expert) to (expert, source) order; counts [..., experts] of each source."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)
-    expert = torch.arange(blocks.shape[1]).repeat(blocks.shape[0]).repeat_interleave(blocks.flatten())
-    order = expert.argsort(stable=True)
-    to_experts, to_sources = copied_to(order, device), copied_to(order.argsort(), device)
+    expert = np.tile(np.arange(blocks.shape[1]), blocks.shape[0]).repeat(blocks.flatten())
+    order = expert.argsort(kind="stable")
+    to_experts, to_sources = integers_on(device, order), integers_on(device, order.argsort())
     return RowMap(lambda x: x.index_select(0, to_experts), lambda y: y.index_select(0, to_sources))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.model_math import flops_per_token
+from megatron.core.models.gpt.parameters import parameter_metas
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,21 @@ def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:
     return ranges
 
 
+def attended_tokens(config: TransformerConfig, seq_length: int | None = None) -> float:
+    """Mean number of tokens that a token attends to: s/2 causal, less under a sliding window (w - w^2 / 2s)."""
+    s = seq_length or config.seq_length
+    w = min(config.window_size or s, s)
+    return w * (1 - w / (2 * s))
+
+
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
     """What the embedding and the head cost, in layers of the mean, by their FLOPs: the embedding is a look-up and
-    costs nothing."""
-    head = flops_per_token(replace(config, num_layers=0, num_experts=None))
-    layers = flops_per_token(config) - head
-    return 0.0, head * config.num_layers / layers if layers else 0.0
+    costs nothing. By the parameters of built-in layers, which stand for an extension's."""
+    metas = parameter_metas(config, first=False)
+    head = config.padded_vocab_size * config.hidden_size
+    matrices = sum(meta.numel for meta in metas if meta.matrix) - head
+    experts = sum(meta.numel for meta in metas if meta.expert)
+    if experts and config.num_experts:
+        matrices -= experts - experts * config.moe_router_topk // config.num_experts
+    attention = 2 * config.num_layers * config.query_projection_size * attended_tokens(config)
+    return 0.0, head * config.num_layers / (matrices + attention) if matrices else 0.0

@@ -5,16 +5,30 @@ One answer for the model that is built, the plan that is printed and the planner
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.model_math import Stage
 from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 FIRST_LAYERS = "--decoder-first-pipeline-num-layers"
 LAST_LAYERS = "--decoder-last-pipeline-num-layers"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage holds: its layers by global number, the embedding (first), norm and head (last)."""
+
+    layers: Sequence[int]
+    first: bool = True
+    last: bool = True
+
+
+def whole_model(config: TransformerConfig) -> Stage:
+    """The one stage of a model without pipeline parallelism."""
+    return Stage(range(config.num_layers))
 
 
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:

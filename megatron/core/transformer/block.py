@@ -14,9 +14,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.recompute import recompute_segments, recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding
-from megatron.core.transformer.segments import recompute_segments
 
 
 class TransformerBlock(nn.Module):

@@ -6,12 +6,15 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from megatron.core.config.model import TransformerConfig
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
@@ -36,10 +39,10 @@ def with_input_recomputed(
     time the backward of `consume` asks for its result. That result must have memory of its own.
     """
     y = produce(x)
-    memory, dtype = y.untyped_storage().data_ptr(), y.dtype
+    memory, dtype = y.untyped_storage()._cdata, y.dtype
 
     def pack(saved: Tensor) -> Tensor | _View:
-        if saved.untyped_storage().data_ptr() != memory or saved.dtype != dtype:
+        if saved.untyped_storage()._cdata != memory or saved.dtype != dtype:
             return saved
         return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
 
@@ -49,3 +52,28 @@ def with_input_recomputed(
 
     with saved_tensors_hooks(pack, unpack):
         return consume(y, *args)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers of a stage, by place in the stage, and whether the backward recomputes them together."""
+
+    layers: range
+    recompute: bool
+
+
+def recompute_segments(config: TransformerConfig, num_layers: int) -> list[Segment]:
+    """How the layers of a stage are recomputed.
+
+    "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
+    `recompute_num_layers` layers and all activations of the rest.
+    """
+    if config.recompute_granularity != "full":
+        return [Segment(range(num_layers), False)] if num_layers else []
+    count = config.recompute_num_layers or 1
+    if config.recompute_method == "block":
+        head = min(count, num_layers)
+        rest = range(head, num_layers)
+        return [Segment(range(i, i + 1), True) for i in range(head)] + ([Segment(rest, False)] if rest else [])
+    starts = range(0, num_layers, count)
+    return [Segment(range(start, min(start + count, num_layers)), True) for start in starts]

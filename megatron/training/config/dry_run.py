@@ -1,21 +1,23 @@
-"""The plan of a run, printed without starting it: no GPU, no process group, no torch."""
+"""Prints the plan of a run without starting it: no GPU and no process group. torch is imported only to measure."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.model_math import Stage, active_parameters, count_parameters, model_flops
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
-from megatron.planner.activations import MicroBatch, RankActivations, activations_of_ranks, layer_kept
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, stage_costs
 from megatron.planner.memory import RankStates, states_of_rank
+from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches
 from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.planner.activations import MicroBatch, RankActivations
 
 GROUPS_SHOWN = 4
 RANKS_SHOWN = 8
@@ -38,6 +40,8 @@ def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -
 
 def model_lines(config: RunConfig) -> Iterator[str]:
     """Shape, parameters and FLOPs of the model."""
+    from megatron.planner.flops import model_flops
+
     m = config.model
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
     if m.query_groups != m.num_attention_heads:
@@ -60,7 +64,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     counted = "active parameters" if m.num_experts is not None else "parameters"
     yield (
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
-        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square)"
+        f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
 
 
@@ -98,6 +102,8 @@ def _ranks(group: tuple[int, ...]) -> str:
 def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     """One line for each pipeline rank: what it holds, bytes of parameters, gradients and optimizer state, and of
     activations; then what is counted."""
+    from megatron.planner.activations import activations_of_ranks
+
     plans = [
         states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         for rank in range(dims.pp)
@@ -127,12 +133,14 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     held, states = activations[most.pp_rank], most.memory.total
     yield (
         f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
-        f"about {held.total - held.peak:,} of working memory"
+        f"{held.total - held.peak:,} of working memory"
     )
 
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
-    """What a rank has of a micro-batch of this run."""
+    """What a rank holds of a micro-batch of this run."""
+    from megatron.planner.fake_stage import MicroBatch
+
     device = "cpu" if config.parallel.cpu else "cuda"
     return MicroBatch(
         config.model, config.parallel, config.training.micro_batch_size, device, config.data.reset_position_ids
@@ -148,24 +156,24 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
     """What is counted as activations, and how much of it a layer has."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
-    kernels = "GPUs, where it has not been measured yet" if batch.device == "cuda" else "CPUs"
+    kernels = "" if batch.device == "cpu" else ", norms as GPUs compute them (not yet compared with a GPU)"
     yield (
-        f"activations: what autograd keeps from forward to backward{even}, by the kernels of {kernels}; "
+        f"activations: saved for backward, measured on fake tensors by the kernels of CPUs{kernels}{even}; "
         "logits of the loss included, tokens and labels not"
     )
     again = model.recompute_granularity or "none"
     if model.recomputed_modules:
         again += f" ({', '.join(model.recomputed_modules)})"
-    layer = "its input alone" if again == "full" else f"{layer_kept(batch, 0).total:,} bytes"
     flight = "; ".join(
         f"pp {rank} " + " + ".join(f"{n} of chunk {c}" if len(held.in_flight) > 1 else str(n) for c, n in numbered)
         for rank, held in enumerate(ranks[:RANKS_SHOWN])
         for numbered in [list(enumerate(held.in_flight))]
     )
-    yield f"of a micro-batch of {batch.samples} a layer keeps {layer}, recomputation {again}"
+    first = ranks[0].stages[0]
+    yield f"of a micro-batch of {batch.samples} the first stage keeps {first.kept:,} bytes, recomputation {again}"
     yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
     yield from _fp8_line(batch)
-    yield "working: an estimate of the gradients and temporary tensors at the widest place; collectives' buffers not"
+    yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"
 
 
 def _fp8_line(batch: MicroBatch) -> Iterator[str]:
@@ -228,6 +236,8 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         yield "length: one epoch of the training data"
         return
     tokens = sizes.samples(iterations) * s
+    from megatron.planner.flops import model_flops
+
     flops = model_flops(config.model).total * tokens
     consumed = sizes.samples(iterations)
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron.core.model_math import flops_per_token
 from megatron.core.optimizer.distrib_optimizer import StepResult
+from megatron.planner.flops import flops_per_token
 from megatron.training.diagnosis.step_guard import is_nan
 from megatron.training.diagnosis.straggler import straggler_record
 from megatron.training.metrics.mfu import peak_tflops

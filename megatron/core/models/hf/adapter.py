@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.model_math import parameter_metas, whole_model
+from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.models.hf.families import Family, Rule
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import HF_FAMILIES
@@ -243,7 +243,7 @@ def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta
     """Each parameter of the model with its rule, with the layer number filled in."""
     rules = {rule.ours: rule for rule in family.rules}
     found = []
-    for meta in parameter_metas(config, whole_model(config)):
+    for meta in parameter_metas(config):
         parts = meta.name.split(".")
         layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name

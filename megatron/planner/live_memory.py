@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +26,21 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
         self.largest_fp32 = 0
         """Bytes of the largest fp32 storage made."""
+        self._inside = False
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Does not count towards the peak what comes and goes in here, as in one compiled kernel it has no memory."""
+        outermost, self._inside = not self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = not outermost
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        if not self._inside:
+            self.peak = max(self.peak, self.now)
 
     def restart_peak(self) -> None:
         """Counts the peak from here on."""
@@ -50,7 +67,7 @@ class LiveMemory(TorchDispatchMode):
                 if key not in self.sizes and key not in given:  # views of what was there before are not made
                     self.sizes[key] = storage.nbytes()
                     self.now += self.sizes[key]
-                    self.peak = max(self.peak, self.now)
+                    self._note_peak()
                     if leaf.dtype.itemsize == 4 and leaf.is_floating_point():
                         self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
                     weakref.finalize(storage, self._gone, key)

@@ -1,0 +1,223 @@
+"""Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
+
+What a layer keeps, makes and multiplies is measured on it, so that no figure about a layer is written a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core import compiled_regions
+from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8.casts import has_kernel
+from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.transformer.recompute import Segment
+from megatron.planner.fake_ranks import fake_state
+from megatron.planner.live_memory import LiveMemory
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank holds of one micro-batch."""
+
+    model: TransformerConfig
+    parallel: ModelParallelConfig
+    samples: int
+    device: str = "cuda"
+    """"cuda" or "cpu", whose norms keep other things for the backward."""
+
+    own_positions: bool = False
+    """Whether samples have position ids of their own (--reset-position-ids)."""
+
+
+class _NoValues(TorchDispatchMode):
+    """Answers 0 where a number is read from a fake tensor, as the check of token ids does.
+
+    It also gives grouped products their shape, which torch knows for fake tensors in bf16 only.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is torch.ops.aten._grouped_mm.default:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+class FakeStages:
+    """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
+
+    def __init__(self, batch: MicroBatch, state: ParallelState) -> None:
+        parallel = batch.parallel
+        if parallel.tp_comm_overlap_method == "symmetric":  # keeps what the ring keeps, but needs real groups
+            parallel = replace(parallel, tp_comm_overlap_method="ring")
+        self.batch, self.state = batch, state
+        self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
+        self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
+        model = batch.model
+        rows = model.seq_length // parallel.context_parallel_size
+        rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        self.hidden_shape = rows, batch.samples, model.hidden_size
+        self.dtype: torch.dtype = getattr(torch, parallel.params_dtype)
+        self.loss_dtype = torch.promote_types(self.dtype, torch.float32)
+        tokens = torch.zeros(batch.samples, model.seq_length, dtype=torch.int64)
+        whole = replace(
+            Batch.of_tokens(tokens),
+            position_ids=torch.zeros_like(tokens) if batch.own_positions else None,
+            aux_scale=torch.ones(()) if model.num_experts is not None else None,
+        )
+        self.micro_batch = whole.local_to(state.cp)
+
+    def build(
+        self, layers: Sequence[int], first: bool, last: bool, segments: Sequence[Segment] | None = None
+    ) -> GPTModel:
+        """A stage in training, its parameters with a `main_grad` each, as data parallelism sets it."""
+        stage = GPTModel(
+            self.batch.model,
+            self.parallel,
+            self.state,
+            layers=layers,
+            first=first,
+            last=last,
+            queue=self.queue,
+            casts=self.casts,
+            initialize=False,
+        ).train()
+        if segments is not None:
+            stage.decoder.segments = list(segments)
+        # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
+        main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad = torch.empty(parameter.shape, dtype=main)  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(_drop_grad)
+        return stage
+
+    def hidden(self) -> Tensor:
+        """What a stage is sent by the one before it, or after it."""
+        return torch.empty(self.hidden_shape, dtype=self.dtype)
+
+    def forward(self, stage: GPTModel) -> tuple[Tensor | None, Tensor]:
+        """What a stage is given (None on the first) and what it returns."""
+        hidden = None if stage.first else self.hidden().requires_grad_()
+        return hidden, stage(hidden, self.micro_batch)
+
+    def layer_kinds(self) -> list[Hashable]:
+        """By layer number: equal for layers of the same parts, shapes and settings, whoever wrote them."""
+        stage = self.build(range(self.batch.model.num_layers), False, False)
+        return [_kind_of(layer) for layer in stage.decoder.layers]
+
+
+IDENTITY = ("number", "layer", "key", "training")
+"""Attributes in which equal layers differ."""
+
+
+def _kind_of(layer: nn.Module) -> Hashable:
+    found: list[Any] = []
+    for name, part in layer.named_modules():
+        settings = ((key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str))
+        found += [name, type(part), *((key, value) for key, value in settings if key not in IDENTITY)]
+    found += [(name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()]
+    return tuple(found)
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def built_metas(
+    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
+) -> list[ParamMeta]:
+    """The trained parameters of a stage, as its parts make them."""
+    parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
+    with FakeTensorMode():
+        model = GPTModel(
+            config,
+            parallel,
+            layers=stage.layers,
+            first=stage.first,
+            last=stage.last,
+            tied_stages=tied_stages,
+            initialize=False,
+        )
+    return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
+
+
+class _NormOfGPUs(torch.autograd.Function):
+    """What the norm kernels of GPUs keep: the input, and fp32 statistics of each row (`native_layer_norm` and
+    `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
+        ctx.save_for_backward(x, weight, bias, *kept)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors[:3]
+        dw, db = (None if y is None else torch.empty_like(y) for y in (weight, bias))
+        return torch.empty_like(x), None, dw, db
+
+
+class _KernelsOfGPUs(TorchFunctionMode):
+    """Norms on fake CPU tensors as GPUs compute them. torch runs no backward on fake tensors of a GPU that is not
+    there, so plans for GPUs are made on these."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.rms_norm, F.layer_norm):
+            statistics = 1 if func is F.rms_norm else 2
+            return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _regions_as_kernels(fakes: FakeStages) -> Iterator[None]:
+    """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
+    counted."""
+
+    def as_kernel(function: Callable[..., Any], static: bool) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            with fakes.live.one_kernel():
+                return function(*args)
+
+        return run
+
+    compiled, compiled_regions._compiled = compiled_regions._compiled, as_kernel  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        compiled_regions._compiled = compiled
+
+
+@contextmanager
+def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
+    """Stages of the first rank of a layout, on fake tensors. The process' own groups stay as they are."""
+    for by_row in (False, True):
+        has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
+    kernels = _KernelsOfGPUs() if batch.device == "cuda" else nullcontext()
+    with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels:
+        fakes = FakeStages(batch, state)
+        with _regions_as_kernels(fakes):
+            yield fakes

@@ -1,0 +1,96 @@
+"""FLOPs of a model per token, counted by torch on a fake forward and backward pass of one layer of each kind.
+
+Recomputation is not counted, nor what attention kernels compute twice. Causal attention counts what a token sees: half
+of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.layout import attended_tokens
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
+
+aten = torch.ops.aten
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Model FLOPs of forward and backward per token. Recomputation is not counted."""
+
+    matmul: float = 0.0
+    """6 x the parameters of matrix multiplications that a token meets, the output layer included."""
+
+    attention: float = 0.0
+    """Scores and weighted values of what a token sees."""
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention
+
+    def __add__(self, more: FlopsPerToken) -> FlopsPerToken:
+        return FlopsPerToken(self.matmul + more.matmul, self.attention + more.attention)
+
+    def __mul__(self, factor: int) -> FlopsPerToken:
+        return FlopsPerToken(self.matmul * factor, self.attention * factor)
+
+
+@lru_cache(maxsize=16)
+def model_flops(config: TransformerConfig, seq_length: int | None = None) -> FlopsPerToken:
+    """Counted on one rank without parallelism, since no layout changes them."""
+    seen = attended_tokens(config, seq_length)
+    # Plain causal attention is one kernel; dropout and windows would be computed by others, tile by tile.
+    config = replace(
+        config,
+        seq_length=seq_length or config.seq_length,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        window_size=None,
+        recompute_granularity=None,
+    )
+    with fake_stages(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")) as fakes:
+        kinds = fakes.layer_kinds()
+        total = _count(fakes, fakes.build([], True, True), seen)
+        for kind, times in Counter(kinds).items():
+            total += _count(fakes, fakes.build([kinds.index(kind)], False, False), seen) * times
+    return total
+
+
+def flops_per_token(config: TransformerConfig, seq_length: int | None = None) -> float:
+    """`model_flops` in one number."""
+    return model_flops(config, seq_length).total
+
+
+def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
+    length = fakes.batch.model.seq_length
+    formulas: dict[Any, Callable[..., float]] = {
+        # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
+        aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],
+        aten._grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1],
+        ATTENTION: partial(_attention, share=seen / length),
+        ATTENTION_BACKWARD: lambda grad, *args, **_: 2 * _attention(*args[:3], *args[5:], share=seen / length),
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        _, output = fakes.forward(stage)
+        output.backward(torch.ones_like(output))
+    counts = counter.get_flop_counts()["Global"]
+    attention = sum(counts.pop(kind, 0) for kind in (ATTENTION, ATTENTION_BACKWARD))
+    return FlopsPerToken(sum(counts.values()) / length, attention / length)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, share: float, **__: Any
+) -> float:
+    return sdpa_flop_count(q, k, v) * (share if causal else 1)
