@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import build_optimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
+from megatron.core.optimizer.freeze import freeze_parameters
 from megatron.planner.memory import pipeline_stages, states_of_rank
 from tests.harness import run_world
 
@@ -42,16 +43,19 @@ def compare(
     stage, tied = pipeline_stages(model, parallel)[state.pp.rank], (0, 1) if dims.pp == 2 else ()
     ends = {"first": stage.first, "last": stage.last, "tied_stages": tied}
     built = GPTModel(model, parallel, state, layers=stage.layers, **ends)
+    parameters = [parameter for parameter in built.parameters() if parameter.requires_grad]
+    freeze_parameters([built], optimizer, state.world)
     ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer)
     shards = build_optimizer(optimizer, ddp, state).shards
     plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)
     own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
     allocated = (
-        sum(buffer.param_data.nbytes for buffer in ddp.buffers),
+        sum(buffer.param_data.nbytes for buffer in ddp.buffers)
+        + sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad),
         sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
         sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own),
         sum(moment.nbytes for shard in shards for moment in shard.states.values()),
-        sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad),
+        sum(parameter.numel() for parameter in parameters),
     )
     memory = plan.memory
     planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters)
@@ -81,7 +85,9 @@ def test_experts_over_their_own_groups() -> None:
         assert planned == allocated
 
 
-def test_pipeline_with_tied_embedding_and_sgd() -> None:
+@pytest.mark.parametrize("freeze", [None, (r"layers\.[01]\.", "word_embeddings")])
+def test_pipeline_with_tied_embedding_and_sgd(freeze: tuple[str, ...] | None) -> None:
     parallel = ModelParallelConfig(pipeline_model_parallel_size=2, bf16=True)
-    for planned, allocated in run_world(4, compare, GPT, parallel, OptimizerConfig(optimizer="sgd")):
+    optimizer = OptimizerConfig(optimizer="sgd", freeze=freeze)
+    for planned, allocated in run_world(4, compare, GPT, parallel, optimizer):
         assert planned == allocated
