@@ -13,7 +13,7 @@ import yaml
 
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config, to_flat_dict
 from megatron.training.config.flags import all_flags, field_docs, sections, spelling_table
-from megatron.training.config.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
+from megatron.training.config.megatron_flags import CONSTANTS, foreign_flags
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -57,12 +57,13 @@ def test_every_field_has_help_and_a_unique_name() -> None:
 
 def test_tables_do_not_overlap() -> None:
     """A feature that lands leaves the tables of what is not there."""
-    tables: list[Any] = [spelling_table(), MEANINGLESS, NOT_BUILT, RENAMED, CONSTANTS]
+    foreign = foreign_flags()
+    tables: list[Any] = [spelling_table(), foreign.no_effect, foreign.not_built, foreign.renamed, CONSTANTS]
     for i, one in enumerate(tables):
         for other in tables[i + 1 :]:
             assert not set(one) & set(other)
-    for start in NOT_BUILT_FAMILIES:
-        assert not [name for name in (*MEANINGLESS, *RENAMED) if name.startswith(start)]
+    for prefix in foreign.not_built_prefixes:
+        assert not [name for name in (*foreign.no_effect, *foreign.renamed) if name.startswith(prefix)]
 
 
 def test_defaults_without_flags() -> None:
@@ -161,9 +162,9 @@ def test_meaningless_flags_get_one_line_each() -> None:
     assert command.config == parse_args(TINY.split())
 
 
-@pytest.mark.parametrize("name", [*MEANINGLESS, *NOT_BUILT, *RENAMED])
+@pytest.mark.parametrize("name", [*foreign_flags().no_effect, *foreign_flags().not_built, *foreign_flags().renamed])
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    accepted = MEANINGLESS.get(name)
+    accepted = foreign_flags().no_effect.get(name)
     if accepted:
         value = [] if not accepted.arity else [accepted.values[0] if accepted.values else "1"]
         assert command_line([*TINY.split(), name, *value], Launch()).notes[0].startswith(name)

@@ -23,7 +23,7 @@ from megatron.training.config.flags import (
     spelling_table,
     value_of,
 )
-from megatron.training.config.megatron_flags import CONSTANTS, MEANINGLESS, NOT_BUILT, NOT_BUILT_FAMILIES, RENAMED
+from megatron.training.config.megatron_flags import CONSTANTS, foreign_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import vocab_size_flag
@@ -219,9 +219,9 @@ def _read_option(reading: _Reading, name: str, texts: list[str]) -> None:
 def _read_foreign(reading: _Reading, name: str, texts: list[str]) -> None:
     """A flag that no field has: Megatron's, or nobody's."""
     value = tuple(texts) or None
-    if name in MEANINGLESS:
-        accepted = MEANINGLESS[name]
-        if accepted.arity != "*" and len(texts) != accepted.arity:
+    foreign = foreign_flags()
+    if accepted := foreign.no_effect.get(name):
+        if len(texts) != accepted.arity:
             rule = f"takes {'one value' if accepted.arity else 'no value'}"
             reading.problems.append(Problem(name, value, rule, "correct it, or remove the flag: it has no effect"))
         elif accepted.values and texts[0] not in accepted.values:
@@ -229,18 +229,15 @@ def _read_foreign(reading: _Reading, name: str, texts: list[str]) -> None:
             reading.problems.append(Problem(name, value, "asks for something that is not built", f"only {legal} is"))
         else:
             reading.notes.append(f"{' '.join([name, *texts])} has no effect: {accepted.reason}")
-    elif name in RENAMED:
-        reading.problems.append(Problem(name, value, "is not a flag here", RENAMED[name]))
-        reading.suspects |= {word.strip(",") for word in RENAMED[name].split() if word.startswith("--")}
-    elif feature := NOT_BUILT.get(name) or _family(name):
+    elif instead := foreign.renamed.get(name):
+        reading.problems.append(Problem(name, value, "is not a flag here", instead))
+        reading.suspects |= {word.strip(",") for word in instead.split() if word.startswith("--")}
+    elif feature := foreign.not_built.get(name) or next(
+        (feature for prefix, feature in foreign.not_built_prefixes.items() if name.startswith(prefix)), None
+    ):
         reading.problems.append(Problem(name, value, f"asks for {feature}, which is not built", "remove it"))
     else:
         _unknown(reading, name, value)
-
-
-def _family(name: str) -> str | None:
-    """The feature of a Megatron-LM flag that is known by its first word."""
-    return next((feature for start, feature in NOT_BUILT_FAMILIES.items() if name.startswith(start)), None)
 
 
 def _unknown(reading: _Reading, name: str, value: Any) -> None:
