@@ -78,6 +78,12 @@ def test_every_module_is_installed(environment: Path) -> None:
     assert {path.parts[0] for path in there} == {"megatron", "megatron_tools", "pretrain_gpt.py"}
 
 
+def test_data_files_are_installed(environment: Path) -> None:
+    here = {path.relative_to(ROOT) for kind in ("toml", "json") for path in ROOT.glob(f"megatron/**/*.{kind}")}
+    assert len(here) >= 2
+    assert [path for path in here if not (site_of(environment) / path).exists()] == []
+
+
 def test_each_command_says_how_it_is_used(environment: Path, tmp_path: Path) -> None:
     out = run(environment, tmp_path, "python", "-c", COMMANDS)
     names = [path.stem for path in ROOT.glob("tools/*.py") if path.stem not in ("__init__", "common", "jsonl")]

@@ -235,7 +235,7 @@ def _checkpoint_names(state_dict: Mapping[str, Tensor], family: Family) -> dict[
     return {
         family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
         for name, tensor in state_dict.items()
-        if not name.endswith(family.ignored)
+        if not name.endswith(tuple(family.ignored))
     }
 
 

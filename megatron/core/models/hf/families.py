@@ -1,4 +1,4 @@
-"""Tables of Hugging Face families: names and layouts of weights, and keys of config.json.
+"""Hugging Face families: names and layouts of weights, and with families.json the keys of config.json.
 
 A `Rule` pairs one of our parameters with their tensors. Its `Layout` converts in both directions, bit for bit. A
 `Family` has the rules of a `model_type` and maps the keys of its config.json to our fields.
@@ -6,8 +6,11 @@ A `Rule` pairs one of our parameters with their tensors. Its `Layout` converts i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from torch import Tensor, cat, stack
@@ -177,10 +180,6 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-MIXTRAL_RULES = _experts("block_sparse_moe", "w1", "w3", "w2")
-QWEN3_MOE_RULES = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -201,160 +200,37 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that a config.json may lack."""
 
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys with the only values that we support; we write the first one."""
 
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Suffixes of names of tensors that are not weights."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys of config.json."""
 
 
-_SHARED_KEYS = {"vocab_size": "vocab_size", "initializer_range": "init_method_std"}
-
-GPT2 = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    GPT2_RULES,
-    prefix="transformer.",
-    keys={
-        **_SHARED_KEYS,
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "ffn_hidden_size",
-        "layer_norm_epsilon": "norm_epsilon",
-        "attn_pdrop": "attention_dropout",
-        "resid_pdrop": "hidden_dropout",
-    },
-    fixed={"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "add_bias_linear": True},
-    defaults={
-        "tie_word_embeddings": True,
-        "n_inner": None,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    only={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    ignored=(".attn.bias", ".attn.masked_bias"),
-)
-
-_LLAMA_KEYS = {
-    **_SHARED_KEYS,
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "norm_epsilon",
-    "attention_dropout": "attention_dropout",
-}
-_LLAMA_FIXED = {
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "hidden_dropout": 0.0,
-}
-_LLAMA_DEFAULTS = {
-    "tie_word_embeddings": False,
-    "head_dim": None,
-    "num_key_value_heads": None,
-    "attention_dropout": 0.0,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-    "hidden_act": "silu",
-}
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return json.loads(files(__package__).joinpath("families.json").read_text(encoding="utf-8"))
 
 
-def _llama_like(
-    model_type: str,
-    architecture: str,
-    fixed: dict[str, Any],
-    *,
-    without: tuple[str, ...] = (),
-    defaults: Mapping[str, Any] | None = None,
-) -> Family:
-    """A family with Llama's rules. `without` lists bias switches that must be off."""
-    return Family(
-        model_type,
-        architecture,
-        LLAMA_RULES,
-        prefix="model.",
-        keys=_LLAMA_KEYS,
-        fixed={**_LLAMA_FIXED, **fixed},
-        defaults={**_LLAMA_DEFAULTS, **dict.fromkeys(without, False), **(defaults or {})},
-        only={"hidden_act": ("silu", "swish"), **dict.fromkeys(without, (False,))},
-    )
+def _table(name: str) -> dict[str, Any]:
+    """An entry of families.json: what it adds to the entry that it is `like`, if any."""
+    own = dict(_tables()[name])
+    base = _table(own.pop("like")) if "like" in own else {}
+    return base | {key: base[key] | value if key in base else value for key, value in own.items()}
 
 
-_EXPERTS_FIXED = {
-    **_LLAMA_FIXED,
-    "moe_layer_freq": "1",
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-}
+def _family(model_type: str, rules: tuple[Rule, ...]) -> Family:
+    """A family of families.json with the rules of its weights."""
+    return Family(model_type=model_type, rules=rules, **_table(model_type))
 
-MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    MIXTRAL_RULES,
-    prefix="model.",
-    keys={
-        **_LLAMA_KEYS,
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-    },
-    fixed=_EXPERTS_FIXED,
-    defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.0},
-    only={"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,)},
-)
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    QWEN3_MOE_RULES,
-    prefix="model.",
-    keys={
-        **_LLAMA_KEYS,
-        "moe_intermediate_size": "moe_ffn_hidden_size",
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "moe_router_topk",
-    },
-    fixed={**_EXPERTS_FIXED, "qk_layernorm": True},
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "attention_bias": False,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    only={
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "norm_topk_prob": (True,),
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-    },
-    aliases={"num_local_experts": "num_experts"},
-)
-
-LLAMA = _llama_like("llama", "LlamaForCausalLM", {"window_size": None}, without=("attention_bias", "mlp_bias"))
-MISTRAL = _llama_like("mistral", "MistralForCausalLM", {}, defaults={"sliding_window": 4096})
-QWEN2 = _llama_like("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True})
-QWEN3 = _llama_like("qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, without=("attention_bias",))
+GPT2 = _family("gpt2", GPT2_RULES)
+LLAMA = _family("llama", LLAMA_RULES)
+MISTRAL = _family("mistral", LLAMA_RULES)
+QWEN2 = _family("qwen2", LLAMA_RULES)
+QWEN3 = _family("qwen3", LLAMA_RULES)
+MIXTRAL = _family("mixtral", _experts("block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE = _family("qwen3_moe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
