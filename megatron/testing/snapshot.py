@@ -247,23 +247,14 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
         target, seen = snapshot.tensors[fragment.key][place], covered[fragment.key][place]
         different = seen & (target != fragment.values) & ~(target.isnan() & fragment.values.isnan())
         if different.any():
-            where = _first_place(different, fragment)
+            where = tuple(o + i for o, i in zip(fragment.offset, different.nonzero()[0].tolist(), strict=True))
             snapshot.differing_replicas.setdefault(fragment.key, f"{fragment.key}: replicas differ at {where}")
         target.copy_(torch.where(seen, target, fragment.values))
         seen.fill_(True)
     for key, seen in covered.items():
-        assert seen.all(), f"{key}: no rank has reported {_first_missing(seen)}"
+        assert seen.all(), f"{key}: no rank has reported {tuple((~seen).nonzero()[0].tolist())}"
     snapshot.tensors = {key: snapshot.tensors[key] for key in sorted(snapshot.tensors, key=orders.__getitem__)}
     return snapshot
-
-
-def _first_place(different: Tensor, fragment: Fragment) -> tuple[int, ...]:
-    index = different.nonzero()[0].tolist()
-    return tuple(o + i for o, i in zip(fragment.offset, index, strict=True))
-
-
-def _first_missing(seen: Tensor) -> tuple[int, ...]:
-    return tuple((~seen).nonzero()[0].tolist())
 
 
 FLOOR = 1e-3

@@ -177,15 +177,6 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.start(Limits(training.exit_signal_handler, deadlines, folder))
 
 
-def record_collectives_of_nccl(folder: Path) -> None:
-    """Makes NCCL write its last collectives to `folder` on a timeout."""
-    for name, value in {
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "stacks" / "nccl-rank-"),
-    }.items():
-        os.environ.setdefault(name, value)
-
-
 def give_back_memory(device: torch.device) -> None:
     """Returns free pages of the C heap to the system, where training is on the CPU and the C library can.
 
@@ -244,7 +235,8 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     # Pipeline messages have groups of their own for what must not wait for each other.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and config.checkpoint.save:
-        record_collectives_of_nccl(Path(config.checkpoint.save))
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(config.checkpoint.save) / "stacks" / "nccl-rank-"))
     with phases("join the world"):
         dist.init_process_group(
             backend,

@@ -34,11 +34,7 @@ from megatron.training.saving import RunSaver
 
 
 def build_stages(
-    config: RunConfig,
-    runtime: Runtime,
-    queue: WeightGradQueue,
-    casts: WeightCasts | None = None,
-    initialize: bool = True,
+    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, casts: WeightCasts
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages. Initial weights do not depend on the layout."""
     state, model = runtime.state, config.model
@@ -60,7 +56,6 @@ def build_stages(
             casts=casts,
             device=runtime.device,
             seed=config.training.seed,
-            initialize=initialize,
         )
     return stages
 
@@ -89,11 +84,8 @@ def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamSchedu
     """The learning-rate schedule: in samples if the run's length was given in samples or tokens, else in iterations."""
     training = config.training
     assert training.global_batch_size is not None
-    if training.train_samples is not None:
-        return OptimizerParamScheduler(
-            config.optimizer, training.global_batch_size, train_samples=training.train_samples
-        )
-    return OptimizerParamScheduler(config.optimizer, training.global_batch_size, train_iters=train_iters)
+    iterations = train_iters if training.train_samples is None else None
+    return OptimizerParamScheduler(config.optimizer, training.global_batch_size, iterations, training.train_samples)
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:

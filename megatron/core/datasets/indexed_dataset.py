@@ -34,16 +34,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
-    for code, name in (
-        (1, "uint8"),
-        (2, "int8"),
-        (3, "int16"),
-        (4, "int32"),
-        (5, "int64"),
-        (6, "float64"),
-        (7, "float32"),
-        (8, "uint16"),
-    )
+    for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
 # Values processed at a time, so that a whole index need not be in memory.
 BLOCK = 1 << 20

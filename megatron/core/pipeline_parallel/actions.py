@@ -61,11 +61,6 @@ def counterpart(action: Action) -> Action:
     return Action(kind, action.stage + distance, action.microbatch)
 
 
-def num_stages_of(lists: Lists) -> int:
-    """Stages that the lists name."""
-    return 1 + max((action.stage for actions in lists for action in actions), default=-1)
-
-
 def owners_of(lists: Lists) -> dict[int, int]:
     """Stage -> the rank that computes it."""
     return {action.stage: rank for rank, actions in enumerate(lists) for action in actions if action.kind in COMPUTE}

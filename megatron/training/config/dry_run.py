@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
@@ -23,9 +22,8 @@ GROUPS_SHOWN = 4
 RANKS_SHOWN = 8
 
 
-def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -> None:
+def print_plan(config: RunConfig, world_size: int) -> None:
     """Prints what a resolved and validated configuration will build and do on `world_size` ranks."""
-    out = sys.stdout if file is None else file
     dims = ParallelDims.from_config(config.parallel, world_size)
     for title, lines in (
         ("Model", model_lines(config)),
@@ -33,9 +31,9 @@ def print_plan(config: RunConfig, world_size: int, file: TextIO | None = None) -
         ("Pipeline stages and memory of each rank", memory_lines(config, dims)),
         ("Batch and length", batch_lines(config, dims)),
     ):
-        print(title, file=out)
+        print(title)
         for line in lines:
-            print(f"  {line}", file=out)
+            print(f"  {line}")
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:

@@ -134,8 +134,7 @@ def hung(error: BaseException) -> bool:
 
 def raised_in_message(error: BaseException) -> bool:
     """Whether the error arose in a message between pipeline stages, not in a collective."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
-    return bool(frames) and frames[-1].filename.endswith("p2p.py")
+    return place_in(error).startswith("p2p.py:")
 
 
 def place_in(error: BaseException) -> str:

@@ -61,7 +61,7 @@ class Blame:
 def blame(standings: Mapping[int, Standing]) -> Blame | None:
     """The ranks at fault; None if the standings do not show it."""
     waits = {rank: _waits_for(rank, standings) for rank in standings}
-    if found := _other_branch(standings, waits):
+    if found := _other_branch(standings):
         return found
     waited_for = set().union(*waits.values()) if waits else set()
     late = tuple(sorted(rank for rank in waited_for if not waits.get(rank)))
@@ -108,13 +108,13 @@ def _behind(other: Standing, mine: Entered) -> bool:
     return theirs is None or theirs.number < mine.number
 
 
-def _other_branch(standings: Mapping[int, Standing], waits: Mapping[int, set[int]]) -> Blame | None:
+def _other_branch(standings: Mapping[int, Standing]) -> Blame | None:
     guilty: dict[int, str] = {}
     undecided: dict[int, str] = {}
     for a in sorted(standings):
         for b in sorted(standings):
-            if a < b and (clash := _clash(a, b, standings, waits)):
-                followed = [_followed(rank, clash[rank], standings) for rank in (a, b)]
+            if a < b and (clash := _clash(a, b, standings)):
+                followed = [_followed(clash[rank], standings) for rank in (a, b)]
                 what = {
                     rank: f"rank {rank} entered {clash[rank]} while rank {peer} entered {clash[peer]}"
                     for rank, peer in ((a, b), (b, a))
@@ -131,9 +131,7 @@ def _other_branch(standings: Mapping[int, Standing], waits: Mapping[int, set[int
     return Blame(tuple(sorted(found)), "entered another collective than the others", "; ".join(lines))
 
 
-def _clash(
-    a: int, b: int, standings: Mapping[int, Standing], waits: Mapping[int, set[int]]
-) -> dict[int, Entered] | None:
+def _clash(a: int, b: int, standings: Mapping[int, Standing]) -> dict[int, Entered] | None:
     """The collectives in which two ranks wait for each other, or that they take for the same one."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
@@ -153,8 +151,8 @@ def _kind(entered: Entered) -> str:
     return operation if operation in ANY_SIZES else entered.what
 
 
-def _followed(rank: int, entered: Entered, standings: Mapping[int, Standing]) -> tuple[int, float]:
-    """How many ranks have come as far on this axis, in whichever group, and what part of this rank's own group."""
+def _followed(entered: Entered, standings: Mapping[int, Standing]) -> tuple[int, float]:
+    """How many ranks have come as far on this axis, in whichever group, and what part of the rank's own group."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

@@ -7,7 +7,7 @@ A `Rule` pairs one of our parameters with their tensors. Its `Layout` converts i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -31,7 +31,7 @@ class Layout:
 
 
 class Transposed(Layout):
-    """Transposed: GPT-2 stores [in, out], we store [out, in]."""
+    """Transposed: GPT-2 stores [in, out], we store [out, in]. A bias is the same on both sides."""
 
     def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0].t().contiguous()
@@ -83,7 +83,7 @@ class QueryGroups(Layout):
 
 
 class JointHeads(Layout):
-    """GPT-2: all queries, keys and values in one tensor, concatenated along the last dim."""
+    """GPT-2: all queries, keys and values in one tensor, concatenated along the last dim. A bias has no other dim."""
 
     groups = QueryGroups()
 
@@ -92,18 +92,6 @@ class JointHeads(Layout):
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return (cat(self.groups.theirs(config, parameter)).t().contiguous(),)
-
-
-class JointHeadsBias(Layout):
-    """The bias of `JointHeads`."""
-
-    groups = QueryGroups()
-
-    def ours(self, config: TransformerConfig, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.groups.ours(config, tensors[0].chunk(3))
-
-    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        return (cat(self.groups.theirs(config, parameter)),)
 
 
 @dataclass(frozen=True)
@@ -118,30 +106,25 @@ class Rule:
 OUR_LAYER = "decoder.layers.{i}"
 
 
-def _linear(ours: str, theirs: str, weight: Layout, bias: Layout) -> tuple[Rule, Rule]:
+def _linear(ours: str, theirs: str, layout: Layout) -> Iterator[Rule]:
     """Rules of a linear layer's weight and bias; `theirs` lists the names of their parts, separated by spaces."""
-    parts = theirs.split()
-    return (
-        Rule(f"{OUR_LAYER}.{ours}.weight", tuple(f"{part}.weight" for part in parts), weight),
-        Rule(f"{OUR_LAYER}.{ours}.bias", tuple(f"{part}.bias" for part in parts), bias),
-    )
+    for kind in ("weight", "bias"):
+        yield Rule(f"{OUR_LAYER}.{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs.split()), layout)
 
 
 def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
     return Rule(f"{ours}.weight", (f"{theirs}.weight",)), Rule(f"{ours}.bias", (f"{theirs}.bias",))
 
 
-SAME, TRANSPOSED = Layout(), Transposed()
-
 GPT2_RULES = (
     Rule("embedding.word_embeddings.weight", ("transformer.wte.weight",), VocabularyRows()),
     Rule("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
     *_norm(f"{OUR_LAYER}.input_layernorm", "transformer.h.{i}.ln_1"),
-    *_linear("self_attention.linear_qkv", "transformer.h.{i}.attn.c_attn", JointHeads(), JointHeadsBias()),
-    *_linear("self_attention.linear_proj", "transformer.h.{i}.attn.c_proj", TRANSPOSED, SAME),
+    *_linear("self_attention.linear_qkv", "transformer.h.{i}.attn.c_attn", JointHeads()),
+    *_linear("self_attention.linear_proj", "transformer.h.{i}.attn.c_proj", Transposed()),
     *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
-    *_linear("mlp.linear_fc1", "transformer.h.{i}.mlp.c_fc", TRANSPOSED, SAME),
-    *_linear("mlp.linear_fc2", "transformer.h.{i}.mlp.c_proj", TRANSPOSED, SAME),
+    *_linear("mlp.linear_fc1", "transformer.h.{i}.mlp.c_fc", Transposed()),
+    *_linear("mlp.linear_fc2", "transformer.h.{i}.mlp.c_proj", Transposed()),
     *_norm("decoder.final_layernorm", "transformer.ln_f"),
     Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
 )
@@ -153,13 +136,13 @@ _GATED = f"{_HF_LAYER}.mlp.gate_proj {_HF_LAYER}.mlp.up_proj"
 LLAMA_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VocabularyRows()),
     Rule(f"{OUR_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",)),
-    *_linear("self_attention.linear_qkv", _HEADS, QueryGroups(), QueryGroups()),
+    *_linear("self_attention.linear_qkv", _HEADS, QueryGroups()),
     Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.self_attn.q_norm.weight",)),
     Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.self_attn.k_norm.weight",)),
-    *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", SAME, SAME),
+    *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", Layout()),
     Rule(f"{OUR_LAYER}.pre_mlp_layernorm.weight", (f"{_HF_LAYER}.post_attention_layernorm.weight",)),
-    *_linear("mlp.linear_fc1", _GATED, Stacked(), Stacked()),
-    *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", SAME, SAME),
+    *_linear("mlp.linear_fc1", _GATED, Stacked()),
+    *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", Layout()),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Rule("output_layer.weight", ("lm_head.weight",), VocabularyRows()),
 )
