@@ -26,6 +26,7 @@ import shlex
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -48,44 +49,11 @@ from megatron.training.config.validation import resolve, validate
 TOLERANCE = 1e-9
 """Relative difference that another order of the same sums in fp64 explains after two steps."""
 
-DEFAULTS = """
-num-layers: 4
-hidden-size: 32
-num-attention-heads: 8
-seq-length: 16
-make-vocab-size-divisible-by: 8
-global-batch-size: 8
-lr: 1e-2
-"""
+DEFAULTS = Path(__file__).with_name("parity_defaults.yaml")
 VOCAB_SIZE = 60
 
-SP = "--tp 2 --sequence-parallel"
-INTERLEAVED = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2"
-OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
-LAYOUTS = {
-    "tp2": "--tp 2",
-    "tp2-sp": SP,
-    "pp2-1f1b": "--pp 2 --pipeline-schedule 1f1b",
-    "pp2-interleaved": f"--pp 2 {INTERLEAVED}",
-    "pp2-zb-h1": "--pp 2 --pipeline-schedule zb-h1",
-    "pp2-zb-v": "--pp 2 --pipeline-schedule zb-v",
-    "cp2-ring": "--cp 2 --cp-comm-type p2p",
-    "cp2-all-gather": "--cp 2 --cp-comm-type all_gather",
-    "cp2-a2a": "--cp 2 --cp-comm-type a2a",
-    "dp2": "--dp 2",
-    "dp2-overlapped": f"--dp 2 {OVERLAPPED}",
-    "dp2-replicated": "--dp 2 --no-use-distributed-optimizer",
-    "recompute-selective": f"{SP} --recompute-granularity selective",
-    "recompute-full": f"{SP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "tp2-sp-pp2-dp2": f"{SP} --pp 2 --dp 2 {INTERLEAVED} {OVERLAPPED}",
-    "tp2-sp-pp2-cp2": f"{SP} --pp 2 --cp 2 --pipeline-schedule zb-h1",
-}
-EXPERT_LAYOUTS = {
-    "ep2": "--ep 2",
-    "ep2-alltoall": "--ep 2 --moe-token-dispatcher-type alltoall",
-    "tp2-sp-etp1-ep2": f"{SP} --etp 1 --ep 2 --moe-token-dispatcher-type alltoall",
-    "tp2-sp-pp2-ep2": f"{SP} --pp 2 --ep 2 --pipeline-schedule zb-v",
-}
+_LAYOUTS = tomllib.loads(Path(__file__).with_name("parity_layouts.toml").read_text(encoding="utf-8"))
+LAYOUTS, EXPERT_LAYOUTS = _LAYOUTS["dense"], _LAYOUTS["experts"]
 CHECKPOINTS = ("dp2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-dp2-to-dp2")
 EXPERT_CHECKPOINTS = ("ep2-to-tp2-sp-pp2-dp2", "tp2-sp-pp2-ep2-to-dp2-replicated")
 ONE_PROCESS, FINITE_DIFFERENCES, GIVEN = "one-process", "finite-differences", "given"
@@ -159,7 +127,9 @@ class Parity:
         schedule = self.given.parallel.pipeline_schedule
         if schedule is not None and not any(f"schedule {schedule}" in flags for flags in layouts.values()):
             layouts[f"pp2-{schedule}"] = f"--pp 2 --pipeline-schedule {schedule}"
-            layouts[f"tp2-sp-pp2-dp2-{schedule}"] = f"{SP} --pp 2 --dp 2 --pipeline-schedule {schedule}"
+            layouts[f"tp2-sp-pp2-dp2-{schedule}"] = (
+                f"--tp 2 --sequence-parallel --pp 2 --dp 2 --pipeline-schedule {schedule}"
+            )
         return layouts
 
     @property
@@ -222,10 +192,7 @@ class Parity:
 
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
     """The configuration of the flags, tiny where they leave it open. Raises ValueError with every problem."""
-    with tempfile.TemporaryDirectory() as folder:
-        defaults = Path(folder) / "defaults.yaml"
-        defaults.write_text(DEFAULTS)
-        config = parse_args(["--config", str(defaults), *flags])
+    config = parse_args(["--config", str(DEFAULTS), *flags])
     data, model, training = config.data, config.model, config.training
     if not (data.data_path or data.per_split or data.dataset_type):
         data = replace(data, mock_data=True)

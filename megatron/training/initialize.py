@@ -30,7 +30,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.flight_recorder import groups_of, record_collectives
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
-from megatron.training.reliability.watchdog import Limits, Watchdog
+from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
 
@@ -174,7 +174,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    watchdog.start(Limits(training.exit_signal_handler, deadlines, folder))
+    watchdog.start(training.exit_signal_handler, deadlines, folder)
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -79,8 +79,8 @@ def test_every_module_is_installed(environment: Path) -> None:
 
 
 def test_data_files_are_installed(environment: Path) -> None:
-    here = {path.relative_to(ROOT) for kind in ("toml", "json") for path in ROOT.glob(f"megatron/**/*.{kind}")}
-    assert len(here) >= 2
+    here = {path.relative_to(ROOT) for kind in ("toml", "json", "yaml") for path in ROOT.glob(f"megatron/**/*.{kind}")}
+    assert len(here) >= 4
     assert [path for path in here if not (site_of(environment) / path).exists()] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -99,7 +100,29 @@ class SampleFormat:
             )
 
 
-class GPTDataset:
+class TextDataset(ABC):
+    """Numbered samples of `format`. A subclass says how many and which token ids each has."""
+
+    samples: int
+    format: SampleFormat
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.format.sample(self.text(index))
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        """The seq_length + 1 token ids of a sample."""
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        return self._text(index)
+
+    @abstractmethod
+    def _text(self, index: int) -> NDArray[np.int64]: ...
+
+
+class GPTDataset(TextDataset):
     """`documents` of an indexed dataset, repeated for at least `samples` samples, or (None) one epoch.
 
     Raises ValueError if they hold too few tokens, or token ids outside the vocabulary.
@@ -123,6 +146,7 @@ class GPTDataset:
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
         self._check_tokens(tokens, len(documents), samples, split)
         self.plan = plan_epochs(tokens, samples, format.seq_length)
+        self.samples = self.plan.samples
         # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
         order = {
             "lengths": lengths_digest or array_digest(indexed.lengths),
@@ -141,16 +165,7 @@ class GPTDataset:
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
 
-    def __len__(self) -> int:
-        return self.plan.samples
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.format.sample(self.text(index))
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def _text(self, index: int) -> NDArray[np.int64]:
         drawn = int(self.index.shuffle_index[index])
         first, offset = map(int, self.index.sample_index[drawn])
         last = int(self.index.sample_index[drawn + 1, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import Sample, SampleFormat
+from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.datasets.index_cache import content_hash
 
 # Number of token ids in use: small, so that a small model sees each often in its first steps.
@@ -15,7 +15,7 @@ END_OF_DOCUMENT = 1 / 256
 SPLITS = ("train", "valid", "test")
 
 
-class MockGPTDataset:
+class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
     Sample i depends on (seed, split, i) only. The map is a permutation that the seed fixes for all splits. A model that
@@ -33,20 +33,11 @@ class MockGPTDataset:
             {"mock": self._stream, "sequence_length": format.seq_length, "alphabet": self.alphabet, "eod": format.eod}
         )
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.format.sample(self.text(index))
-
     def origin(self, index: int) -> str:
         """Start of a sample; every sample is a document."""
         return f"mock:{index}+0"
 
-    def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample."""
-        if not 0 <= index < self.samples:
-            raise IndexError(f"sample {index} of {self.samples}")
+    def _text(self, index: int) -> NDArray[np.int64]:
         random = np.random.default_rng([*self._stream, index])
         length = self.format.seq_length + 1
         chance = random.random(length)

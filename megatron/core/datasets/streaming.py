@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.build import SIZE_FLAGS, Datasets
-from megatron.core.datasets.gpt_dataset import Sample, SampleFormat
+from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.mock import SPLITS
 
@@ -22,7 +22,7 @@ Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
 """first -> the samples from number `first` on, each of seq_length + 1 token ids, the same whenever it is called."""
 
 
-class GeneratorDataset:
+class GeneratorDataset(TextDataset):
     """`samples` samples of a stream, under their numbers, so that a run resumes exactly and at any layout.
 
     The stream is read on in order. Every data-parallel rank reads all of it and keeps its own samples. A sample that
@@ -38,20 +38,11 @@ class GeneratorDataset:
         self._next = 0
         self._ahead: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.format.sample(self.text(index))
-
     def origin(self, index: int) -> str:
         return f"stream:{index}+0"
 
-    def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample. Raises ValueError for a stream that ends or yields another length,
-        or token ids outside the vocabulary."""
-        if not 0 <= index < self.samples:
-            raise IndexError(f"sample {index} of {self.samples}")
+    def _text(self, index: int) -> NDArray[np.int64]:
+        """Raises ValueError for a stream that ends or yields another length, or token ids outside the vocabulary."""
         with self._lock:
             if index in self._ahead:
                 return self._ahead.pop(index)

@@ -89,11 +89,8 @@ class SummedFiles(FileSystem):
 
 def write_summed(path: Path, text: str) -> dict[str, int]:
     """Writes a file and syncs it to disk. Returns its size and checksum."""
-    file = SummedFile(path)
-    try:
+    with SummedFile(path) as file:
         file.write(text.encode())
-    finally:
-        file.close()
     return file.sums
 
 

@@ -48,18 +48,13 @@ class ScheduleLength:
         """Reads the flags in iterations if the run is given in iterations, else those in samples."""
         assert (train_iters is None) != (train_samples is None), "a run is given in iterations or in samples"
         if train_iters is not None:
-            total = float(train_iters * global_batch_size)
-            decay, warmup, anneal = (
-                None if value is None else float(value * global_batch_size)
-                for value in (config.lr_decay_iters, config.lr_warmup_iters, config.lr_wsd_decay_iters)
-            )
+            total, size = float(train_iters * global_batch_size), global_batch_size
+            flags = config.lr_decay_iters, config.lr_warmup_iters, config.lr_wsd_decay_iters
         else:
             assert train_samples is not None
-            total = float(train_samples)
-            decay, warmup, anneal = (
-                None if value is None else float(value)
-                for value in (config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples)
-            )
+            total, size = float(train_samples), 1
+            flags = config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples
+        decay, warmup, anneal = (None if value is None else float(value * size) for value in flags)
         decay = total if decay is None else decay
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,18 +23,6 @@ from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import StopConditions, StopRequests
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What ends a run before its end."""
-
-    signals: bool = True
-    deadlines: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    """What ends -> (`time.time()` of its end, kind of the request)."""
-
-    folder: Path | None = None
-    """Where `save` and `exit` files are looked for, and stacks are written."""
 
 
 class Watchdog:
@@ -59,14 +47,16 @@ class Watchdog:
         self._board = board
         self.failures.connect(board)
 
-    def start(self, limits: Limits) -> None:
-        """Starts the thread, once connected. Call it on the main thread. Raises ValueError if the folder cannot be
-        written."""
+    def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]], folder: Path | None) -> None:
+        """Starts the thread, once connected. Call it on the main thread.
+
+        `signals`: whether signals end the run; `deadlines`: see `StopConditions`; `folder`: where `save` and `exit`
+        files are looked for, and stacks are written. Raises ValueError if the folder cannot be written."""
         assert self._board is not None, "connect first"
-        if limits.folder is not None:
-            self.stacks.open(limits.folder / "stacks", self.launch.rank)
-        self._conditions = StopConditions(limits.deadlines, limits.folder)
-        self.signals.start(limits.signals)
+        if folder is not None:
+            self.stacks.open(folder / "stacks", self.launch.rank)
+        self._conditions = StopConditions(deadlines, folder)
+        self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -12,13 +13,11 @@ def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.checkpoint.load is None:
         for field in ("finetune", "exit_on_missing_checkpoint", "override_data_fingerprint"):
             if getattr(c.checkpoint, field):
-                name = f"--{field.replace('_', '-')}"
-                yield Problem.no_effect(name, None, "--load")
+                yield Problem.no_effect(dashed(field), None, "--load")
     if c.checkpoint.save is None:
         for field in ("keep_last", "keep_every", "save_retain_best", "fatal_save_errors"):
             if value := getattr(c.checkpoint, field):
-                name = f"--{field.replace('_', '-')}"
-                yield Problem.no_effect(name, None if value is True else value, "--save")
+                yield Problem.no_effect(dashed(field), None if value is True else value, "--save")
     metric, interval = c.checkpoint.save_retain_best, c.checkpoint.save_interval
     name = "--eval-interval" if metric == "valid_loss" else "--log-interval"
     measured = c.training.eval_interval if metric == "valid_loss" else c.logging.log_interval

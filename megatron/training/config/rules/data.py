@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.parts import TOKENIZERS
+from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -67,13 +68,12 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem("--tokenizer-type", None, "the vocabulary size is unknown", remedy)
         for field in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
             if getattr(c.data, field):
-                name = f"--{field.replace('_', '-')}"
                 rule = "needs the end-of-document token of the tokenizer"
-                yield Problem(name, None, rule, "add --tokenizer-type")
+                yield Problem(dashed(field), None, rule, "add --tokenizer-type")
         return
     for field in TOKENIZERS.facts(t.tokenizer_type).needs:
         if not getattr(t, field):
-            name = f"--{field.replace('_', '-')}"
+            name = dashed(field)
             yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", f"add {name} FILE")
     if t.tokenizer_type == "NullTokenizer" and c.model.vocab_size is None:
         remedy = "add --vocab-size with the number of token ids in the data"
