@@ -124,7 +124,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
     plan = indices.plan_epochs(total, samples, seq_length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indices, "STREAM", 5)  # parts that end anywhere in a document
-        index = indices.build_gpt_index(lengths, range(len(lengths)), plan, seq_length, seed)
+        index = indices.GPTIndex(*indices.gpt_index_parts(lengths, range(len(lengths)), plan, seq_length, seed))
     if samples is None:
         assert plan.epochs == 1
     else:
@@ -144,7 +144,7 @@ def test_final_epoch_apart_keeps_its_documents_last():
     lengths = np.full(10, 8, np.int32)
     plan = indices.plan_epochs(80, 30, 4)
     assert plan == indices.EpochPlan(epochs=2, final_apart=True, samples=39, samples_before_final=19)
-    index = indices.build_gpt_index(lengths, range(10), plan, 4, seed=1)
+    index = indices.GPTIndex(*indices.gpt_index_parts(lengths, range(10), plan, 4, seed=1))
     assert sorted(index.document_index[:10]) == sorted(index.document_index[10:]) == list(range(10))
     assert index.shuffle_index[:19].max() == 18
     assert index.shuffle_index.dtype == np.uint32 and index.document_index.dtype == np.int32

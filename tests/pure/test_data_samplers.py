@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -44,7 +45,9 @@ def step_samples(dataset, consumed, batch, micro, dp, workers=0):
     """Samples of a step as [microbatch][rank] lists."""
     found = []
     for rank in range(dp):
-        with DataIterator(dataset, micro_batch_size=micro, dp_rank=rank, dp_size=dp, num_workers=workers) as iterator:
+        with closing(
+            DataIterator(dataset, micro_batch_size=micro, dp_rank=rank, dp_size=dp, num_workers=workers)
+        ) as iterator:
             found.append([batch["tokens"][:, 0].tolist() for batch in iterator.next_step(consumed, batch)])
     return [list(row) for row in zip(*found, strict=True)]
 
@@ -67,7 +70,7 @@ def test_rank_r_takes_the_rth_micro_batch_of_each_row():
 def test_batches_grow_and_steps_jump(workers):
     """Ramp-up, a resume elsewhere and a step repeated, with prefetch running past each of them."""
     steps = [(0, 4), (4, 4), (8, 12), (20, 8), (60, 4), (64, 4), (64, 4), (10, 4)]
-    with DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=2, num_workers=workers) as iterator:
+    with closing(DataIterator(Numbers(100), micro_batch_size=2, dp_rank=1, dp_size=2, num_workers=workers)) as iterator:
         for consumed, batch in steps:
             found = [part["sample_index"].tolist() for part in iterator.next_step(consumed, batch)]
             rows = range(consumed + 2, consumed + batch, 4)
@@ -77,7 +80,7 @@ def test_batches_grow_and_steps_jump(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_reads_nothing_of_what_was_consumed(workers):
     dataset = Numbers(10**9)
-    with DataIterator(dataset, micro_batch_size=2, num_workers=workers) as iterator:
+    with closing(DataIterator(dataset, micro_batch_size=2, num_workers=workers)) as iterator:
         batch = iterator.next_step(10**8, 2)[0]
     assert batch["sample_index"].tolist() == [10**8, 10**8 + 1]
     assert min(dataset.read) == 10**8 and len(dataset.read) < 40
@@ -85,7 +88,7 @@ def test_resume_reads_nothing_of_what_was_consumed(workers):
 
 def test_workers_read_ahead_of_the_step():
     dataset = Numbers(1000)
-    with DataIterator(dataset, micro_batch_size=1, num_workers=2, name="training") as iterator:
+    with closing(DataIterator(dataset, micro_batch_size=1, num_workers=2, name="training")) as iterator:
         iterator.next_step(0, 1)
         deadline = time.monotonic() + HANG
         while len(dataset.read) < 9 and time.monotonic() < deadline:
@@ -97,7 +100,7 @@ def test_workers_read_ahead_of_the_step():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_end_of_the_data_is_an_error_and_not_before(workers):
-    with DataIterator(Numbers(10), micro_batch_size=2, num_workers=workers, name="validation") as iterator:
+    with closing(DataIterator(Numbers(10), micro_batch_size=2, num_workers=workers, name="validation")) as iterator:
         iterator.next_step(0, 8)
         assert len(iterator.next_step(8, 2)) == 1
         with pytest.raises(ValueError, match=r"validation data ended: a step takes samples 10 to 11 .* has 10"):
@@ -118,7 +121,7 @@ def test_an_error_in_a_sample_reaches_the_step(workers):
                 raise ValueError("sample 3 is broken")
             return super().__getitem__(index)
 
-    with DataIterator(Broken(10), micro_batch_size=1, num_workers=workers) as iterator:
+    with closing(DataIterator(Broken(10), micro_batch_size=1, num_workers=workers)) as iterator:
         iterator.next_step(0, 2)
         with pytest.raises(ValueError, match="sample 3 is broken"):
             iterator.next_step(2, 2)
@@ -128,7 +131,7 @@ def test_a_micro_batch_stacks_its_samples():
     datasets = build_datasets(
         DatasetConfig(mock_data=True, reset_attention_mask=True), seq_length=8, seed=1, sizes=(10, 0, 0), eod=0
     )
-    with DataIterator(datasets.train, micro_batch_size=3, num_workers=1) as iterator:
+    with closing(DataIterator(datasets.train, micro_batch_size=3, num_workers=1)) as iterator:
         batch = iterator.next_step(3, 6)[1]
     assert batch["tokens"].shape == batch["labels"].shape == batch["document_ids"].shape == (3, 8)
     assert batch["tokens"].dtype == batch["sample_index"].dtype == torch.int64

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -260,7 +261,7 @@ def load_rate(prefix: Path, cache: Path, workers: int) -> float:
     cached = IndexCache(str(cache), "")
     dataset = GPTDataset(IndexedDataset(str(prefix)), range(DOCUMENTS), 100_000, format, seed=1, cache=cached)
     steps, batch = 100, 32
-    with DataIterator(dataset, micro_batch_size=4, num_workers=workers) as loader:
+    with closing(DataIterator(dataset, micro_batch_size=4, num_workers=workers)) as loader:
         loader.next_step(0, batch)
         seconds = timed(lambda: [loader.next_step(step * batch, batch) for step in range(1, steps + 1)])
     return steps * batch * SEQ / seconds / 1e6

@@ -93,18 +93,14 @@ class GPTIndex(NamedTuple):
     """[samples]: number in the stream of each drawn sample."""
 
 
-def build_gpt_index(lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int) -> GPTIndex:
-    """Builds the index of a split. `lengths` are those of the whole dataset, `documents` those of the split.
-
-    One RandomState(seed) shuffles the document index first, then the shuffle index.
-    """
-    return GPTIndex(*gpt_index_parts(lengths, documents, plan, seq_length, seed))
-
-
 def gpt_index_parts(
     lengths: NDArray, documents: range, plan: EpochPlan, seq_length: int, seed: int
 ) -> Iterator[NDArray]:
-    """Yields the fields of `build_gpt_index` one by one, so that one is written while the next is built."""
+    """Yields the fields of a split's `GPTIndex` one by one, so that one is written while the next is built.
+
+    `lengths` are those of the whole dataset, `documents` those of the split. One RandomState(seed) shuffles the
+    document index first, then the shuffle index.
+    """
     random = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random)
     yield document_index

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -119,14 +118,6 @@ class DataIterator:
         self._drop()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> DataIterator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _take(self, consumed_samples: int, wanted: list[range]) -> list[MicroBatch]:
         if not self._ready or self._ready[0][0] != wanted[0]:

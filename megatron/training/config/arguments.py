@@ -106,18 +106,19 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
-    reading = _read(argv)
-    if reading.problems:
-        raise ValueError("\n".join(str(problem) for problem in reading.problems))
-    return _config_of(reading.values)
+    return _config_of(_legal_values(argv))
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
     """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one a line."""
+    return _config_of(to_flat_dict(config) | _legal_values(argv))
+
+
+def _legal_values(argv: Sequence[str]) -> dict[str, Any]:
     reading = _read(argv)
     if reading.problems:
         raise ValueError("\n".join(str(problem) for problem in reading.problems))
-    return _config_of(to_flat_dict(config) | reading.values)
+    return reading.values
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
