@@ -1,6 +1,7 @@
-"""A pipeline schedule: 1F1B whose ranks run ahead by twice as many forwards, so that messages have time to travel.
+r"""A pipeline schedule: 1F1B whose ranks run ahead by twice as many forwards, so that messages have time to travel.
 
-python tools/plot_schedule.py --extension examples/eager_1f1b.py --schedule eager-1f1b --pp 4 --num-microbatches 8
+python tools/plot_schedule.py --extension examples/eager_1f1b.py --pipeline-schedule eager-1f1b --pp 4 \
+    --num-microbatches 8 --output eager.png
 python pretrain_gpt.py --extension examples/eager_1f1b.py --pipeline-schedule eager-1f1b --pp 4 ...
 """
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import Any, Generic, TypeVar, overload
 
 P = TypeVar("P")
@@ -57,8 +58,16 @@ class Registry(Collection[str], Generic[P, F]):
                 "give one of them another name"
             )
 
+        try:
+            known = self._make_facts(**facts)
+        except TypeError:
+            wanted, given = (", ".join(names) or "none" for names in (signature(self._make_facts).parameters, facts))
+            raise ValueError(
+                f"{self.flag} {name}: the keywords of register() are {wanted}, and {given} given; correct them"
+            ) from None
+
         def add(part: Given) -> Given:
-            self._entries[name] = _Entry(part, self._make_facts(**facts), where)
+            self._entries[name] = _Entry(part, known, where)
             return part
 
         return add if part is None else add(part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -53,8 +54,12 @@ def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
 def load_saved_extensions(names: Sequence[str]) -> None:
     """Imports the extensions that a checkpoint was saved under, apart from those that this process has under the same
     file name, as they may have moved. Raises ExtensionError."""
-    present = {Path(name).name for name in _LOADED}
-    load_extensions([name for name in names if Path(name).name not in present])
+    elsewhere = Counter(Path(name).name for name in _LOADED if name not in names)
+    for name in names:
+        if name not in _LOADED and elsewhere[Path(name).name] > 0:
+            elsewhere[Path(name).name] -= 1  # it has moved
+        else:
+            _load(name)
 
 
 _LOADED: dict[str, str] = {}
@@ -67,7 +72,8 @@ def _load(name: str) -> str:
     if whole in _LOADED:
         return whole
     if path is not None and not path.is_file():
-        raise ExtensionError(f"{name}: there is no such file; relative paths are taken from {Path.cwd()}")
+        what = "is a folder" if path.is_dir() else "there is no such file"
+        raise ExtensionError(f"{name}: {what}" + ("" if Path(name).is_absolute() else f", relative to {Path.cwd()}"))
     try:
         _LOADED[whole] = import_module(name).__name__ if path is None else _import_file(path)
     except KeyboardInterrupt:
@@ -96,6 +102,8 @@ def _import_file(path: Path) -> str:
 def _what_failed(name: str, error: BaseException) -> str:
     """`file:line: Kind: message`, the place being the last one in the user's code."""
     what = f"{type(error).__name__}: " + (" ".join(str(error).split()) or "no message")
+    if isinstance(error, SystemExit):
+        what = f"the extension ends the process while it is imported ({what})"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [

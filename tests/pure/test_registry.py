@@ -50,5 +50,5 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     registry.register("cosine", 1)
     with pytest.raises(ValueError, match="--kind cosin: must be one of cosine; nearest: cosine, or give the --ext"):
         registry["cosin"]
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="--kind x: the keywords of register\\(\\) are none, and gated given"):
         registry.register("x", 1, gated=True)

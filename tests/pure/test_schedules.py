@@ -179,9 +179,9 @@ def test_no_torch_is_needed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lists: lists[0].pop(), "stage 0, microbatch 1 runs F instead of B.F or F.I.W"),
+        (lambda lists: lists[0].pop(), "stage 0, microbatch 1 runs F instead of F.B or F.I.W"),
         (lambda lists: lists[0].append(Action(Kind.B, 0, 1)), "runs 2 times"),
-        (lambda lists: lists[0].append(Action(Kind.W, 0, 1)), "runs B.F.W instead"),
+        (lambda lists: lists[0].append(Action(Kind.W, 0, 1)), "runs F.B.W instead"),
         (lambda lists: lists[0].append(Action(Kind.F, 1, 0)), "rank 0 runs .* of rank 1"),
         (lambda lists: lists[1].append(Action(Kind.F, 1, 9)), "outside 2 stages and 2 microbatches"),
         (lambda lists: lists[1].append(Action(Kind.SEND_B, 1, 0)), "has no RECV_B"),

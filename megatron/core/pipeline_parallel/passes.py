@@ -88,9 +88,9 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
             kinds[stage, microbatch].add(kind)
     for (stage, microbatch), found in kinds.items():
         if found not in legal:
-            names = "+".join(sorted(kind.value for kind in found)) or "nothing"
-            wanted = " or ".join("+".join(sorted(kind.value for kind in option)) for option in legal)
-            raise ValueError(f"stage {stage}, microbatch {microbatch} runs {names} instead of {wanted}")
+            names, *wanted = ("+".join(kind.value for kind in Kind if kind in kinds) for kinds in (found, *legal))
+            instead = f"{names or 'nothing'} instead of {' or '.join(wanted)}"
+            raise ValueError(f"stage {stage}, microbatch {microbatch} runs {instead}")
 
 
 @lru_cache(maxsize=64)
