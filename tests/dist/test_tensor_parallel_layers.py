@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core import collectives as mappings
 from megatron.core.init import initialize_parameters_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.param_meta import Init
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,13 +36,13 @@ class Net(nn.Module):
     def __init__(self, ctx: TPContext, tied: bool = True, bias: bool = True) -> None:
         super().__init__()
         self.tp, self.sharded_sequence = ctx.tp, ctx.sequence_parallel
-        self.embedding = VocabParallelEmbedding("embedding", V, H, ctx, init=NORMAL)
+        self.embedding = VocabParallelEmbedding(ParamMeta("embedding.weight", (V, H), {"tp": 0}, NORMAL), ctx)
         self.qkv = ColumnParallelLinear("qkv", H, (4, 3, 2), ctx, bias=bias, init=NORMAL)
         self.proj = RowParallelLinear("proj", 4 * 3 * 2, H, ctx, bias=bias, init=NORMAL)
         self.fc1 = ColumnParallelLinear("fc1", H, (2, F), ctx, shard_dim=1, bias=bias, init=NORMAL)
         self.fc2 = RowParallelLinear("fc2", F, H, ctx, bias=bias, init=NORMAL)
         tied_weight = self.embedding.weight if tied else None
-        self.head = OutputLayer("head", V, H, ctx, init=NORMAL, tied_weight=tied_weight)
+        self.head = OutputLayer(ParamMeta("head.weight", (V, H), {"tp": 0}, NORMAL), ctx, tied_weight=tied_weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] -> logits [s, b, V/tp]"""

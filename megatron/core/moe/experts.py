@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import integers_on
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.moe.parameters import expert_metas
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
@@ -142,21 +143,13 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the local experts: fc2(weight * activation(fc1(x))). A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
+    """MLPs of the local experts: fc2(weight * activation(fc1(x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
-        assert count is not None
-        init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-        fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
-        fc1_meta = ParamMeta(f"{name}.linear_fc1.weight", fc1, {"ep": 0, "expt_tp": dim}, init, expert=True)
-        fc2_meta = ParamMeta(
-            f"{name}.linear_fc2.weight", (count, hidden, ffn), {"ep": 0, "expt_tp": 2}, output_init, expert=True
-        )
-        grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, hidden, ffn // ctx.experts.expt_tp.size)
-        gemm = gemm_grouped if grouped else gemm_each
-        self.linear_fc1, self.linear_fc2 = GroupedLinear(fc1_meta, ctx, gemm), GroupedLinear(fc2_meta, ctx, gemm)
+        widths = config.hidden_size, config.moe_ffn_size // ctx.experts.expt_tp.size
+        gemm = gemm_grouped if config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, *widths) else gemm_each
+        self.linear_fc1, self.linear_fc2 = (GroupedLinear(meta, ctx, gemm) for meta in expert_metas(name, config))
         self.activation = build_activation(f"{name}.activation", config, ctx)
         # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
         self.activation_parameters = (

@@ -19,8 +19,8 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.load_balancing import Balance
+from megatron.core.moe.parameters import router_meta
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
 from megatron.core.tensor_parallel.weight_grad import (
@@ -29,7 +29,6 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
-from megatron.core.transformer.norm import sequence_partial
 
 
 class RouterFunction(torch.autograd.Function):
@@ -123,11 +122,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
-        init = Init("normal", config.init_method_std)
-        shape = (self.num_experts, config.hidden_size)
-        self.weight = make_parameter(
-            ParamMeta(f"{name}.weight", shape, init=init, partial_over=sequence_partial(ctx)), ctx
-        )
+        self.weight = make_parameter(router_meta(name, config, ctx.sequence_parallel), ctx)
         self.balance = Balance(name, config, ctx)
         softmax = config.moe_router_score_function == "softmax"
         self.scores: Scores = SoftmaxScores(config.moe_router_pre_softmax) if softmax else SigmoidScores()

@@ -25,6 +25,7 @@ from megatron.core.fp8.recipes import Fp8Context, build_gemms
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
@@ -131,6 +132,12 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     return parameter
 
 
+def make_linear(metas: list[ParamMeta], ctx: TPContext) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Creates the weight and, if `metas` has one, the bias of a linear layer."""
+    weight, *bias = (make_parameter(meta, ctx) for meta in metas)
+    return weight, bias[0] if bias else None
+
+
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
@@ -190,8 +197,8 @@ class LinearFunction(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """Linear layer with sharded output features: y = x Wᵀ + bias.
 
-    The weight is [*out_dims, in_size], sharded along `shard_dim`. A gated MLP has [2, ffn, h] sharded along dim 1, so
-    that every shard is a rectangle of the whole. The output features of a rank are flattened.
+    Its parameters are those of `ColumnLinear` with the same arguments. A gated MLP has [2, ffn, h] sharded along dim 1,
+    so that every shard is a rectangle of the whole. The output features of a rank are flattened.
     """
 
     def __init__(
@@ -206,9 +213,8 @@ class ColumnParallelLinear(nn.Module):
         init: Init,
     ) -> None:
         super().__init__()
-        sharded = {"tp": shard_dim}
-        self.weight = make_parameter(ParamMeta(f"{name}.weight", (*out_dims, in_size), sharded, init), ctx)
-        self.bias = make_parameter(ParamMeta(f"{name}.bias", out_dims, sharded, Init("zeros")), ctx) if bias else None
+        metas = ColumnLinear(name, in_size, out_dims, bias, init, shard_dim).metas()
+        self.weight, self.bias = make_linear(metas, ctx)
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
         self.local_out_dims = tuple(self.weight.shape[:-1])
@@ -220,15 +226,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer with sharded input features: y = x Wᵀ + bias. Each rank holds the whole bias; it is added once, to
-    the sum."""
+    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum.
+
+    Its parameters are those of `RowLinear` with the same arguments.
+    """
 
     def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, *, bias: bool, init: Init) -> None:
         super().__init__()
-        self.weight = make_parameter(ParamMeta(f"{name}.weight", (out_size, in_size), {"tp": 1}, init), ctx)
-        partial_over = ("tp",) if ctx.sequence_parallel else ()
-        bias_meta = ParamMeta(f"{name}.bias", (out_size,), init=Init("zeros"), partial_over=partial_over)
-        self.bias = make_parameter(bias_meta, ctx) if bias else None
+        metas = RowLinear(name, in_size, out_size, bias, init).metas(ctx.sequence_parallel)
+        self.weight, self.bias = make_linear(metas, ctx)
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, row_boundary(ctx)
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
 
@@ -273,22 +279,12 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden] with sharded rows. `vocab_rows` includes padding."""
+    """Word embeddings [vocab_rows, hidden], padding included, with sharded rows."""
 
-    def __init__(
-        self,
-        name: str,
-        vocab_rows: int,
-        hidden: int,
-        ctx: TPContext,
-        *,
-        init: Init,
-        shared_stages: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, meta: ParamMeta, ctx: TPContext) -> None:
         super().__init__()
-        meta = ParamMeta(f"{name}.weight", (vocab_rows, hidden), {"tp": 0}, init, shared_stages=shared_stages)
         self.weight = make_parameter(meta, ctx)
-        self.vocab_rows, self.axis, self.boundary = vocab_rows, ctx.tp, row_boundary(ctx)
+        self.vocab_rows, self.axis, self.boundary = meta.global_shape[0], ctx.tp, row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. ValueError for an unknown
@@ -300,23 +296,11 @@ class VocabParallelEmbedding(nn.Module):
 class OutputLayer(nn.Module):
     """Output projection: hidden states to logits, with a sharded vocabulary.
 
-    With `tied_weight`, that parameter is the weight and receives both gradients; else a new one is named after `name`.
-    A stage that shares the weight with another stage passes that stage's name and `shared_stages`.
+    With `tied_weight`, that parameter is the weight and receives both gradients; else a new one is made from `meta`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vocab_rows: int,
-        hidden: int,
-        ctx: TPContext,
-        *,
-        init: Init,
-        shared_stages: tuple[int, ...] = (),
-        tied_weight: nn.Parameter | None = None,
-    ) -> None:
+    def __init__(self, meta: ParamMeta, ctx: TPContext, *, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()
-        meta = ParamMeta(f"{name}.weight", (vocab_rows, hidden), {"tp": 0}, init, shared_stages=shared_stages)
         self.weight = make_parameter(meta, ctx) if tied_weight is None else tied_weight
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
 

@@ -6,20 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
-
-PARTIAL_OVER_TP = ("tp",)
-
-
-def sequence_partial(ctx: TPContext) -> tuple[str, ...]:
-    """`partial_over` of a replicated parameter that acts between the linear layers.
-
-    Without sequence parallelism every rank sees all tokens and the whole gradient of them, so replicas agree as they
-    are; with it a rank sees its part of the sequence, and its gradient is one term of a sum.
-    """
-    return PARTIAL_OVER_TP if ctx.sequence_parallel else ()
+from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.transformer.parameters import norm_metas
 
 
 class LayerNorm(nn.Module):
@@ -30,12 +20,8 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        self.weight = make_parameter(
-            ParamMeta(f"{name}.weight", self.shape, init=Init("ones"), partial_over=partial_over), ctx
-        )
-        self.bias = make_parameter(
-            ParamMeta(f"{name}.bias", self.shape, init=Init("zeros"), partial_over=partial_over), ctx
-        )
+        metas = norm_metas(name, size, partial_over, bias=True)
+        self.weight, self.bias = (make_parameter(meta, ctx) for meta in metas)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
@@ -49,9 +35,8 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        self.weight = make_parameter(
-            ParamMeta(f"{name}.weight", self.shape, init=Init("ones"), partial_over=partial_over), ctx
-        )
+        (meta,) = norm_metas(name, size, partial_over, bias=False)
+        self.weight = make_parameter(meta, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.shape, self.weight, self.eps)
@@ -64,5 +49,5 @@ def build_norm(
 
     By default it acts on hidden states between the linear layers (`sequence_partial`).
     """
-    partial_over = sequence_partial(ctx) if partial_over is None else partial_over
+    partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over
     return NORMALIZATIONS[config.normalization](name, size, config, ctx, partial_over)

@@ -8,11 +8,11 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.norm import PARTIAL_OVER_TP, build_norm
+from megatron.core.transformer.norm import build_norm
+from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, attention_linears
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotate_queries_and_keys
 
@@ -26,37 +26,20 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.layer, self.head_dim, self.queries_per_group = ctx.layer, config.head_dim, config.queries_per_group
-        self.linear_qkv = column_parallel(ctx)(
-            f"{name}.linear_qkv",
-            config.hidden_size,
-            (config.query_groups, config.queries_per_group + 2, config.head_dim),
-            ctx,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            init=Init("normal", config.init_method_std),
-        )
+        qkv, proj = attention_linears(name, config)
+        self.linear_qkv = column_parallel(ctx)(**vars(qkv), ctx=ctx)
         self.q_layernorm, self.k_layernorm = (
-            self._head_norm(f"{name}.{which}_layernorm", config, ctx) for which in "qk"
+            build_norm(f"{name}.{norm}", config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER)
+            if config.qk_layernorm
+            else nn.Identity()
+            for norm in HEAD_NORMS
         )
         self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
         self.rotate = region(rotate_queries_and_keys, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
         self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
-        self.linear_proj = row_parallel(ctx)(
-            f"{name}.linear_proj",
-            config.query_projection_size,
-            config.hidden_size,
-            ctx,
-            bias=config.add_bias_linear,
-            init=Init("normal", config.output_init_std),
-        )
-
-    @staticmethod
-    def _head_norm(name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
-        """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
-        if not config.qk_layernorm:
-            return nn.Identity()
-        return build_norm(name, config.head_dim, config, ctx, PARTIAL_OVER_TP)
+        self.linear_proj = row_parallel(ctx)(**vars(proj), ctx=ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""

@@ -7,27 +7,17 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.models.gpt.parameters import position_embedding_meta, word_embedding_meta
 from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
 from megatron.core.transformer.layer import HiddenDropout
-from megatron.core.transformer.norm import sequence_partial
-
-WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position, whole on every rank. Under sequence parallelism a rank looks up the
-    positions of its own tokens only, so its gradient is partial."""
+    """A learned vector for each position."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        meta = ParamMeta(
-            "embedding.position_embeddings.weight",
-            (config.max_positions, config.hidden_size),
-            init=Init("normal", config.init_method_std),
-            partial_over=sequence_partial(ctx),
-        )
-        self.weight = make_parameter(meta, ctx)
+        self.weight = make_parameter(position_embedding_meta(config, ctx.sequence_parallel), ctx)
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
 
     def forward(self, length: int, context: BatchContext) -> Tensor:
@@ -48,18 +38,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first thing a model does. `shared_stages` are the stages that hold the word embeddings, if several."""
+    """The first thing a model does. `tied_stages` are the stages that hold tied word embeddings, if several."""
 
-    def __init__(self, config: TransformerConfig, ctx: TPContext, shared_stages: tuple[int, ...]) -> None:
+    def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            WORD_EMBEDDINGS,
-            config.padded_vocab_size,
-            config.hidden_size,
-            ctx,
-            init=Init("normal", config.init_method_std),
-            shared_stages=shared_stages,
-        )
+        self.word_embeddings = VocabParallelEmbedding(word_embedding_meta(config, tied_stages), ctx)
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)

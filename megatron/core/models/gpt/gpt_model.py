@@ -14,9 +14,10 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
-from megatron.core.models.gpt.embedding import WORD_EMBEDDINGS, Embedding
+from megatron.core.models.gpt.embedding import Embedding
+from megatron.core.models.gpt.parameters import output_meta
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
 from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -69,30 +70,19 @@ class GPTModel(nn.Module):
             experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
-        tied_stages = tied_stages if config.tied_embeddings else ()
         self.embedding = Embedding(config, ctx, tied_stages) if first else None
-        if self.embedding is not None and config.tied_embeddings:
+        if not config.tied_embeddings:
+            tied_weight = None
+        elif self.embedding is not None:
             tied_weight = self.embedding.word_embeddings.weight
         self.decoder = TransformerBlock(config, ctx, layers, final_norm=last)
-        self.output_layer = self._build_output_layer(ctx, tied_stages, tied_weight) if last else None
+        self.output_layer = (
+            OutputLayer(output_meta(config, tied_stages), ctx, tied_weight=tied_weight) if last else None
+        )
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
         self._assert_built(layers)
         if initialize:
             initialize_parameters_(list(self.parameters()), seed, state.coords)
-
-    def _build_output_layer(
-        self, ctx: TPContext, tied_stages: tuple[int, ...], tied_weight: nn.Parameter | None
-    ) -> OutputLayer:
-        config, tied = self.config, self.config.tied_embeddings
-        return OutputLayer(
-            WORD_EMBEDDINGS if tied else "output_layer",
-            config.padded_vocab_size,
-            config.hidden_size,
-            ctx,
-            init=Init("normal", config.init_method_std),
-            shared_stages=tied_stages,
-            tied_weight=tied_weight if tied else None,
-        )
 
     def _assert_built(self, layers: tuple[int, ...]) -> None:
         built = tuple(layer.number for layer in self.decoder.layers)

@@ -1,0 +1,30 @@
+"""Parameters of the router and of the experts. No torch.
+
+Their modules are built from these functions, and plans count what the functions return.
+"""
+
+from __future__ import annotations
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.parameters import sequence_partial
+
+
+def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
+    """The router's weight. Its states, such as the experts' biases, are not trained and not here."""
+    assert config.num_experts is not None
+    shape, init = (config.num_experts, config.hidden_size), Init("normal", config.init_method_std)
+    return ParamMeta(f"{name}.weight", shape, init=init, partial_over=sequence_partial(sequence_parallel))
+
+
+def expert_metas(name: str, config: TransformerConfig) -> tuple[ParamMeta, ParamMeta]:
+    """Weights of linear_fc1 and linear_fc2 of all experts. A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
+    count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
+    assert count is not None
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
+    fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
+    return (
+        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True),
+        ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True),
+    )

@@ -1,0 +1,56 @@
+"""Arguments of tensor-parallel linear layers, and the parameters that follow from them. No torch.
+
+The layers create exactly these parameters, and plans count them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.param_meta import Init, ParamMeta
+
+
+def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
+    """`partial_over` of a replicated parameter that acts between the linear layers.
+
+    Without sequence parallelism every rank sees all tokens and the whole gradient of them, so replicas agree as they
+    are; with it a rank sees its part of the sequence, and its gradient is one term of a sum.
+    """
+    return ("tp",) if sequence_parallel else ()
+
+
+@dataclass(frozen=True)
+class ColumnLinear:
+    """A linear layer with sharded output features: weight [*out_dims, in_size], sharded along `shard_dim`."""
+
+    name: str
+    in_size: int
+    out_dims: tuple[int, ...]
+    bias: bool
+    init: Init
+    shard_dim: int = 0
+
+    def metas(self) -> list[ParamMeta]:
+        """The weight, and the bias if there is one."""
+        sharded = {"tp": self.shard_dim}
+        weight = ParamMeta(f"{self.name}.weight", (*self.out_dims, self.in_size), sharded, self.init)
+        bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, Init("zeros"))
+        return [weight, bias] if self.bias else [weight]
+
+
+@dataclass(frozen=True)
+class RowLinear:
+    """A linear layer with sharded input features: weight [out_size, in_size]. Each rank holds the whole bias."""
+
+    name: str
+    in_size: int
+    out_size: int
+    bias: bool
+    init: Init
+
+    def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
+        """The weight, and the bias if there is one."""
+        weight = ParamMeta(f"{self.name}.weight", (self.out_size, self.in_size), {"tp": 1}, self.init)
+        partial_over = sequence_partial(sequence_parallel)
+        bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
+        return [weight, bias] if self.bias else [weight]

@@ -1,0 +1,51 @@
+"""Parameters of the built-in norms, attention and MLP. No torch.
+
+Their modules are built from these functions, and plans count what the functions return.
+"""
+
+from __future__ import annotations
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+
+HEAD_NORMS = ("q_layernorm", "k_layernorm")
+HEAD_NORM_PARTIAL_OVER = ("tp",)
+"""One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
+
+
+def norm_metas(name: str, size: int, partial_over: tuple[str, ...], *, bias: bool) -> list[ParamMeta]:
+    """The weight of a norm over `size` channels, and the bias if there is one."""
+    inits = {"weight": Init("ones"), "bias": Init("zeros")} if bias else {"weight": Init("ones")}
+    return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
+
+
+def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
+    """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, then its key, then its value."""
+    return (
+        ColumnLinear(
+            f"{name}.linear_qkv",
+            config.hidden_size,
+            (config.query_groups, config.queries_per_group + 2, config.head_dim),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=Init("normal", config.init_method_std),
+        ),
+        RowLinear(
+            f"{name}.linear_proj",
+            config.query_projection_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init=Init("normal", config.output_init_std),
+        ),
+    )
+
+
+def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
+    """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
+    hidden, bias = config.hidden_size, config.add_bias_linear
+    out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    return (
+        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, init, shard_dim),
+        RowLinear(f"{name}.linear_fc2", ffn, hidden, bias, output_init),
+    )
