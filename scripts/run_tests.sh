@@ -12,7 +12,7 @@ ensure_environment requirements-dev.txt
 cores="$(getconf _NPROCESSORS_ONLN)"
 workers="${WORKERS:-$((cores < 8 ? cores : 8))}"
 if ((workers > 1)); then
-    set -- -n "$workers" --dist loadgroup --no-loadscope-reorder "$@"
+    set -- -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 fi
 show "$PYTHON" -m pytest "$@"
 exec "$PYTHON" -m pytest "$@"

@@ -1,7 +1,19 @@
 """Settings of all tests."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
+
+from megatron.core import parts
+from megatron.core.registry import Registry
+from megatron.training import extensions, hooks
+from megatron.training.config import flags
+
+# A shell ignores this signal for what it starts in the background, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("no deadline", deadline=None)
@@ -19,9 +31,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, whole if metafunc.config.getoption("--whole") else part, ids=str)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist one worker runs all tests of a file, as they share fixtures, and one all those on the GPU."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("gpu" if folder == "gpu" else f"{folder}/{item.path.stem}"))
+@pytest.fixture(autouse=True, scope="module")
+def forget_extensions() -> Iterator[None]:
+    """What the extensions of a test file have registered is gone after it: other files compare flags and sections."""
+    registries = [part for kinds in (parts, hooks) for part in vars(kinds).values() if isinstance(part, Registry)]
+    tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+    for cached in (flags.all_flags, flags.sections, flags.spelling_table, flags.field_table):
+        cached.cache_clear()
