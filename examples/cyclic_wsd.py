@@ -11,7 +11,7 @@ from megatron.core.parts import LR_SCHEDULES
 from megatron.training.extensions import extension_flags
 
 
-@extension_flags("cyclic WSD")
+@extension_flags("cyclic WSD", may_change=True)
 @dataclass(frozen=True)
 class CyclicConfig:
     lr_cycles: int = 3

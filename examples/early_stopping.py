@@ -13,7 +13,7 @@ from megatron.training.extensions import extension_flags
 from megatron.training.hooks import CALLBACKS, Callback, RunView
 
 
-@extension_flags("early stopping")
+@extension_flags("early stopping", may_change=True)
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
     patience: int = 3

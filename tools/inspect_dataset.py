@@ -32,7 +32,7 @@ from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 
-from .common import TOKENIZER_FIELDS, add_config_flags, config_of, run_tool
+from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, run_tool
 
 SPLITS = ("train", "valid", "test")
 DATA_FIELDS = (
@@ -162,6 +162,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    add_extension_flag(parser, argv)
     parser.add_argument("prefix", nargs="*", help="datasets to describe and verify")
     parser.add_argument("--show", type=int, default=0, help="number of sequences to show")
     parser.add_argument("--show-tokens", type=int, default=64, help="tokens to show of each sequence")

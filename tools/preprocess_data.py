@@ -43,8 +43,17 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_d
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.training.extensions import load_extensions
 
-from .common import TOKENIZER_FIELDS, add_config_flags, config_of, refuse_existing, refuse_unwritable, run_tool
+from .common import (
+    TOKENIZER_FIELDS,
+    add_config_flags,
+    add_extension_flag,
+    config_of,
+    refuse_existing,
+    refuse_unwritable,
+    run_tool,
+)
 from .jsonl import Chunk, find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 18
@@ -60,6 +69,7 @@ class Job:
     vocab_size: int | None
     keys: tuple[str, ...]
     append_eod: bool
+    extensions: tuple[str, ...] = ()
     stand_in: bool = False
     """Whether gigatoken does the work of tokenizers."""
 
@@ -139,6 +149,7 @@ def _start_worker(job: Job) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    load_extensions(job.extensions)
     _encoder = Encoder(job)
 
 
@@ -305,6 +316,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    add_extension_flag(parser, argv)
     group = parser.add_argument_group("input and output")
     group.add_argument("--input", nargs="+", required=True, help="JSONL files or globs; .gz and .zst are decompressed")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenize, a dataset each")
@@ -397,7 +409,8 @@ def outputs(args: argparse.Namespace) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     check(args)
-    job = Job(config_of(TokenizerConfig, args), args.vocab_size, tuple(args.json_keys), args.append_eod)
+    extensions, keys = tuple(args.extension), tuple(args.json_keys)
+    job = Job(config_of(TokenizerConfig, args), args.vocab_size, keys, args.append_eod, extensions)
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")

@@ -8,7 +8,7 @@ seed it was saved with, at any layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
@@ -44,7 +43,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.config.flags import config_of_sections, field_table, values_by_section
+from megatron.training.config.flags import (
+    EXTENSION_SECTIONS,
+    MAY_CHANGE,
+    all_flags,
+    config_of_sections,
+    value_of,
+    values_by_section,
+)
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.extensions import load_saved_extensions
@@ -216,9 +222,9 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool,
     """Raises ValueError, with every difference at once, if the run would not go on as what was saved."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
-        if changed := changed_fields(saved.model, config.model):
+        if changed := changed_fields(saved, config, checkpoint.payload["config"]):
             problems.append(
-                "the model is another one: " + ", ".join(changed) + "; give the checkpoint's values, "
+                "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
                 "or --finetune to load weights of equal shapes only and start at iteration 0"
             )
         if options.load_rng and saved.training.seed != config.training.seed:
@@ -278,22 +284,21 @@ WITHOUT_EFFECT = {
 }
 
 
-def changed_fields(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
-    """Every field that changes a result and in which two models differ, with both values: those that were given, or
-    that follow from other fields. A field that was not given and differs with others is left to them."""
-    changed, table = [], field_table()
-    for each in fields(TransformerConfig):
-        if each.name == "extension_options":
+def changed_fields(saved: RunConfig, run: RunConfig, sections: Collection[str]) -> list[str]:
+    """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
+    two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
+    given and differs with others is left to them."""
+    changed = []
+    compared = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE
+    for flag in all_flags():
+        if flag.section not in compared or flag.field in WITHOUT_EFFECT:
             continue
-        effective = EFFECTIVE.get(each.name, each.name)
-        differs = getattr(saved, effective) != getattr(run, effective)
-        given = [getattr(model, each.name) for model in (saved, run)]
-        if differs and given[0] != given[1] and each.name not in WITHOUT_EFFECT:
-            before, now = (
-                getattr(model, effective) if value is None else value
-                for model, value in zip((saved, run), given, strict=True)
-            )
-            changed.append(f"{table[each.name].name} {before} in the checkpoint, {now} in the run")
+        given = [value_of(config, flag) for config in (saved, run)]
+        effective = EFFECTIVE.get(flag.field)
+        values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
+        if given[0] != given[1] and values[0] != values[1]:
+            before, now = (value if one is None else one for one, value in zip(given, values, strict=True))
+            changed.append(f"{flag.name} {before} in the checkpoint, {now} in the run")
     return changed
 
 

@@ -29,15 +29,17 @@ class ExtensionError(ValueError):
     """An extension cannot be used; the message names its file and line."""
 
 
-def extension_flags(title: str) -> Callable[[type[T]], type[T]]:
+def extension_flags(title: str, may_change: bool = False) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
 
     Parts read the values by `config.options(Cls)`. A method `validate(config, world_size)` may yield a `Problem` for
     each value that is wrong; `config` is the whole `RunConfig`.
+    A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
+    for a callback, a metric or a learning rate.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls)
+        add_section(title, cls, may_change)
         return cls
 
     return add

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / "tests" / "fixtures" / "own_parts.py"
 FLAGS = (
@@ -41,6 +43,12 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exiting at iteration 6: patience is over" in done.stdout and "callback: checkpoint 6" in done.stdout
 
+    # An option of the extension that changes what is computed must be the checkpoint's.
+    done = run("pretrain_gpt.py", "--config", str(cut / "run_config.yaml"), "--load", str(cut), "--own-decay", "0.5",
+               "--pp", "1")  # fmt: skip
+    assert done.returncode != 0
+    assert "--own-decay 0.9 in the checkpoint, 0.5 in the run" in done.stderr and "patience" not in done.stderr
+
     # The saved configuration brings the extension along; the states of its optimizer go on at another layout.
     done = run("pretrain_gpt.py", "--config", str(cut / "run_config.yaml"), "--load", str(cut), "--own-patience", "0",
                "--pp", "1")  # fmt: skip
@@ -55,6 +63,62 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
 
     done = run("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
+
+
+PROGRAM = """
+import sys
+from megatron.training.config.arguments import command_line
+from megatron.training.config.prepare import prepare
+from megatron.training.hooks import Callback, Metric, Parts
+from megatron.training.reliability.launch import Launch
+from megatron.training.training import pretrain
+
+class Count(Metric):
+    def measure(self, step):
+        return RETURNED
+
+class Tell(Callback):
+    def on_log(self, run, record):
+        run.say(f"told: {record['iteration']} {record['count']}")
+        if record["iteration"] == 4:
+            run.stop("told enough")
+
+launch = Launch.from_environment()
+config = prepare(command_line(sys.argv[1:], launch), launch)
+sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": Count(config)})))
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("step.run.progress.iteration, 1", "told: 4 "),
+        ("None", "metric count: measure() must return (sum, count), two numbers or tensors of one, not None"),
+    ],
+)
+def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + PROGRAM.replace("RETURNED", returned))
+    done = run(str(program), *FLAGS[: FLAGS.index("--tokenizer-type")], "--mock-data", "--global-batch-size", "4",
+               "--train-iters", "8", "--log-interval", "2", "--eval-iters", "0")  # fmt: skip
+    assert said in done.stdout + done.stderr, done.stdout + done.stderr
+    assert ("exiting at iteration 4: told enough" in done.stdout) == (returned != "None")
+
+
+def test_an_own_tokenizer_makes_data_trains_and_generates(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "line {i} of a text"}}\n' for i in range(40)))
+    own = ("--extension", str(EXTENSION), "--tokenizer-type", "OwnTokenizer")
+    prefix = str(tmp_path / "out")
+    for command in (
+        ("tools/preprocess_data.py", "--input", str(tmp_path / "in.jsonl"), "--output-prefix", prefix, "--append-eod",
+         "--workers", "2"),
+        ("tools/inspect_dataset.py", f"{prefix}_text_document", "--show", "1"),
+        ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--vocab-size")], "--data-path", f"{prefix}_text_document", "--lr",
+         "1e-3", "--cpu", "--train-iters", "2", "--global-batch-size", "4", "--split", "1,0,0", "--eval-iters", "0"),
+    ):  # fmt: skip
+        done = run(*command, *own)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "inspect" not in command[0] or "LINE 0 OF A TEXT" in done.stdout
 
 
 def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained_again(tmp_path: Path) -> None:

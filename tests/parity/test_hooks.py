@@ -19,6 +19,10 @@ OWN = (
     MODEL + "--dataset-type own_data --normalization own_norm --activation-func own_activation --loss-func own_loss "
     "--optimizer own_optimizer --lr-decay-style own_schedule --pipeline-schedule own_pipeline "
 )
+MODULES = (
+    MODEL + "--mock-data --attention-module own_attention --mlp-module own_mlp --layer-module own_layer "
+    "--normalization RMSNorm "
+)
 EXPERTS = (
     MODEL + "--mock-data --activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
     "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules mlp_act "
@@ -26,6 +30,7 @@ EXPERTS = (
 FROZEN = MODEL + r"--mock-data --freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
 LAYOUTS = {
     "own": (OWN, ["", "--tp 2 --sequence-parallel", "--pp 2", "--cp 2", "--tp 2 --pp 2"]),
+    "modules": (MODULES, ["--tp 2 --sequence-parallel", "--pp 2", "--cp 2"]),
     "experts": (EXPERTS, ["--tp 2 --sequence-parallel --ep 2", "--ep 2 --moe-grouped-gemm", "--pp 2 --cp 2"]),
     "frozen": (
         FROZEN,
@@ -52,6 +57,12 @@ def test_every_layout_computes_what_one_process_does(style: str, layout: str, al
     found = train_in_world(size, (LAYOUTS[style][0] + layout).split())
     assert found.replica_errors == []
     assert first_difference(alone[style], found, 1e-9) is None
+
+
+def test_own_modules_take_the_place_of_the_built_in_ones(alone: dict[str, Snapshot]) -> None:
+    found = {key.removeprefix("initial weight decoder.layers.0.") for key in alone["modules"].tensors}
+    assert {"own_norm.weight", "self_attention.own_norm.weight", "mlp.own_fc1.weight", "mlp.own_fc2.bias"} <= found
+    assert "mlp.linear_fc1.weight" not in found
 
 
 def test_frozen_parameters_keep_their_values_and_have_no_state(alone: dict[str, Snapshot]) -> None:

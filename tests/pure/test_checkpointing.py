@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
@@ -211,19 +212,31 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
         Run(config(tmp_path, model=shallower, finetune=True)).load()
 
 
+def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
+    return changed_fields(RunConfig(model=saved), RunConfig(model=run), ["model"])
+
+
 def test_equal_models_said_differently_are_equal() -> None:
     said = replace(LLAMA, kv_channels=LLAMA.head_dim, max_position_embeddings=LLAMA.seq_length)
-    assert changed_fields(LLAMA, said) == []
-    assert changed_fields(GPT, replace(GPT, hidden_size=2 * GPT.hidden_size, vocab_size=500)) == [
+    assert changed_models(LLAMA, said) == []
+    assert changed_models(GPT, replace(GPT, hidden_size=2 * GPT.hidden_size, vocab_size=500)) == [
         f"--hidden-size {GPT.hidden_size} in the checkpoint, {2 * GPT.hidden_size} in the run",
         f"--vocab-size {GPT.vocab_size} in the checkpoint, 500 in the run",
     ], "without what follows from them"
-    assert changed_fields(GPT, replace(GPT, kv_channels=2 * GPT.head_dim)) == [
+    assert changed_models(GPT, replace(GPT, kv_channels=2 * GPT.head_dim)) == [
         f"--kv-channels {GPT.head_dim} in the checkpoint, {2 * GPT.head_dim} in the run"
     ]
-    assert changed_fields(GPT, replace(GPT, add_bias_linear=False)) == [
+    assert changed_models(GPT, replace(GPT, add_bias_linear=False)) == [
         "--disable-bias-linear True in the checkpoint, False in the run"
     ]
+
+
+@pytest.mark.parametrize(
+    "field", ["activation_func", "attention_module", "mlp_module", "layer_module", "loss_func", "normalization"]
+)
+def test_every_chosen_part_is_compared(field: str) -> None:
+    (changed,) = changed_models(GPT, replace(GPT, **{field: "swiglu"}))  # type: ignore[arg-type]
+    assert changed.startswith(f"--{field.replace('_', '-')} ") and changed.endswith(", swiglu in the run")
 
 
 @pytest.mark.parametrize("parallel", [FP32, BF16], ids=["fp32", "bf16"])

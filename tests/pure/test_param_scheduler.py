@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.parts import LR_SCHEDULES
 
 BATCH = 8
 PEAK, LOW = 3e-4, 3e-5
@@ -136,6 +137,22 @@ def test_learning_rate_is_needed_and_bounds_the_minimum():
         OptimizerParamScheduler(OptimizerConfig(), BATCH, train_iters=5)
     with pytest.raises(ValueError, match="--min-lr"):
         OptimizerParamScheduler(OptimizerConfig(lr=1e-4, min_lr=1e-3), BATCH, train_iters=5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda samples, length, config: None, "at 7 consumed samples: gives None; a schedule must return a finite"),
+        (lambda samples, length, config: math.nan, "at 7 consumed samples: gives nan; a schedule must return a finite"),
+        (lambda samples, length, config: 1 / 0, "at 7 consumed samples: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_schedule_of_a_users_own_that_fails_is_named(schedule, message, monkeypatch):
+    monkeypatch.setattr(LR_SCHEDULES, "_entries", dict(LR_SCHEDULES._entries))
+    LR_SCHEDULES.register("own", schedule)
+    with pytest.raises(ValueError, match=message) as error:
+        scheduler(lr_decay_style="own").lr_at(7)
+    assert str(error.value).startswith("--lr-decay-style own ")
 
 
 def test_needs_no_torch():

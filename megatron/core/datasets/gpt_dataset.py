@@ -63,8 +63,13 @@ class SampleFormat:
         """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
-        None if attention crosses documents.
+        None if attention crosses documents. Raises ValueError for another length.
         """
+        if text.shape != (self.seq_length + 1,):
+            raise ValueError(
+                f"a sample of the data has shape {text.shape}, and must be --seq-length + 1 = {self.seq_length + 1} "
+                "token ids"
+            )
         tokens, labels = text[:-1], text[1:]
         loss_mask = np.ones(len(tokens), np.float32)
         position_ids = document_ids = None

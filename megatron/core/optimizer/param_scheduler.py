@@ -7,6 +7,7 @@ global batch, so a batch-size ramp stretches the schedule in iterations, not in 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -153,7 +154,14 @@ class OptimizerParamScheduler:
         config, length = self.config, self.length
         if length.warmup > 0 and samples <= length.warmup:
             return config.lr_warmup_init + (self.max_lr - config.lr_warmup_init) * samples / length.warmup
-        return self._schedule(samples, length, config)
+        where = f"--lr-decay-style {config.lr_decay_style} at {samples} consumed samples"
+        try:
+            lr = self._schedule(samples, length, config)
+        except Exception as error:
+            raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        if not isinstance(lr, numbers.Real) or not math.isfinite(lr):
+            raise ValueError(f"{where}: gives {lr!r}; a schedule must return a finite number")
+        return float(lr)
 
     def weight_decay_at(self, samples: int) -> float:
         """Weight decay of the update that follows `samples` consumed samples."""

@@ -124,8 +124,11 @@ def dashed(field: str) -> str:
 EXTENSION_SECTIONS: dict[str, type] = {}
 """Title -> dataclass of the flags that an extension defines."""
 
+MAY_CHANGE: set[str] = set()
+"""Titles of those flags that may differ between a checkpoint and the run that loads it."""
 
-def add_section(title: str, cls: type) -> None:
+
+def add_section(title: str, cls: type, may_change: bool) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
     Raises ValueError if the class or a flag will not do.
@@ -144,6 +147,7 @@ def add_section(title: str, cls: type) -> None:
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
     EXTENSION_SECTIONS[title] = cls
+    MAY_CHANGE.update([title] if may_change else [])
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 

@@ -22,11 +22,18 @@ class UserMetrics:
         if not self.metrics:
             return
         with torch.no_grad():
-            rows = [self._row(metric.measure(step)) for metric in self.metrics.values()]
+            rows = [self._row(name, metric.measure(step)) for name, metric in self.metrics.items()]
             self._totals += torch.where(skip > 0, 0.0, torch.stack(rows))
 
-    def _row(self, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
-        return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).detach() for x in measured])
+    def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
+        """[sum, count]. Raises ValueError for anything else than two numbers."""
+        try:
+            total, count = (torch.as_tensor(x, dtype=torch.float64, device=self.device).view(()) for x in measured)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"metric {name}: measure() must return (sum, count), two numbers or tensors of one, not {measured!r}"
+            ) from None
+        return torch.stack([total, count])
 
     def take(self) -> Tensor:
         """[metrics * 2]: sums and counts of this rank since the last call."""
