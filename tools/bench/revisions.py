@@ -65,11 +65,14 @@ def step_of(checkout: str, flags: Sequence[str], steps: int, tokens: int) -> Rou
     """Tokens per second of the program in `checkout`, which replaces whatever this process has imported of another."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
         del sys.modules[name]
-    sys.path.insert(0, checkout)
+    # A folder without __init__.py, as tools/ of an older revision, would yield to a package later in the path.
+    sys.path[:] = [checkout, *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
     import megatron
+    import tools.bench.side_by_side
     from tools.bench.side_by_side import own_step
 
-    assert megatron.__file__ is not None and megatron.__file__.startswith(checkout), megatron.__file__
+    for module in (megatron, tools.bench.side_by_side):
+        assert module.__file__ is not None and module.__file__.startswith(checkout), module.__file__
     return timed(own_step(list(flags)), steps, tokens)
 
 
