@@ -40,7 +40,7 @@ from megatron.core.config.precision import PrecisionConfig
 from megatron.testing import gradient_check
 from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
-from megatron.training.config.arguments import parse_args, to_flat_dict, with_flags
+from megatron.training.config.arguments import flat_values, parse_args, with_flags
 from megatron.training.config.flags import all_flags
 from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
@@ -240,7 +240,7 @@ def on_one_process(config: RunConfig) -> RunConfig:
 
 def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
     """Flags of `a`, given and not the default, that `b` has another value of."""
-    mine, other = to_flat_dict(a), to_flat_dict(b)
+    mine, other = flat_values(a), flat_values(b)
     return [f.name for f in all_flags() if mine[f.field] not in (other[f.field], f.default)]
 
 

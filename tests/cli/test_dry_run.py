@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -55,10 +56,10 @@ def test_its_remedies_work() -> None:
 
 
 def test_a_misspelt_flag() -> None:
-    done = pretrain(f"{RIGHT} --num-atention-heads 8 --sequence_parallel")
+    done = pretrain(f"{RIGHT} --num-atention-heads 8 --seqence_parallel")
     assert done.returncode == 2
     assert "  --num-atention-heads 8: unknown flag; did you mean --num-attention-heads?" in done.stderr.splitlines()
-    assert "  --sequence_parallel: unknown flag; did you mean --sequence-parallel?" in done.stderr.splitlines()
+    assert "  --seqence-parallel: unknown flag; did you mean --sequence-parallel?" in done.stderr.splitlines()
 
 
 def test_plan() -> None:
@@ -126,3 +127,17 @@ def test_a_missing_tokenizer_is_one_problem_among_others() -> None:
     done = pretrain(f"{RIGHT} --tokenizer-type SentencePieceTokenizer")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 2, done.stderr
+
+
+def test_a_plan_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = pretrain(f"{RIGHT} --json {file}")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    assert record["world_size"] == 8
+    assert (record["config"]["num_layers"], record["config"]["data_parallel_size"]) == (7, 2)
+    assert [f"  {line}" for lines in record["plan"].values() for line in lines] == [
+        line for line in done.stdout.splitlines() if line.startswith("  ")
+    ]
+    refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
+    assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr

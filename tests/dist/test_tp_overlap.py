@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
 from tests.dist.test_collective_counts import recorded, ring_bytes
 from tests.harness import Snapshot, run_world, tp_context, train_in_world
 
@@ -174,7 +174,8 @@ def test_as_many_bytes_travel(size: int, deferred: bool) -> None:
 
 def problems(flags: str) -> list[str]:
     argv = COMMON.replace("--cpu", "").replace("--sequence-parallel", "").split() + flags.split()
-    return [str(problem) for problem in validate(resolve(parse_args(argv), 2), 2)]
+    config = resolve(parse_args(argv), 2)
+    return [str(problem) for problem in (*validate(config, 2), *notices(config, 2))]
 
 
 def test_rules() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from dataclasses import fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron.training.config.arguments import CommandLine, command_line, parse_args, save_config, to_flat_dict
-from megatron.training.config.flags import all_flags, field_docs, sections, spelling_table
-from megatron.training.config.megatron_flags import CONSTANTS, foreign_flags
+from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
+from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
+from megatron.training.config.megatron_flags import Accepted, NotBuilt, SameAs, foreign_flags
+from megatron.training.config.reading import OPTIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -57,13 +61,28 @@ def test_every_field_has_help_and_a_unique_name() -> None:
 
 def test_tables_do_not_overlap() -> None:
     """A feature that lands leaves the tables of what is not there."""
+    text = files("megatron.training.config").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    groups = [*tables["no_effect"], *tables["not_built"]]
+    foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]
+    foreign += [*tables["usual"], *tables["replaced"]]
+    twice = [flag for flag, times in Counter([*foreign, *spelling_table()]).items() if times > 1]
+    assert not twice
+    for flag, values in (*tables["same_values"].items(), *tables["values_not_built"].items()):
+        known, _ = spelling_table()[flag]
+        assert known.spec.choices and not set(values) & set(known.spec.choices), flag
+
+
+def test_what_flags_stand_for_exists() -> None:
+    """Replacements, switches and remedies name flags that there are."""
     foreign = foreign_flags()
-    tables: list[Any] = [spelling_table(), foreign.no_effect, foreign.not_built, foreign.renamed, CONSTANTS]
-    for i, one in enumerate(tables):
-        for other in tables[i + 1 :]:
-            assert not set(one) & set(other)
-    for prefix in foreign.not_built_prefixes:
-        assert not [name for name in (*foreign.no_effect, *foreign.renamed) if name.startswith(prefix)]
+    known = {*spelling_table(), *foreign.spellings(), *OPTIONS}
+    for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):
+        text = entry.flags if isinstance(entry, SameAs) else ""
+        if isinstance(entry, NotBuilt):
+            text = " ".join([entry.remedy, *entry.switch])
+        named = {word.strip(",:;.") for word in text.split() if word.startswith("--")}
+        assert named <= known, (name, named - known)
 
 
 def test_defaults_without_flags() -> None:
@@ -121,9 +140,9 @@ def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
         "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 "
-        "--dataloader-type cyclic --pipeline-schedule 1f1 --learning_rate 3 "
+        "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type ring --hierarchical-context-parallel-sizes 2 4",
+        "--cp-comm-type ring --openai-gelu --lr 3",
         capsys,
     )
     for line in (
@@ -131,16 +150,15 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
         "--mtp-num-layers 1: asks for multi-token prediction, which is not built; remove it",
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
-        "--batch-size 8: is not a flag here; use --micro-batch-size",
-        "--dataloader-type cyclic: asks for something that is not built; only single is",
+        "--batch-size 8: asks for a batch size of the whole model-parallel group, which older versions had, which is "
+        "not built; use --micro-batch-size and --global-batch-size",
+        "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
-        "--learning_rate 3: unknown flag; did you mean --learning-rate?",
         "--swiglu yes: takes no value; give the flag alone",
-        "--gibberish: unknown flag; --help lists all flags",
+        "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--hierarchical-context-parallel-sizes 2 4: asks for hierarchical context parallelism, which is not built; "
-        "remove it",
+        "--openai-gelu: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.
@@ -162,14 +180,48 @@ def test_meaningless_flags_get_one_line_each() -> None:
     assert command.config == parse_args(TINY.split())
 
 
-@pytest.mark.parametrize("name", [*foreign_flags().no_effect, *foreign_flags().not_built, *foreign_flags().renamed])
+@pytest.mark.parametrize("name", foreign_flags().entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    accepted = foreign_flags().no_effect.get(name)
-    if accepted:
-        value = [] if not accepted.arity else [accepted.values[0] if accepted.values else "1"]
-        assert command_line([*TINY.split(), name, *value], Launch()).notes[0].startswith(name)
+    """By a note that begins with it, by a problem, or by being another name of a field."""
+    entry = foreign_flags().entries[name]
+    argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
+    if isinstance(entry, Accepted):
+        value = [] if not entry.arity else [entry.values[0] if entry.values else "1"]
+        assert command_line([*argv, name, *value], Launch()).notes[0].startswith(f"{name} ")
+    elif isinstance(entry, SameAs):
+        reader = read_flags([*argv, name, *(["7"] if "{}" in entry.flags else [])])
+        assert reader.readings[-1].given[0] == name
+        assert bool(reader.notes) != entry.quiet or reader.problems
     else:
-        assert failure(f"{TINY} {name}", capsys)[0].startswith(name)
+        assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
+
+
+def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    command = command_line(f"{TINY} --kv-lora-rank 512 --muon-momentum 0.9".split(), Launch())
+    assert command.notes[0] == (
+        "--kv-lora-rank 512 has no effect: it is a setting of multi-latent attention, which --multi-latent-attention "
+        "asks for"
+    )
+    assert command.notes[1].startswith("--muon-momentum 0.9 has no effect: it is a setting of the Muon optimizer")
+    lines = failure(f"{TINY} --kv-lora-rank 512 --multi-latent-attention", capsys)
+    assert [line.partition(":")[0] for line in lines] == ["--multi-latent-attention", "--kv-lora-rank 512"]
+
+
+def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    old = "--checkpoint-activations --checkpoint-num-layers 2 --use-rotary-position-embeddings --micro_batch_size 3"
+    command = command_line(f"{TINY} {old} --lr-decay-style wsd --lr-wsd-decay-iters 2".split(), Launch())
+    ours = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    ours += " --position-embedding-type rope --micro-batch-size 3 --lr-decay-style WSD --lr-wsd-decay-iters 2"
+    assert command.config == parse_args(f"{TINY} {ours}".split())
+    assert command.notes == (
+        "--checkpoint-activations is read as --recompute-granularity full --recompute-method uniform",
+        "--checkpoint-num-layers 2 is read as --recompute-num-layers 2",
+        "--lr-decay-style wsd is read as WSD",
+    )
+    line = failure(f"{TINY} --optimizer muon", capsys)[0]
+    assert line == "--optimizer muon: asks for the Muon optimizer, which is not built; use adam or sgd"
+    line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
+    assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 
 
 def test_the_last_of_two_values_counts_and_that_is_said() -> None:
@@ -296,7 +348,7 @@ def test_saved_length_in_tokens_reads_back(tmp_path: Path) -> None:
 
 
 def test_flat_dict_has_every_field() -> None:
-    flat = to_flat_dict(parse_args(["--lr", "3", "--tp", "2"]))
+    flat = flat_values(parse_args(["--lr", "3", "--tp", "2"]))
     assert len(flat) == len(all_flags())
     assert (flat["lr"], flat["tensor_model_parallel_size"], flat["add_bias_linear"]) == (3.0, 2, True)
 

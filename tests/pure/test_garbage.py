@@ -11,7 +11,7 @@ import pytest
 
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import TrainingConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve
 from megatron.training.garbage_collection import GarbageCollection
 
 
@@ -65,6 +65,6 @@ def test_without_the_flag_thresholds_decide(resources: ExitStack) -> None:
 def test_settings_of_it_need_it(flags: str) -> None:
     model = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 10 --lr 1 --mock-data"
     base = [*model.split(), "--train-iters", "1", *flags.split()]
-    (problem,) = validate(resolve(parse_args(base), 1), 1)
+    (problem,) = notices(resolve(parse_args(base), 1), 1)
     assert str(problem).startswith(flags) and "add --manual-gc" in str(problem)
-    assert not validate(resolve(parse_args([*base, "--manual-gc"]), 1), 1)
+    assert not notices(resolve(parse_args([*base, "--manual-gc"]), 1), 1)

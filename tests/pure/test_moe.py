@@ -25,7 +25,7 @@ from megatron.planner.flops import model_flops
 from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import field_table
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import FP64, random_batch
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 
@@ -297,7 +297,8 @@ EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
 
 
 def problems(argv: str, world_size: int) -> list[str]:
-    return [str(problem) for problem in validate(resolve(parse_args(argv.split()), world_size), world_size)]
+    config = resolve(parse_args(argv.split()), world_size)
+    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
 
 
 @pytest.mark.parametrize(

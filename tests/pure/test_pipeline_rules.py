@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
 
 BASE = (
     "--num-layers 14 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --mock-data --train-iters 10 --lr 1e-3"
@@ -14,7 +14,7 @@ BASE = (
 
 def problems(flags: str, world_size: int) -> list[str]:
     config = resolve(parse_args([*BASE.split(), *flags.split()]), world_size)
-    return [str(problem) for problem in validate(config, world_size)]
+    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
 
 
 @pytest.mark.parametrize(

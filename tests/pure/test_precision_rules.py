@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
 
 BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --train-iters 10 --lr 1e-3 "
 
 
 def problems(flags: str, world_size: int = 1) -> list[str]:
     config = resolve(parse_args([*BASE.split(), *flags.split()]), world_size)
-    return [str(problem) for problem in validate(config, world_size)]
+    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
 
 
 @pytest.mark.parametrize(

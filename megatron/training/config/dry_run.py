@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
@@ -13,6 +15,7 @@ from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, stage
 from megatron.planner.memory import RankStates, states_of_rank
 from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches
+from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -22,9 +25,14 @@ GROUPS_SHOWN = 4
 RANKS_SHOWN = 8
 
 
-def print_plan(config: RunConfig, world_size: int) -> None:
-    """Prints what a resolved and validated configuration will build and do on `world_size` ranks."""
+def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None) -> None:
+    """Prints what a resolved and validated configuration will build and do on `world_size` ranks.
+
+    Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, and the lines of
+    the "plan" under their titles. Raises OSError if it cannot be written.
+    """
     dims = ParallelDims.from_config(config.parallel, world_size)
+    plan: dict[str, list[str]] = {}
     for title, lines in (
         ("Model", model_lines(config)),
         (f"Groups, world size {world_size}", group_lines(dims)),
@@ -32,8 +40,13 @@ def print_plan(config: RunConfig, world_size: int) -> None:
         ("Batch and length", batch_lines(config, dims)),
     ):
         print(title)
+        plan[title] = []
         for line in lines:
             print(f"  {line}")
+            plan[title].append(line)
+    if plan_file is not None:
+        record = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        Path(plan_file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:

@@ -174,6 +174,11 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
     return getattr(config.options(extension) if extension else getattr(config, flag.section), flag.field)
 
 
+def flat_values(config: RunConfig) -> dict[str, Any]:
+    """Field -> value over all sections."""
+    return {flag.field: value_of(config, flag) for flag in all_flags()}
+
+
 def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Section -> field -> value, those of extensions under their titles: what a checkpoint keeps as JSON."""
     values: dict[str, dict[str, Any]] = {section: {} for section in sections()}

@@ -1,63 +1,103 @@
-"""Megatron-LM flags without a configuration field: accepted without effect, refused, or another spelling.
+"""Flags of Megatron-LM and Megatron-DeepSpeed without a configuration field: what each one is read as.
 
 The tables are in megatron_flags.toml, beside this file.
 """
 
 from __future__ import annotations
 
-import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from typing import Any
-
-CONSTANTS: dict[str, tuple[str, Any]] = {
-    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
-    "--no-position-embedding": ("position_embedding_type", "none"),
-    "--recompute-activations": ("recompute_granularity", "selective"),
-    "--enable-cuda-graph": ("cuda_graph_impl", "local"),
-}
-"""Switches that set one field to one value."""
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A flag without effect: `arity` is its number of values; `reason` is logged.
-
-    If `values` is given, only these values are accepted; any other value asks for a feature that is not built.
-    """
+    """A flag without effect."""
 
     reason: str
-    arity: int = 0
+    """Why it has none; logged."""
+
+    arity: int | None = 0
+    """Number of values; None if any will do."""
+
     values: tuple[str, ...] = ()
+    """If given, the only values without effect: any other one asks for `feature`."""
+
+    feature: str = "something"
+
+    @property
+    def legal(self) -> str:
+        return " or ".join(self.values)
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A flag that stands for others."""
+
+    flags: str
+    """These flags; `{}` stands for its values."""
+
+    quiet: bool = False
+    """Whether it is a usual spelling, of which nothing need be said."""
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A flag that asks for a feature that is not built."""
+
+    feature: str
+    remedy: str = "remove it"
+    switch: tuple[str, ...] = ()
+    """If given, the flags that ask for the feature, with a value where that does it: without one of them this flag is
+    a setting without effect."""
+
+
+Entry = Accepted | SameAs | NotBuilt
 
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """What megatron_flags.toml says, by flag."""
+    """What megatron_flags.toml says."""
 
-    no_effect: dict[str, Accepted]
-    renamed: dict[str, str]
-    """Flag -> the flag to use instead."""
+    entries: dict[str, Entry]
+    prefixes: dict[str, NotBuilt]
+    """Prefix of flags that no field and no entry has -> the feature that they ask for."""
 
-    not_built: dict[str, str]
-    """Flag -> the feature that it asks for."""
+    same_values: dict[str, dict[str, str]]
+    """Flag -> its value -> the value that it is read as, with a reason behind a colon."""
 
-    not_built_prefixes: dict[str, str]
-    """Prefix of flags that are not fields -> the feature that they ask for."""
+    values_not_built: dict[str, dict[str, str]]
+    """Flag -> its value -> the feature that it asks for."""
+
+    def find(self, name: str) -> Entry | None:
+        """What a flag is that no field has; None if nobody knows it."""
+        longest = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default="")
+        return self.entries.get(name) or self.prefixes.get(longest)
+
+    def spellings(self) -> Iterator[str]:
+        yield from self.entries
 
 
 @cache
 def foreign_flags() -> ForeignFlags:
-    """Reads the tables. Called only for a flag that no field has, so that most runs never read them."""
-    tables = tomllib.loads(files(__package__).joinpath("megatron_flags.toml").read_text(encoding="utf-8"))
-    return ForeignFlags(
-        {
-            flag: Accepted(group["reason"], group.get("arity", 0), tuple(group.get("values", ())))
-            for group in tables["no_effect"]
-            for flag in group["flags"]
-        },
-        tables["renamed"],
-        {flag: feature for feature, flags in tables["not_built"].items() for flag in flags},
-        {prefix: feature for feature, prefixes in tables["not_built_prefixes"].items() for prefix in prefixes},
-    )
+    """Reads the tables. Called only for a flag or value that no field has, so that most runs never read them."""
+    import tomllib
+
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    entries: dict[str, Entry] = {}
+    for group in tables["no_effect"]:
+        settings = {name: value for name, value in group.items() if name != "flags"}
+        settings["values"] = tuple(settings.get("values", ()))
+        if settings.get("arity") == "any":
+            settings["arity"] = None
+        entries |= dict.fromkeys(group["flags"], Accepted(**settings))
+    for quiet, table in ((True, tables["usual"]), (False, tables["replaced"])):
+        entries |= {flag: SameAs(flags, quiet) for flag, flags in table.items()}
+    prefixes: dict[str, NotBuilt] = {}
+    for group in tables["not_built"]:
+        settings = {name: group[name] for name in ("feature", "remedy") if name in group}
+        entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
+        entries |= dict.fromkeys(group.get("flags", ()), entry)
+        prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
+    return ForeignFlags(entries, prefixes, tables["same_values"], tables["values_not_built"])

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine, print_problems
-from megatron.training.config.dry_run import print_plan
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import Problem, resolve, validate
+from megatron.training.config.validation import Problem, notices, resolve, validate
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
@@ -25,7 +24,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """
     world_size = command.world_size or launch.world_size
     if launch.rank == 0:
-        for note in command.notes:
+        for note in (*command.notes, *notices(command.config, world_size)):
             print(note, file=sys.stderr)
     config, problems, vocab_size = command.config, [], None
     if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
@@ -43,7 +42,9 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(2)
     if command.dry_run:
         if launch.rank == 0:
-            print_plan(config, world_size)
+            from megatron.training.config.dry_run import print_plan
+
+            print_plan(config, world_size, command.plan_file)
         raise SystemExit(0)
     return config
 

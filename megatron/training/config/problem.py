@@ -17,6 +17,8 @@ class Problem:
     value: Any
     rule: str
     remedy: str
+    harmless: bool = False
+    """Whether the run can start all the same: the flag has no effect, which is only said."""
 
     @classmethod
     def of_errors(cls, flag: str, value: Any, error: Exception) -> list[Problem]:
@@ -36,8 +38,8 @@ class Problem:
 
     @classmethod
     def no_effect(cls, flag: str, value: Any, needed: str) -> Problem:
-        """The problem of a flag that has no effect without another one."""
-        return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}")
+        """What is said of a flag that has no effect without another one."""
+        return cls(flag, value, f"has no effect without {needed}", f"add {needed}, or remove {flag}", harmless=True)
 
     @classmethod
     def exclusive(cls, flag: str, value: Any, other: str, why: str = "") -> Problem:

@@ -13,9 +13,10 @@ from megatron.training.config.batch_size import samples_of_run
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
+from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig
 
-__all__ = ["MOCK_VOCAB_SIZE", "Problem", "resolve", "validate"]
+__all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
 
 MOCK_VOCAB_SIZE = 50257
 """Vocabulary of a run on made-up data that names neither a tokenizer nor a size: GPT-2's."""
@@ -23,8 +24,17 @@ MOCK_VOCAB_SIZE = 50257
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
     """Every problem of a configuration, resolved or not, on `world_size` ranks; empty if it can run."""
-    problems = list(single_values(config))
-    flagged = {problem.flag for problem in problems}
+    return [problem for problem in _findings(config, world_size) if not problem.harmless]
+
+
+def notices(config: RunConfig, world_size: int) -> list[Problem]:
+    """Flags of a configuration that have no effect beside the others."""
+    return [problem for problem in _findings(config, world_size) if problem.harmless]
+
+
+def _findings(config: RunConfig, world_size: int) -> list[Problem]:
+    problems = [*single_values(config), *(problem for _, _, problem in switched_off(config))]
+    flagged = {problem.flag for problem in problems if not problem.harmless}
     resolved = resolve(config, world_size)
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
@@ -59,7 +69,8 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
 
 
 def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
+    parallel = replace(config.parallel, **{field: value for field, value, _ in switched_off(config)})
+    return _filled(parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.training.config.arguments import save_config, to_flat_dict
+from megatron.training.config.arguments import flat_values, save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.straggler import hosts_of_ranks, straggler_line
 from megatron.training.hooks import METRICS
@@ -38,7 +38,7 @@ class RunLog:
         if save:
             Path(save).mkdir(parents=True, exist_ok=True)
             save_config(config, Path(save) / CONFIG_FILE)
-        self._sinks = open_sinks(config.logging, save, iteration, to_flat_dict(config))
+        self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))
         for sink in self._sinks:
             resources.callback(sink.close)
             runtime.watchdog.failures.at_exit.append(sink.close)

@@ -24,9 +24,6 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0 and not divides(tp, m.ffn_size):
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
     yield from _vocabulary(c, tp)
-    if c.parallel.sequence_parallel and tp == 1:
-        remedy = "remove it, or raise --tensor-model-parallel-size"
-        yield Problem("--sequence-parallel", None, "needs --tensor-model-parallel-size above 1", remedy)
     yield from _tensor_overlap(c.parallel)
 
 

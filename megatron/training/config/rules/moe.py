@@ -39,16 +39,11 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _without_experts(c: RunConfig) -> Iterator[Problem]:
-    """Without experts, no flag of experts may be given."""
+    """Without experts, flags of experts have no effect."""
     for field in fields(MoEConfig):
         value = getattr(c.model, field.name)
         if value != field.default:
             yield Problem.no_effect(field_table()[field.name].name, None if value is True else value, "--num-experts")
-    p = c.parallel
-    if p.expert_model_parallel_size > 1:
-        yield Problem.no_effect("--expert-model-parallel-size", p.expert_model_parallel_size, "--num-experts")
-    if p.expert_tensor_parallel_size not in (None, 1, p.tensor_model_parallel_size):
-        yield Problem.no_effect("--expert-tensor-parallel-size", p.expert_tensor_parallel_size, "--num-experts")
 
 
 def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:

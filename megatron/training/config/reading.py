@@ -1,0 +1,344 @@
+"""Reads flags from a command line or a YAML file into the values of fields. No torch.
+
+Every flag ends in one of four ways: it sets a field, it stands for other flags, it has no effect, or it is a problem.
+What became of each is kept as a `Reading`, which notes and `tools/translate_flags.py` print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.flags import Flag, parse_int, spelling_table
+from megatron.training.config.megatron_flags import NotBuilt, SameAs, foreign_flags
+from megatron.training.config.problem import Problem
+
+OPTIONS = {"--config": 1, "--world-size": 1, "--json": 1, "--dry-run": 0}
+"""What is not configuration -> its number of values."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What became of one flag as it was given."""
+
+    given: tuple[str, ...]
+    """The flag and its values."""
+
+    ours: tuple[str, ...]
+    """The flags and values that it is read as; empty if it has no effect or is a problem."""
+
+    why: str = ""
+    """Why it differs from what was given; empty if it does not."""
+
+    problem: bool = False
+
+    def __str__(self) -> str:
+        given = " ".join(self.given)
+        return f"{given} is read as {' '.join(self.ours)}" if self.ours else f"{given} has no effect: {self.why}"
+
+
+@dataclass
+class FlagReader:
+    """Collects the values that flags give, and every problem with them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, str] = field(default_factory=dict)
+    """Field -> the spelling or place that set it last."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    suspects: set[str] = field(default_factory=set)
+    """Flags that were probably meant, or given with a bad value: reporting them as missing would be no use."""
+
+    readings: list[Reading] = field(default_factory=list)
+    options: dict[str, list[str]] = field(default_factory=dict)
+    """Option -> its values, one for each time that it is given."""
+
+    _settings: list[tuple[str, list[str], NotBuilt]] = field(default_factory=list)
+    """Settings of features that are not built, judged once it is known whether the feature is asked for."""
+
+    _switches: set[str] = field(default_factory=set)
+    """Every flag that was given, alone and with its first value."""
+
+    def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
+        """Reads a whole command line, as (flag, its values)."""
+        for name, texts in tokens:
+            self.read(name, texts)
+        self.finish()
+
+    def read(self, name: str, texts: list[str]) -> None:
+        """Reads one flag. `finish` is due after the last one."""
+        if not name.startswith("--"):
+            self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
+            return
+        name = _known_spelling(name)
+        self._switches |= {name, " ".join([name, *texts[:1]])}
+        if name in OPTIONS:
+            self._option(name, texts)
+        elif name in spelling_table():
+            self._field(name, texts)
+        else:
+            self._foreign(name, texts)
+
+    def finish(self) -> None:
+        """Judges the settings of features that are not built: without the feature they have no effect."""
+        for name, texts, entry in self._settings:
+            if self._switches & set(entry.switch):
+                self._not_built(name, texts, entry)
+            else:
+                self._no_effect(name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
+        self._settings.clear()
+
+    def _field(self, name: str, texts: list[str]) -> None:
+        flag, on = spelling_table()[name]
+        before = len(self.problems)
+        if flag.kind is not bool:
+            self.set_value(flag, name, texts)
+        elif texts:
+            self.wrong(flag, name, texts, "takes no value", "give the flag alone")
+        else:
+            self.set(flag, name, on)
+        self.readings.append(Reading((name, *texts), (name, *texts), problem=len(self.problems) > before))
+
+    def _option(self, name: str, texts: list[str]) -> None:
+        if len(texts) != OPTIONS[name]:
+            rule = "takes one value" if OPTIONS[name] else "takes no value"
+            self.problems.append(Problem(name, tuple(texts) or None, rule, f"given: {len(texts)}"))
+            return
+        self.options.setdefault(name, []).extend(texts or [""])
+
+    @property
+    def world_size(self) -> int | None:
+        """--world-size. A value that is no number above 0 becomes a problem and is forgotten."""
+        for text in self.options.get("--world-size", ())[-1:]:
+            try:
+                size = parse_int(text)
+            except ValueError:
+                size = 0
+            if size > 0:
+                return size
+            rule = "must be a whole number above 0"
+            self.problems.append(Problem("--world-size", text, rule, "say how many ranks"))
+            del self.options["--world-size"]
+        return None
+
+    # Flags that no field has
+
+    def _foreign(self, name: str, texts: list[str]) -> None:
+        entry = foreign_flags().find(name)
+        if entry is None:
+            self._unknown(name, texts)
+        elif isinstance(entry, SameAs):
+            self._same_as(name, texts, entry)
+        elif isinstance(entry, NotBuilt):
+            if entry.switch:
+                self._settings.append((name, texts, entry))
+            else:
+                self._not_built(name, texts, entry)
+        elif entry.arity is not None and len(texts) != entry.arity:
+            rule = f"takes {'one value' if entry.arity else 'no value'}"
+            self._refuse(name, texts, rule, "correct it, or remove the flag: it has no effect")
+        elif entry.values and texts[0] not in entry.values:
+            self._refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {entry.legal} is")
+        else:
+            self._no_effect(name, texts, entry.reason)
+
+    def _same_as(self, name: str, texts: list[str], entry: SameAs) -> None:
+        """A flag that stands for others. `{}` stands for its values; without one it takes none."""
+        words = entry.flags.split()
+        if ("{}" in words) != bool(texts):
+            rule = "takes a value" if "{}" in words else "takes no value"
+            self._refuse(name, texts, rule, f"or use {entry.flags}")
+            return
+        ours = [text for word in words for text in (texts if word == "{}" else [word])]
+        before = len(self.problems)
+        for each, values in tokens_of(ours):
+            self._field(each, values) if each in spelling_table() else self._foreign(each, values)
+            self.readings.pop()
+        why = "" if entry.quiet else "another name" if len(words) <= 2 else "short for these"
+        self.readings.append(Reading((name, *texts), tuple(ours), why, len(self.problems) > before))
+        if not entry.quiet:
+            self.notes.append(str(self.readings[-1]))
+
+    def _no_effect(self, name: str, texts: Sequence[str], reason: str) -> None:
+        self.readings.append(Reading((name, *texts), (), reason))
+        self.notes.append(str(self.readings[-1]))
+
+    def _not_built(self, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
+        self._refuse(name, texts, f"asks for {entry.feature}, which is not built", entry.remedy)
+        self.suspects |= {word.strip(",") for word in entry.remedy.split() if word.startswith("--")}
+
+    def _refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
+        self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
+        self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
+
+    def _unknown(self, name: str, texts: list[str]) -> None:
+        """An unknown flag. A suggestion is for typing errors, so it must be close."""
+        import difflib
+
+        known = [*spelling_table(), *foreign_flags().spellings(), *OPTIONS]
+        plain = "--" + name.lstrip("-").replace("_", "-").lower()
+        close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)
+        remedy = f"did you mean {close[0]}?" if close else "neither this program nor Megatron-LM has it; remove it"
+        self._refuse(name, texts, "unknown flag", remedy)
+        if close and close[0] in spelling_table():
+            self.suspects.add(spelling_table()[close[0]][0].name)
+
+    # Values of fields
+
+    def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
+        """Converts the text of a field's value, and sets it unless it is not legal."""
+        if not texts or (len(texts) > 1 and not flag.takes_several):
+            rule = "takes one or more values" if flag.spec.many else "takes one value"
+            self.wrong(flag, name, texts, rule, f"given: {len(texts)}")
+            return
+        texts = [self._same_value(flag, name, text) for text in texts]
+        try:
+            value = flag.convert(texts)
+        except ValueError as error:
+            remedy = "for example " + ("2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4")
+            self.wrong(flag, name, texts, str(error), remedy)
+            return
+        choices = flag.spec.choices
+        illegal = [v for v in (value if flag.takes_several else (value,)) if choices and v not in choices]
+        if not choices or not illegal:
+            self.set(flag, name, value)
+        elif feature := foreign_flags().values_not_built.get(flag.name, {}).get(illegal[0]):
+            rule = f"asks for {feature}, which is not built"
+            self.wrong(flag, name, texts, rule, f"use {' or '.join(choices)}")
+        else:
+            import difflib
+
+            close = difflib.get_close_matches(illegal[0].lower(), [c.lower() for c in choices], n=1, cutoff=0.6)
+            nearest = next((c for c in choices if close and c.lower() == close[0]), None)
+            remedy = f"nearest: {nearest}" if nearest else "pick one of them"
+            self.wrong(flag, name, texts, f"must be one of {', '.join(choices)}", remedy)
+
+    def _same_value(self, flag: Flag, name: str, text: str) -> str:
+        """Another spelling of a value as the one that is known here."""
+        same = foreign_flags().same_values.get(flag.name, {}).get(text)
+        if same is None or (flag.spec.choices and text in flag.spec.choices):
+            return text
+        value, _, why = same.partition(": ")
+        self.notes.append(f"{name} {text} is read as {value}{why and f': {why}'}")
+        return value
+
+    def set(self, flag: Flag, name: str, value: Any) -> None:
+        """The last of several wins, as launch scripts append overrides; a note says so if they differ. The values of a
+        flag that may be repeated add up."""
+        if flag.spec.repeats:
+            value = (*(self.values[flag.field] if flag.field in self.given else ()), *value)
+        elif flag.field in self.given and self.values.get(flag.field) != value:
+            first = self.given[flag.field]
+            both = f"{name} is given twice" if first == name else f"{first} and {name} are both given"
+            self.notes.append(f"{both}, with different values: the last one, {name}{_shown(value)}, counts")
+        self.values[flag.field] = value
+        self.given[flag.field] = name
+
+    def wrong(self, flag: Flag, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
+        """Adds a problem with a field's value."""
+        self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
+        self.suspects.add(flag.name)
+
+    # Files
+
+    def read_file(self, path: str) -> None:
+        """A flat YAML mapping: names of flags or fields, with dashes or underscores."""
+        try:
+            node = compose(path)
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())
+            self.problems.append(Problem("--config", path, why, "give a readable YAML file"))
+            return
+        if node is None:
+            return
+        if not node.tag.endswith(":map"):
+            self.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
+            return
+        self.given = {}
+        for key, value in node.value:
+            self._entry(path, str(key.value), plain(value))
+        self.finish()
+
+    def _entry(self, path: str, key: str, value: Any) -> None:
+        name = "--" + key.lstrip("-").replace("_", "-")
+        where = f"{path}: {key}"
+        flag, on = spelling_table().get(name, (None, True))
+        if name in OPTIONS:
+            self.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
+        elif isinstance(value, dict):
+            self.problems.append(Problem(where, None, "must be a value", "write names flat, without sections"))
+        elif flag is None:
+            if value not in (None, False):  # a switch that is off asks for nothing
+                before = len(self.problems)
+                self.read(name, [] if value is True else texts_of(value))
+                new = self.problems[before:]
+                self.problems[before:] = [replace(p, flag=where) if p.flag == name else p for p in new]
+        elif flag.field in self.given:
+            rule = f"the file says it twice, as {self.given[flag.field]} too"
+            self.wrong(flag, where, texts_of(value), rule, "drop one")
+        elif value is not None:
+            if flag.kind is not bool:
+                self.set_value(flag, where, texts_of(value))
+                self.given[flag.field] = name
+            elif isinstance(value, bool):
+                self.set(flag, name, value == on)
+            else:
+                self.wrong(flag, where, texts_of(value), "must be true or false", "correct the file")
+
+
+def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(flag, its values): all that stands between it and the next flag, or behind its `=`. What stands before the first
+    flag has no values and does not begin with two dashes."""
+    current: tuple[str, list[str]] | None = None
+    for token in argv:
+        if token.startswith("--"):
+            if current:
+                yield current
+            name, equals, value = token.partition("=")
+            current = (name, [value] if equals else [])
+        elif current:
+            current[1].append(token)
+        else:
+            yield token, []
+    if current:
+        yield current
+
+
+def _known_spelling(name: str) -> str:
+    """The spelling with dashes where the one with underscores is not known."""
+    dashes = "--" + name[2:].replace("_", "-")
+    known = name in OPTIONS or name in spelling_table() or name == dashes or foreign_flags().find(name)
+    return name if known else dashes
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands behind its flag; nothing for a switch."""
+    values = value if isinstance(value, tuple) else (value,)
+    return "" if isinstance(value, bool) else "".join(f" {v}" for v in values)
+
+
+def compose(path: str) -> Any:
+    """The YAML of a file as nodes. Raises OSError or ValueError where it cannot be read."""
+    import yaml
+
+    try:
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def plain(node: Any) -> Any:
+    """A YAML node as None, a bool, a list, a dict, or text as it stands: fields know their own types."""
+    if isinstance(node.value, list):
+        return {} if node.tag.endswith(":map") else [plain(item) for item in node.value]
+    if node.tag.endswith(":bool"):
+        return node.value.lower() in ("true", "yes", "on")
+    return None if node.tag.endswith(":null") else node.value
+
+
+def texts_of(value: Any) -> list[str]:
+    """A plain YAML value as the texts of a flag."""
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
