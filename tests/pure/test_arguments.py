@@ -16,7 +16,7 @@ import yaml
 
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
-from megatron.training.config.megatron_flags import Accepted, NotBuilt, SameAs, foreign_flags
+from megatron.training.config.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.reading import OPTIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -65,7 +65,7 @@ def test_tables_do_not_overlap() -> None:
     tables = tomllib.loads(text)
     groups = [*tables["no_effect"], *tables["not_built"]]
     foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]
-    foreign += [*tables["usual"], *tables["replaced"]]
+    foreign += [*tables["usual"], *tables["exchanged"], *tables["replaced"]]
     twice = [flag for flag, times in Counter([*foreign, *spelling_table()]).items() if times > 1]
     assert not twice
     for flag, values in (*tables["same_values"].items(), *tables["values_not_built"].items()):
@@ -109,6 +109,10 @@ def test_defaults_without_flags() -> None:
         ("--disable-bias-linear --add-bias-linear", "model", "add_bias_linear", True),
         ("--deterministic-mode", "training", "deterministic", True),
         ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
+        ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
         ("--recompute-activations", "model", "recompute_granularity", "selective"),
         ("--window-size 4096", "model", "window_size", 4096),
         ("--window-size 4095,0", "model", "window_size", 4096),
@@ -192,6 +196,9 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
         reader = read_flags([*argv, name, *(["7"] if "{}" in entry.flags else [])])
         assert reader.readings[-1].given[0] == name
         assert bool(reader.notes) != entry.quiet or reader.problems
+    elif isinstance(entry, Exchange):
+        for flags, note in ([name], False), ([name, entry.flag, entry.after], True):
+            assert bool(read_flags([*argv, *flags]).notes) == note
     else:
         assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
 
@@ -282,6 +289,13 @@ def test_config_file(tmp_path: Path) -> None:
     assert config.data.split == "90,5,5"
     assert config.training.rampup_batch_size == (2, 2, 100)
     assert len(command.notes) == 1
+
+
+def test_a_rotary_embedding_of_a_file_survives_no_position_embedding(tmp_path: Path) -> None:
+    path = write(tmp_path, "position-embedding-type: rope\n")
+    assert parse_args(["--config", path, "--no-position-embedding"]).model.position_embedding_type == "rope"
+    path = write(tmp_path, "no-position-embedding: true\nposition-embedding-type: learned_absolute\n")
+    assert parse_args(["--config", path]).model.position_embedding_type == "none"
 
 
 def test_later_files_win(tmp_path: Path) -> None:

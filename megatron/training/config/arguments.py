@@ -122,6 +122,8 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
     reader.suspects |= files.suspects
+    reader.exchanges = files.exchanges + reader.exchanges
+    reader.exchange()
     return reader
 
 

@@ -43,6 +43,15 @@ class SameAs:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """A switch that replaces one value of a flag, given or the default, by another. Any third value stays."""
+
+    flag: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class NotBuilt:
     """A flag that asks for a feature that is not built."""
 
@@ -53,7 +62,7 @@ class NotBuilt:
     a setting without effect."""
 
 
-Entry = Accepted | SameAs | NotBuilt
+Entry = Accepted | SameAs | Exchange | NotBuilt
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ def foreign_flags() -> ForeignFlags:
         entries |= dict.fromkeys(group["flags"], Accepted(**settings))
     for quiet, table in ((True, tables["usual"]), (False, tables["replaced"])):
         entries |= {flag: SameAs(flags, quiet) for flag, flags in table.items()}
+    entries |= {flag: Exchange(*words) for flag, words in tables["exchanged"].items()}
     prefixes: dict[str, NotBuilt] = {}
     for group in tables["not_built"]:
         settings = {name: group[name] for name in ("feature", "remedy") if name in group}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.config.flags import Flag, parse_int, spelling_table
-from megatron.training.config.megatron_flags import NotBuilt, SameAs, foreign_flags
+from megatron.training.config.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.problem import Problem
 
 OPTIONS = {"--config": 1, "--world-size": 1, "--json": 1, "--dry-run": 0}
@@ -56,6 +56,9 @@ class FlagReader:
     options: dict[str, list[str]] = field(default_factory=dict)
     """Option -> its values, one for each time that it is given."""
 
+    exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
+    """Switches for `exchange`, which is due once all sources are read."""
+
     _settings: list[tuple[str, list[str], NotBuilt]] = field(default_factory=list)
     """Settings of features that are not built, judged once it is known whether the feature is asked for."""
 
@@ -90,6 +93,17 @@ class FlagReader:
             else:
                 self._no_effect(name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")
         self._settings.clear()
+
+    def exchange(self) -> None:
+        """Replaces those values that a switch of its own replaces, wherever they come from."""
+        for name, entry in self.exchanges:
+            flag, _ = spelling_table()[entry.flag]
+            value = self.values.get(flag.field, flag.default)
+            if value == entry.before:
+                self.values[flag.field] = entry.after
+                self.readings.append(Reading((name,), (entry.flag, entry.after)))
+            else:
+                self._no_effect(name, (), f"{entry.flag} is {value}")
 
     def _field(self, name: str, texts: list[str]) -> None:
         flag, on = spelling_table()[name]
@@ -132,6 +146,10 @@ class FlagReader:
             self._unknown(name, texts)
         elif isinstance(entry, SameAs):
             self._same_as(name, texts, entry)
+        elif isinstance(entry, Exchange):
+            if texts:
+                self._refuse(name, texts, "takes no value", "give the flag alone")
+            self.exchanges.append((name, entry))
         elif isinstance(entry, NotBuilt):
             if entry.switch:
                 self._settings.append((name, texts, entry))
