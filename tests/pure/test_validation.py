@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.config.model import TransformerConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import Flag, all_flags
@@ -301,6 +302,15 @@ def test_resolve_fills_what_follows() -> None:
     assert model.vocab_size == MOCK_VOCAB_SIZE
     assert resolve(config, 8) == config
     assert resolve(parse_args(argv("--num-microbatches 3")), 2).training.global_batch_size == 6
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "width"), [(8, 64), (24, 64), (47, 64), (48, 128), (1024, 2688), (4096, 10880), (5120, 13632)]
+)
+def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: int) -> None:
+    """Megatron-LM's widths, except that a model too small for any multiple of 64 gets 64."""
+    assert TransformerConfig(hidden_size=hidden_size, swiglu=True).ffn_size == width
+    assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
 
 
 def test_resolve_takes_the_larger_vocabulary() -> None:

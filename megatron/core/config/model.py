@@ -26,7 +26,8 @@ class TransformerConfig(MoEConfig, Section):
     """Width h of the residual stream."""
 
     ffn_hidden_size: int | None = None
-    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded up to a multiple of 64."""
+    """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded down to a multiple of 64, at least
+    64."""
 
     num_attention_heads: int = 0
     """Query heads."""
@@ -169,7 +170,7 @@ class TransformerConfig(MoEConfig, Section):
     def ffn_size(self) -> int:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        return round_up(8 * self.hidden_size // 3, 64) if self.gated else 4 * self.hidden_size
+        return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
