@@ -12,6 +12,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.initialize import Runtime
+from megatron.training.metrics import megatron_format
 from megatron.training.metrics.sinks import Record
 from megatron.training.pipeline import Pipeline
 
@@ -62,5 +63,8 @@ def evaluate_split(
     if loss is None:
         return None
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    runtime.say(f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | lm loss PPL: {perplexity:.6E}")
+    if config.logging.log_format == "megatron":
+        runtime.say(megatron_format.evaluation_lines(split, iteration, loss))
+    else:
+        runtime.say(f" {split} after iteration {iteration} | loss: {loss:.6E} | perplexity: {perplexity:.6E}")
     return {"iteration": iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity}

@@ -18,6 +18,7 @@ from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Progress
@@ -43,6 +44,7 @@ class TrainingRun:
     """Changes with every step; the other parts are built once."""
 
     experts: ExpertLoad
+    sums: ModelSums
     saver: RunSaver
     guard: StepGuard
     clock: PhaseClock

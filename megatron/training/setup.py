@@ -26,6 +26,7 @@ from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
@@ -132,6 +133,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         train_iters=train_iters,
         progress=progress,
         experts=experts,
+        sums=ModelSums(config.logging, optimizer, stages, state, runtime.device),
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         clock=clock,

@@ -52,17 +52,13 @@ LAYOUTS = {
     "recomputed-act": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
-    "tp2-etp4": (4, f"{SP} --etp 4"),
-    "tp2-etp4-ep2": (8, f"{SP} --etp 4 --ep 2 {ALLTOALL}"),
-    "cp2-tp2-etp4": (4, f"--cp 2 {SP} --etp 4 {ALLTOALL}"),
-    "cp2-tp2-pp2-etp4": (8, f"--cp 2 {SP} --pp 2 --etp 4 --pipeline-schedule zb-h1 --use-tp-pp-dp-mapping"),
 }
 PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-mlp"]
-DEEPSEEK = ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2", "tp2-etp4-ep2")
-PAIRS += [("deepseek", name) for name in DEEPSEEK]
+PAIRS += [
+    ("deepseek", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2")
+]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
-DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")
-PAIRS += [("drop", name) for name in DROP]
+PAIRS += [("drop", name) for name in ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2")]
 PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer")]
 
 

@@ -67,7 +67,7 @@ class TokenizerConfig(Section):
         None,
         choices=TOKENIZERS,
     )
-    """Type of the tokenizer."""
+    """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
     tokenizer_model: str | None = None
     """SentencePiece model file, or a local tokenizer.json or its folder."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import Problem, notices, resolve, validate
 from megatron.training.reliability.launch import Launch
 
@@ -23,13 +24,20 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     One rank prints.
     """
     world_size = command.world_size or launch.world_size
+    try:
+        config, notes = with_saved_flags(command.config)
+    except (ValueError, OSError) as error:
+        if launch.rank == 0:
+            print_problems(Problem.of_errors("--load", command.config.checkpoint.load, error))
+        raise SystemExit(2) from None
     if launch.rank == 0:
-        for note in (*command.notes, *notices(command.config, world_size)):
+        for note in (*command.notes, *notes, *notices(config, world_size)):
             print(note, file=sys.stderr)
-    config, problems, vocab_size = command.config, [], None
+    problems: list[Problem] = []
+    vocab_size = None
     if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
         try:
-            vocab_size = tokenizer_vocabulary(config)
+            vocab_size = tokenizer_vocabulary(resolve(config, world_size))
         except (ValueError, OSError) as error:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)

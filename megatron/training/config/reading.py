@@ -326,10 +326,13 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _known_spelling(name: str) -> str:
-    """The spelling with dashes where the one with underscores is not known."""
+    """`name`, or if nobody knows it, the known one that has dashes for its underscores and `--no-` for `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
-    known = name in OPTIONS or name in spelling_table() or name == dashes or foreign_flags().find(name)
-    return name if known else dashes
+    for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
+        if spelling in OPTIONS or spelling in spelling_table():
+            return spelling
+    found = foreign_flags().entries
+    return next((each for each in (name, dashes, dashes.replace("--disable-", "--no-", 1)) if each in found), dashes)
 
 
 def _shown(value: Any) -> str:

@@ -111,8 +111,17 @@ class LoggingConfig:
     log_interval: int = 100
     """Iterations between progress lines."""
 
+    log_format: str = flag("default", choices=("default", "megatron"))
+    """Format of progress and validation lines on the console: this program's, or Megatron-LM's for parsers of it."""
+
     log_throughput: bool = False
-    """Accepted for compatibility; no effect: throughput is always logged."""
+    """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""
+
+    log_params_norm: bool = False
+    """Log the L2 norm of all parameters."""
+
+    log_num_zeros_in_grad: bool = False
+    """Log the number of zeros in the gradient."""
 
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files."""
@@ -128,6 +137,12 @@ class LoggingConfig:
 
     wandb_exp_name: str | None = None
     """Weights & Biases run name."""
+
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; default: that of the login."""
+
+    wandb_save_dir: str | None = None
+    """Folder for the files of Weights & Biases; default: wandb in the present folder."""
 
     log_straggler: bool = False
     """Report the slowest ranks of each phase of a step."""
@@ -178,6 +193,12 @@ class CheckpointConfig:
 
     override_data_fingerprint: bool = False
     """Resume from a checkpoint that was saved with other training data."""
+
+    use_checkpoint_args: bool = False
+    """Take the model's flags from the checkpoint in --load, if there is one."""
+
+    use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
+    """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""
 
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""

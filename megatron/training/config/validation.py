@@ -54,6 +54,7 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
         config,
         parallel=_resolve_parallel(config, world_size),
         model=_resolve_model(config, vocab_size),
+        tokenizer=_resolve_tokenizer(config),
         training=_resolve_training(config, world_size),
     )
 
@@ -88,6 +89,12 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
         kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 else None,
         max_position_embeddings=model.seq_length or None,
     )
+
+
+def _resolve_tokenizer(config: RunConfig) -> Any:
+    """GPT-2's files name their tokenizer, as in Megatron-LM, whose default it is."""
+    files = config.tokenizer.vocab_file or config.tokenizer.merge_file
+    return _filled(config.tokenizer, tokenizer_type="GPT2BPETokenizer" if files else None)
 
 
 def _resolve_training(config: RunConfig, world_size: int) -> Any:

@@ -60,11 +60,11 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     of_ranks = torch.zeros(world, len(own), dtype=torch.float64, device=runtime.device)
     of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
-    gathered = [losses.flatten(), run.experts.take(), run.user_metrics.take(), of_ranks.flatten()]
+    gathered = [losses.flatten(), run.experts.take(), run.user_metrics.take(), run.sums.take(), of_ranks.flatten()]
     summed = torch.cat(gathered)
     if world > 1:
         dist.all_reduce(summed)
-    table, expert_load, user_metrics, of_ranks = summed.split([part.numel() for part in gathered])
+    table, expert_load, user_metrics, sums, of_ranks = summed.split([part.numel() for part in gathered])
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
     steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
@@ -93,6 +93,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "step_time": seconds / max(steps, 1),
         "peak_memory_bytes": int(of_ranks[:, 0].max()),
         **(run.experts.record(expert_load, interval.samples * config.model.seq_length) if steps else {}),
+        **run.sums.record(sums),
         **straggler_record(of_ranks[:, 1:].tolist(), steps, config.logging),
     }
     own_metrics = run.user_metrics.record(user_metrics)

@@ -13,6 +13,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.straggler import hosts_of_ranks, straggler_line
 from megatron.training.hooks import METRICS
 from megatron.training.initialize import Runtime
+from megatron.training.metrics import megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 
 CONFIG_FILE = "run_config.yaml"
@@ -28,7 +29,7 @@ class RunLog:
     def __init__(
         self, config: RunConfig, runtime: Runtime, iteration: int, train_iters: int, resources: ExitStack
     ) -> None:
-        self._runtime, self._train_iters = runtime, train_iters
+        self._runtime, self._train_iters, self._options = runtime, train_iters, config.logging
         self._hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []
         self._bar: tqdm | None = None
@@ -54,13 +55,18 @@ class RunLog:
     def report(self, record: Record) -> None:
         """Writes the record of an interval and prints it."""
         self.write(record)
-        line = "\n".join([progress_line(record, self._train_iters), *straggler_line(record, self._hosts)])
+        line = "\n".join([self._line(record), *straggler_line(record, self._hosts)])
         if self._bar is None:
             self._runtime.say(line)
             return
         self._bar.write(line)
         if record["lm_loss"] is not None:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+
+    def _line(self, record: Record) -> str:
+        if self._options.log_format == "megatron":
+            return megatron_format.progress_line(record, self._train_iters, self._options.log_throughput)
+        return progress_line(record, self._train_iters)
 
     def step(self) -> None:
         """Advances the progress bar."""
@@ -69,8 +75,7 @@ class RunLog:
 
 
 def progress_line(record: Record, train_iters: int) -> str:
-    """One line of the console log, in the format of Megatron-LM's."""
-    loss = record["lm_loss"]
+    """One line of the console log."""
     parts = [
         f"iteration {record['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {record['consumed_samples']}",
@@ -81,8 +86,10 @@ def progress_line(record: Record, train_iters: int) -> str:
         "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
         f"learning rate: {record['learning_rate']:.4E}",
         f"global batch size: {record['global_batch_size']}",
-        "lm loss: " + (f"{loss:.6E}" if loss is not None else "none (every step skipped)"),
-        "grad norm: " + (f"{record['grad_norm']:.3f}" if record["grad_norm"] is not None else "none"),
+        *([f"lm loss: {record['lm_loss']:.6E}"] if record["lm_loss"] is not None else ["every step was skipped"]),
+        *([f"grad norm: {record['grad_norm']:.3f}"] if record["grad_norm"] is not None else []),
+        *([f"params norm: {record['params_norm']:.3f}"] if "params_norm" in record else []),
+        *([f"num zeros: {record['num_zeros']:.0f}"] if "num_zeros" in record else []),
         f"loss scale: {record['loss_scale']:.1f}",
         f"skipped iterations: {record['skipped_iterations']}",
         f"nan iterations: {record['nan_iterations']}",

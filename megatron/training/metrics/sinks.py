@@ -110,7 +110,13 @@ class WandbSink:
             raise ValueError(
                 f"--wandb-project {config.wandb_project} needs the wandb package: pip install wandb"
             ) from error
-        self._run = wandb.init(project=config.wandb_project, name=config.wandb_exp_name, config=run_config)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=config.wandb_save_dir,
+            config=run_config,
+        )
 
     def write(self, record: Record) -> None:
         self._run.log(record, step=record["iteration"])

@@ -1,0 +1,86 @@
+"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and its kin). No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.flags import all_flags, config_of_sections
+from megatron.training.config.run_config import RunConfig
+
+LATEST, METADATA = "latest_checkpointed_iteration.txt", "metadata.json"
+
+SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
+"""Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
+
+OWN = ("recompute_", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_per_layer_logging")
+"""Fields of the model, or beginnings of their names, that say how it is computed and stay the run's own."""
+
+
+def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with the flags that it is to take from its checkpoint, and a line for each that differs.
+
+    Raises ValueError if the checkpoint cannot be read.
+    """
+    options = config.checkpoint
+    wanted = options.use_checkpoint_args, options.use_checkpoint_opt_param_scheduler
+    if not any(wanted):
+        return config, []
+    flag = "--use-checkpoint-args" if wanted[0] else "--use-checkpoint-opt_param-scheduler"
+    if options.load is None:
+        return config, [f"{flag}: has no effect without --load"]
+    saved = saved_sections(Path(options.load))
+    if saved is None:
+        return config, [f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
+    before, notes = config_of_sections(saved), []
+    for use, section, values in (
+        (wanted[0], "model", dict(_model_fields(before))),
+        (wanted[1], "optimizer", dict(_schedule_fields(before))),
+    ):
+        own = getattr(config, section)
+        changed = {field: value for field, value in values.items() if getattr(own, field) != value} if use else {}
+        names = {each.field: each.name for each in all_flags()}
+        notes += [
+            f"{names[f]} is {_shown(v)}, as in the checkpoint, not {_shown(getattr(own, f))}"
+            for f, v in changed.items()
+        ]
+        config = replace(config, **{section: replace(own, **changed)})
+    return config, notes
+
+
+def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
+    """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none."""
+    folder = load
+    if (load / LATEST).exists():
+        folder = load / f"iter_{int((load / LATEST).read_text()):07d}"
+    if not (folder / METADATA).exists():
+        return None
+    try:
+        return dict(json.loads((folder / METADATA).read_text(encoding="utf-8"))["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / METADATA} cannot be read: {error}") from None
+
+
+def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
+    for flag in all_flags():
+        if flag.section == "model" and not flag.field.startswith(OWN):
+            yield flag.field, getattr(saved.model, flag.field)
+
+
+def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
+    """The schedule; a decay over the whole of the saved run keeps that run's length."""
+    for flag in all_flags():
+        if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):
+            value = getattr(saved.optimizer, flag.field)
+            if flag.field == "lr_decay_iters" and saved.optimizer.lr_decay_samples is None:
+                value = value or (saved.training.train_iters if saved.training.train_samples is None else None)
+            if flag.field == "lr_decay_samples" and saved.optimizer.lr_decay_iters is None:
+                value = value or saved.training.train_samples
+            yield flag.field, value
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)

@@ -1,0 +1,57 @@
+"""Console lines in Megatron-LM's format, and our own, which its parsers must not misread."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from megatron.training.metrics import megatron_format, run_log
+
+RECORD = {
+    "iteration": 10,
+    "consumed_samples": 80,
+    "consumed_tokens": 1280,
+    "step_time": 0.123456,
+    "tokens_per_second": 1234.5,
+    "tflops_per_device": 12.34,
+    "mfu": None,
+    "learning_rate": 1.5e-4,
+    "global_batch_size": 8,
+    "lm_loss": 3.25,
+    "grad_norm": 1.5,
+    "loss_scale": 1.0,
+    "skipped_iterations": 0,
+    "nan_iterations": 0,
+    "spike_iterations": 0,
+    "peak_memory_bytes": 2**30,
+}
+NOW = datetime(2030, 1, 2, 3, 4, 5)
+
+
+def test_progress_line_of_megatron() -> None:
+    assert megatron_format.progress_line(RECORD, 100, False, NOW) == (
+        " [2030-01-02 03:04:05] iteration       10/     100 | consumed samples:           80 | "
+        "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:     8 | "
+        "lm loss: 3.250000E+00 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 |"
+    )
+    more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
+    line = megatron_format.progress_line(more, 100, True, NOW)
+    assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
+    assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
+
+
+def test_validation_lines_of_megatron() -> None:
+    ruler, line, end = megatron_format.evaluation_lines("valid", 10, 3.25).split("\n")
+    assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "
+    assert ruler == end == "-" * (len(line) + 1)
+    assert " at iteration 10 on test set | " in megatron_format.evaluation_lines("test", 10, 3.25)
+    assert "PPL: 4.851652E+08" in megatron_format.evaluation_lines("valid", 10, 1e4)
+
+
+def test_a_step_without_loss_prints_none() -> None:
+    """A parser finds no number, and no word in the place of one."""
+    skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
+    for line in (megatron_format.progress_line(skipped, 100, True, NOW), run_log.progress_line(skipped, 100)):
+        assert "loss:" not in line and "none" not in line and "grad norm" not in line
+    assert re.search(r"lm loss: ([0-9.E+-]+)", run_log.progress_line(RECORD, 100))

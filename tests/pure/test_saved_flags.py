@@ -1,0 +1,63 @@
+"""Flags that are taken from a checkpoint's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import values_by_section
+from megatron.training.config.saved_flags import with_saved_flags
+
+SAVED = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --swiglu --recompute-granularity full --lr 3e-4 "
+    "--min-lr 1e-5 --lr-decay-style cosine --train-iters 500 --weight-decay 0.1 --clip-grad 0.5"
+)
+ASKS = ["--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / "iter_0000007").mkdir()
+    payload = {"config": values_by_section(parse_args(SAVED.split()))}
+    (tmp_path / "iter_0000007" / "metadata.json").write_text(json.dumps(payload))
+    return tmp_path
+
+
+def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
+    given = parse_args(["--lr", "1", "--hidden-size", "32", "--seq-length", "9", "--load", str(folder), *ASKS])
+    config, notes = with_saved_flags(given)
+    model, optimizer = config.model, config.optimizer
+    assert (model.num_layers, model.hidden_size, model.swiglu) == (6, 64, True)
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay) == (
+        3e-4,
+        1e-5,
+        "cosine",
+        0.1,
+    )
+    assert optimizer.lr_decay_iters == 500  # the length that the saved run decays over
+    assert model.recompute_granularity is None and optimizer.clip_grad == 1.0
+    assert "--hidden-size is 64, as in the checkpoint, not 32" in notes
+    assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
+
+
+def test_each_flag_takes_its_own_part(folder: Path) -> None:
+    given = parse_args(["--lr", "1", "--load", str(folder), ASKS[0]])
+    config, _ = with_saved_flags(given)
+    assert (config.model.num_layers, config.optimizer) == (6, given.optimizer)
+    given = parse_args(["--lr", "1", "--load", str(folder), ASKS[1]])
+    config, _ = with_saved_flags(given)
+    assert (config.model, config.optimizer.lr) == (given.model, 3e-4)
+    assert with_saved_flags(parse_args(["--load", str(folder)]))[1] == []
+
+
+def test_without_a_checkpoint_the_flags_hold(tmp_path: Path) -> None:
+    given = parse_args(["--lr", "1", "--load", str(tmp_path), *ASKS])
+    config, notes = with_saved_flags(given)
+    assert config == given and "so the flags hold" in notes[0]
+    (tmp_path / "metadata.json").write_text("{")
+    with pytest.raises(ValueError, match=r"metadata.json cannot be read"):
+        with_saved_flags(given)
