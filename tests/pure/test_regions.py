@@ -15,7 +15,7 @@ from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import squared_relu, swiglu
-from megatron.core.transformer.rotary import rotate_queries_and_keys
+from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 from megatron.training.initialize import check_compiler
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
@@ -25,8 +25,10 @@ LABELS = torch.arange(10).view(5, 2) * 3
 SAMPLES = torch.tensor([3, 8])
 
 
-def rotated(x: Tensor, compiled: bool) -> Tensor:
-    rotate = region(rotate_queries_and_keys, compiled)
+def rotated(
+    x: Tensor, compiled: bool, function: Callable[..., tuple[Tensor, Tensor]] = rotate_queries_and_keys
+) -> Tensor:
+    rotate = region(function, compiled)
     q, k = x.unflatten(-1, (-1, 10)).split((2, 2), 2)
     return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
 
@@ -35,6 +37,7 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "swiglu": swiglu,
     "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
     "rotary": rotated,
+    "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }

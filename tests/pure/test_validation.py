@@ -169,6 +169,17 @@ def test_legal(flags: str, world_size: int) -> None:
             "--rotary-percent 1.0: rotates 5 of the 5 channels of a head",
         ),
         ("--use-rope-scaling", 1, "--use-rope-scaling: has no effect without --position-embedding-type rope"),
+        ("--rotary-interleaved", 1, "--rotary-interleaved: has no effect without --position-embedding-type rope"),
+        (
+            "--rotary-seq-len-interpolation-factor 4 --position-embedding-type none",
+            1,
+            "--rotary-seq-len-interpolation-factor 4.0: has no effect without --position-embedding-type rope",
+        ),
+        (
+            "--rotary-seq-len-interpolation-factor 0 --position-embedding-type rope",
+            1,
+            "--rotary-seq-len-interpolation-factor 0.0: must be above 0",
+        ),
         (
             "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
             1,

@@ -56,6 +56,12 @@ class TransformerConfig(MoEConfig, Section):
     rotary_percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
 
+    rotary_interleaved: bool = False
+    """Rotate pairs of neighbouring channels, as GPT-J does, instead of pairs half the rotated width apart."""
+
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide positions by this number, which stretches the rotary embedding to longer sequences."""
+
     use_rope_scaling: bool = False
     """Scale rotary frequencies as in Llama 3.1."""
 

@@ -1,4 +1,7 @@
-"""Rotary position embedding (arXiv:2104.09864), in the rotate-half form, with Llama 3.1's frequency scaling."""
+"""Rotary position embedding (arXiv:2104.09864), over pairs of distant or of neighbouring channels.
+
+Frequencies can be scaled as in Llama 3.1, and positions interpolated.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position of each pair of channels."""
+    """[rotary_dim / 2] fp32: radians per position of each pair of channels.
+
+    Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
+    """
     rotary_dim = int(config.head_dim * config.rotary_percent)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / (config.rotary_base**exponents)
-    return _scale_frequencies(frequencies, config) if config.use_rope_scaling else frequencies
+    if config.use_rope_scaling:
+        frequencies = _scale_frequencies(frequencies, config)
+    return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
 
 
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -55,8 +63,21 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
 
+def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with pairs of neighbouring channels."""
+    return apply_rotary_interleaved(q, cos, sin), apply_rotary_interleaved(k, cos, sin)
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel i pairs with i + rotary_dim / 2."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [s, b, heads, head_dim], its first rotary_dim channels turned: channel 2i pairs with 2i + 1."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim].unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, attention_linears
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import rotate_queries_and_keys
+from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 
 
 class SelfAttention(nn.Module):
@@ -35,7 +35,8 @@ class SelfAttention(nn.Module):
             for norm in HEAD_NORMS
         )
         self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
-        self.rotate = region(rotate_queries_and_keys, ctx.compiled)
+        rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
+        self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = "core_attn" in config.recomputed_modules
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
         self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm

@@ -93,5 +93,12 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if m.use_rope_scaling and low >= high:
             rule = f"must be below --rope-scaling-high-freq-factor {high}"
             yield Problem("--rope-scaling-low-freq-factor", low, rule, "for example 1 and 4, as in Llama 3.1")
-    elif m.use_rope_scaling:
-        yield Problem.no_effect("--use-rope-scaling", None, "--position-embedding-type rope")
+        return
+    settings = {
+        "--use-rope-scaling": m.use_rope_scaling,
+        "--rotary-interleaved": m.rotary_interleaved,
+        "--rotary-seq-len-interpolation-factor": m.rotary_seq_len_interpolation_factor,
+    }
+    for flag, value in settings.items():
+        if value:
+            yield Problem.no_effect(flag, None if value is True else value, "--position-embedding-type rope")
