@@ -23,7 +23,6 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.integrity import read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import MODEL
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError
 from megatron.core.parallel_state import Axis
@@ -92,18 +91,9 @@ def first_difference(one: Checkpoint, two: Checkpoint) -> str | None:
         a, b = one.tensors[key], two.tensors[key]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return f"{key} is {a.dtype_name} {a.shape} in {one.folder} and {b.dtype_name} {b.shape} in {two.folder}"
-        if difference := compare(key, whole(one, key), whole(two, key)):
+        if difference := compare(key, one.read(key), two.read(key)):
             return difference
     return None
-
-
-def whole(checkpoint: Checkpoint, key: str) -> torch.Tensor:
-    """One tensor of a checkpoint, put together from its boxes."""
-    info = checkpoint.tensors[key]
-    tensor = torch.empty(info.shape, dtype=info.dtype)
-    target = ShardedBoxes(info.shape, [((0,) * len(info.shape), tensor)])
-    checkpoint.load({key: target}, Axis(), ignore=lambda _: True)
-    return tensor
 
 
 def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> str | None:

@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.storage import (
 )
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tokenizers import Tokenizer
@@ -62,6 +63,7 @@ __all__ = [
     "checkpoint_contents",
     "load_checkpoint",
     "load_model_for_inference",
+    "load_whole_model",
     "read_latest",
     "save_checkpoint",
     "saved_config",
@@ -149,6 +151,9 @@ def load_checkpoint(
     if checkpoint is None:
         return Progress(data_fingerprint=data_fingerprint)
     load_optimizer = options.load_optim and not options.finetune
+    if converted(checkpoint) and load_optimizer:
+        load_optimizer = False
+        say(f" {checkpoint.folder} was converted from another format and has weights only: the optimizer starts fresh")
     _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
     targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
     targets = _without_new_histories(targets, checkpoint)
@@ -172,17 +177,26 @@ def load_model_for_inference(
     `path` is a checkpoint, or a folder of which the latest is meant. `tokenizer_config` replaces the one the run
     had, whose files may have moved. Raises ValueError if there is no readable checkpoint.
     """
+    model, config = load_whole_model(path, device)
+    return model, resolved_tokenizer(tokenizer_config or config.tokenizer, config.model), config
+
+
+def load_whole_model(
+    path: Path | str, device: torch.device | str = "cpu", number_format: str | None = None
+) -> tuple[GPTModel, RunConfig]:
+    """The whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
     checkpoint = choose_checkpoint(Path(path), Axis())
     if checkpoint is None:
         raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
     load_saved_extensions(checkpoint.payload["config"].get("extensions", {}).get("extension") or ())
     config, state = saved_config(checkpoint), ParallelState()
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
+    dtypes = dtypes if number_format is None else {number_format: True}
     model = GPTModel(config.model, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
     targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
     checkpoint.load(targets, Axis(), ignore=_unused(checkpoint, load_optimizer=False))
     model.eval()
-    return model, resolved_tokenizer(tokenizer_config or config.tokenizer, config.model), config
+    return model, config
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -222,12 +236,13 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool,
     """Raises ValueError, with every difference at once, if the run would not go on as what was saved."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
-        if changed := changed_fields(saved, config, checkpoint.payload["config"]):
+        ignored = _free_choices(saved) if converted(checkpoint) else frozenset[str]()
+        if changed := changed_fields(saved, config, checkpoint.payload["config"], ignored):
             problems.append(
                 "the run computes something else: " + ", ".join(changed) + "; give the checkpoint's values, "
                 "or --finetune to load weights of equal shapes only and start at iteration 0"
             )
-        if options.load_rng and saved.training.seed != config.training.seed:
+        if options.load_rng and not converted(checkpoint) and saved.training.seed != config.training.seed:
             problems.append(
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
                 "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
@@ -243,6 +258,20 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool,
         )
     if problems:
         raise ValueError(f"checkpoint {checkpoint.folder} does not fit the run: " + "; ".join(problems))
+
+
+def converted(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint was made of another format: weights that no run of this program has trained."""
+    return checkpoint.payload.get("converted") is True
+
+
+def _free_choices(saved: RunConfig) -> frozenset[str]:
+    """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
+    rotary = saved.model.position_embedding_type == "rope"
+    return frozenset(TRAINING_ONLY) - {PADDING} | ({"max_position_embeddings"} if rotary else set())
+
+
+PADDING = "make_vocab_size_divisible_by"
 
 
 def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
@@ -284,14 +313,16 @@ WITHOUT_EFFECT = {
 }
 
 
-def changed_fields(saved: RunConfig, run: RunConfig, sections: Collection[str]) -> list[str]:
+def changed_fields(
+    saved: RunConfig, run: RunConfig, sections: Collection[str], ignored: Collection[str] = ()
+) -> list[str]:
     """Every flag of the model, or of an extension in the checkpoint's `sections`, that changes a result and in which
     two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
-    given and differs with others is left to them."""
+    given and differs with others is left to them, and so are those `ignored`."""
     changed = []
     compared = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE
     for flag in all_flags():
-        if flag.section not in compared or flag.field in WITHOUT_EFFECT:
+        if flag.section not in compared or flag.field in WITHOUT_EFFECT or flag.field in ignored:
             continue
         given = [value_of(config, flag) for config in (saved, run)]
         effective = EFFECTIVE.get(flag.field)

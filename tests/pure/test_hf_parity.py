@@ -16,59 +16,13 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.adapter import config_from_hf, config_to_hf, copy_shards_, from_hf, to_hf
+from megatron.core.models.hf.config import config_from_hf, config_to_hf
+from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from tests.gpt_cases import FP64, GPT, LLAMA
+from tests.hf_models import CASES, SIZES
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 83,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}),
-    "gpt2-untied": ("gpt2", {**GPT2_SIZES, "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
-    "llama2": ("llama", {**SIZES, "num_key_value_heads": 4}),
-    "llama3": ("llama", {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}),
-    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 12}),
-    "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True, "rope_theta": 1e6}),
-    "qwen2-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
-    "qwen3": ("qwen3", {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-5}),
-    "mistral": ("mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
-    "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
-    "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5}),
-    "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {
-            **SIZES,
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [],
-        },
-    ),
-}
-
 
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 

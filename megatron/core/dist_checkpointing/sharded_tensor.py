@@ -9,7 +9,7 @@ DCP reads boxes through three methods that are private to torch. Only this file 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,31 @@ class ShardedBoxes(Tensor):
             if offset == index.offset:
                 return _without_surroundings(data)
         return next(_without_surroundings(data) for offset, data in self.boxes if offset == index.offset)
+
+
+class StreamedTensor(ShardedBoxes):
+    """A whole tensor to save that is made when it is written. Nothing holds it before or after that.
+
+    `make` returns a tensor of this shape and dtype. The writer must be one that drops what it has written:
+    `storage.save(..., streamed=True)`.
+    """
+
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> StreamedTensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, requires_grad=False)
+        self.boxes, self.writes, self.make = [], True, make
+        return self
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return ShardedBoxes(self.shape, [((0,) * len(self.shape), whole)]).__create_write_items__(fqn, _)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        tensor = self.make().contiguous()
+        assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype), (index.fqn, tensor.shape, tensor.dtype)
+        return _without_surroundings(tensor)
 
 
 def _without_surroundings(data: Tensor) -> Tensor:

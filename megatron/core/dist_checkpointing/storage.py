@@ -29,11 +29,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.integrity import SummedFiles, Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
+from megatron.core.dist_checkpointing.streaming import StreamingWriter
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
@@ -59,8 +62,12 @@ def checkpoint_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis) -> Path:
+def save(
+    root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, streamed: bool = False
+) -> Path:
     """Saves a checkpoint and makes it the latest. Collective over `world`; returns its folder.
+
+    `streamed`: tensors are made as they are written, one at a time (`StreamedTensor`).
 
     When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
     live rank, and the latest checkpoint is still the previous one.
@@ -70,7 +77,8 @@ def save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any]
     on_first_rank(lambda: _clear(root, scratch), world)
     # SummedFiles syncs the files: DCP would sync them before Python's buffer is flushed. Without copying ahead DCP
     # makes no CUDA stream; on a thread without a current device it would make one on device 0.
-    writer = dcp.FileSystemWriter(scratch, sync_files=False, per_thread_copy_ahead=0)
+    kind = StreamingWriter if streamed else dcp.FileSystemWriter
+    writer = kind(scratch, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = SummedFiles()
     with _failures_as_checkpoint_error(f"cannot write checkpoint {scratch}"), _one_checksum():
         dcp.save(
@@ -178,6 +186,14 @@ class Checkpoint:
                 process_group=world.group,
                 no_dist=world.size == 1,
             )
+
+    def read(self, key: str) -> Tensor:
+        """Reads one whole tensor, in this process alone."""
+        info = self.tensors[key]
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        whole = ShardedBoxes(info.shape, [((0,) * len(info.shape), tensor)])
+        self.load({key: whole}, Axis(), ignore=lambda _: True)
+        return tensor
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
         wanted: dict[str, tuple[int, ...]] = {}

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.config.model import TransformerConfig
+from megatron.core.moe.parameters import router_states
 from megatron.core.parallel_state import Axis
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext
 
 EXTRA_COLUMNS = 3
@@ -66,10 +67,9 @@ class Balance(nn.Module):
         self.z_coefficient = config.moe_z_loss_coeff
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.experts.sequence
-        self.load = make_state(f"{name}.load", self.num_experts, torch.float64, ctx)
+        self.load, *bias = (make_state(meta, dtype, ctx) for meta, dtype in router_states(name, config))
         """[E] share of assignments in the last global batch; for global_aux_loss summed over all batches."""
-        biased = config.moe_router_enable_expert_bias
-        self.expert_bias = make_state(f"{name}.expert_bias", self.num_experts, torch.float32, ctx) if biased else None
+        self.expert_bias = bias[0] if bias else None
         self.tally = torch.zeros(2 * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
         """Sums over the tokens of the step so far: assignments [E], probabilities [E], extra columns."""
 
@@ -136,10 +136,12 @@ class Balance(nn.Module):
         return torch.cat((counts, extra))
 
 
-def make_state(name: str, size: int, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Creates a model state [size] that is not trained but saved in checkpoints. Every rank holds it whole."""
-    state = nn.Parameter(torch.zeros(size, dtype=dtype, device=ctx.device), requires_grad=False)
-    state.meta = ParamMeta(name, (size,), init=Init("zeros"))  # type: ignore[attr-defined]
+def make_state(meta: ParamMeta, dtype: str, ctx: TPContext) -> nn.Parameter:
+    """Creates a model state of zeros that is not trained but saved in checkpoints. Every rank holds it whole."""
+    state = nn.Parameter(
+        torch.zeros(meta.global_shape, dtype=getattr(torch, dtype), device=ctx.device), requires_grad=False
+    )
+    state.meta = meta  # type: ignore[attr-defined]
     return state
 
 

@@ -11,10 +11,18 @@ from megatron.core.tensor_parallel.parameters import sequence_partial
 
 
 def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
-    """The router's weight. Its states, such as the experts' biases, are not trained and not here."""
+    """The router's weight."""
     assert config.num_experts is not None
     shape, init = (config.num_experts, config.hidden_size), Init("normal", config.init_method_std)
     return ParamMeta(f"{name}.weight", shape, init=init, partial_over=sequence_partial(sequence_parallel))
+
+
+def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
+    """What the router keeps beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
+    assert config.num_experts is not None
+    kinds = {"load": "float64"} | ({"expert_bias": "float32"} if config.moe_router_enable_expert_bias else {})
+    zeros = Init("zeros")
+    return [(ParamMeta(f"{name}.{kind}", (config.num_experts,), init=zeros), dtype) for kind, dtype in kinds.items()]
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[ParamMeta, ParamMeta]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import expert_metas, router_meta
+from megatron.core.moe.parameters import expert_metas, router_meta, router_states
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import sequence_partial
 from megatron.core.transformer.parameters import (
@@ -64,6 +64,12 @@ def parameter_metas(
         if not (first and config.tied_embeddings):
             found.append(output_meta(config, tied_stages))
     return found
+
+
+def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
+    """What the whole model keeps beside parameters, with the name of the dtype: saved, but not trained."""
+    routers = [f"decoder.layers.{number}.mlp.router" for number in config.moe_layers]
+    return [state for name in routers for state in router_states(name, config)]
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:

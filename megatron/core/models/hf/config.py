@@ -1,21 +1,18 @@
-"""Converts weights and configurations between Hugging Face's format and ours, with the tables of `families`.
+"""Converts configurations between Hugging Face's config.json and ours, with the tables of `families`.
 
-Everything here is a pure function. A setting that a family cannot express is an error, never an approximation.
+Everything here is a pure function. A setting that a family cannot express is an error, never an approximation. A
+config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, get_args, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import parameter_metas
-from megatron.core.models.hf.families import Family, Rule
-from megatron.core.param_meta import ParamMeta
+from megatron.core.models.hf.families import Family
 from megatron.core.parts import HF_FAMILIES
 
 # Fields that affect how a model is trained or stored, but not its outputs.
@@ -53,9 +50,6 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     return HF_FAMILIES[model_type]
 
 
-# Configurations
-
-
 def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     """Converts a config.json. seq_length becomes its longest context.
 
@@ -63,16 +57,47 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     """
     family = family_of(hf_config)
     hf = {**family.defaults, **{family.aliases.get(key, key): value for key, value in hf_config.items()}}
-    problems = [
-        f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
-        for key, legal in family.only.items()
-        if hf[key] not in legal
-    ]
-    problems += [f"{key} is missing" for key in family.keys if key not in hf]
-    if hf.get("embd_pdrop", hf.get("resid_pdrop")) != hf.get("resid_pdrop"):
-        problems.append(f"embd_pdrop = {hf['embd_pdrop']!r} differs from resid_pdrop = {hf['resid_pdrop']!r}")
-    if problems:
+    try:
+        problems = list(_problems(hf, family))
+        config = None if problems else _config(hf, family)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        problems = [f"a value has the wrong type or is missing ({type(error).__name__}: {error})"]
+    if problems or config is None:
         raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
+    return config
+
+
+def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for key, legal in family.only.items():
+        if hf[key] not in legal:
+            yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
+    if hf.get("quantization_config") is not None:
+        yield "quantization_config is given; quantized weights are not supported"
+    if hf.get("embd_pdrop", hf.get("resid_pdrop")) != hf.get("resid_pdrop"):
+        yield f"embd_pdrop = {hf['embd_pdrop']!r} differs from resid_pdrop = {hf['resid_pdrop']!r}"
+    hints = get_type_hints(TransformerConfig)
+    for key, ours in family.keys.items():
+        if key not in hf:
+            yield f"{key} is missing"
+        elif rule := _broken_rule(hf[key], hints[ours]):
+            yield f"{key} = {hf[key]!r} must be {rule}"
+    if type(hf["tie_word_embeddings"]) is not bool:
+        yield f"tie_word_embeddings = {hf['tie_word_embeddings']!r} must be true or false"
+
+
+def _broken_rule(value: Any, hint: Any) -> str | None:
+    """What a number of config.json must be and is not. Sizes are positive, and other numbers at least 0."""
+    kinds = get_args(hint) or (hint,)
+    if value is None:
+        return None if type(None) in kinds else "a number"
+    if int in kinds:
+        return None if type(value) is int and value > 0 else "a whole number above 0"
+    if float in kinds:
+        return None if type(value) in (int, float) and 0 <= value < math.inf else "a number, at least 0"
+    return None if type(value) in kinds else f"a {kinds[0].__name__}"
+
+
+def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields = {ours: hf[key] for key, ours in family.keys.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
@@ -107,11 +132,14 @@ def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
     window, layers = hf.get("sliding_window"), hf.get("num_hidden_layers", 0)
     if not window or not hf.get("use_sliding_window", True):
         return None
+    if rule := _broken_rule(window, int):
+        raise ValueError(f"config.json: sliding_window = {window!r} must be {rule}")
     first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
-    kinds = hf.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    if set(kinds) == {"full_attention"}:
+    full, sliding = {"full_attention"} if first > 0 else set(), {"sliding_attention"} if first < layers else set()
+    kinds = set(hf.get("layer_types") or full | sliding)
+    if kinds == {"full_attention"}:
         return None
-    if set(kinds) != {"sliding_attention"}:
+    if kinds != {"sliding_attention"}:
         raise ValueError("config.json: a sliding window in some layers only is not supported")
     return window
 
@@ -119,6 +147,14 @@ def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
 def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
     """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
     family = family_of({"model_type": model_type})
+    hf = _settings(config, family)
+    if lost := _lost(config, hf):
+        raise ValueError(f"a {model_type} model cannot have {', '.join(lost)}")
+    return hf
+
+
+def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    model_type = family.model_type
     hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
     stated = replace(config, **_stated(config))
@@ -133,11 +169,27 @@ def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
         if model_type != "mistral":
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": 0} if config.window_size else {}
-    expected, found = _computed(config), _computed(config_from_hf(hf))
-    lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
-    if lost:
-        raise ValueError(f"a {model_type} model cannot have {', '.join(lost)}")
     return hf
+
+
+def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
+    """Settings of a model that a config.json made of it does not express."""
+    expected, found = _computed(config), _computed(config_from_hf(hf))
+    return [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+
+
+def choose_family(config: TransformerConfig) -> str:
+    """The first family that can express a model. Raises ValueError that says what keeps the nearest one from it."""
+    problems: list[str] = []
+    for model_type in HF_FAMILIES:
+        try:
+            config_to_hf(config, model_type)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            return model_type
+    nearest = min(problems, key=len)
+    raise ValueError(f"no Hugging Face family can express this model; for one of them: {nearest}")
 
 
 def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -176,113 +228,3 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy"] if config.moe_expert_capacity_factor is None else []
     return {name: value for name, value in fields.items() if name not in idle}
-
-
-# Weights
-
-
-def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
-    family = family_of({"model_type": model_type})
-    tensors = _checkpoint_names(state_dict, family)
-    found: dict[str, Tensor] = {}
-    problems: list[str] = []
-    for meta, rule in _rules_of(config, family):
-        missing = [name for name in rule.theirs if name not in tensors]
-        if missing:
-            problems += [f"{name} is missing" for name in missing]
-            continue
-        parts = tuple(tensors.pop(name) for name in rule.theirs)
-        problems += _place(found, meta, rule, config, parts)
-    problems += _check_tied_head(tensors, found, config)
-    problems += [f"{name} is unknown" for name in tensors]
-    if problems:
-        raise ValueError(f"weights of a {model_type} model: " + "; ".join(problems))
-    return found
-
-
-def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
-    family = family_of({"model_type": model_type})
-    rules = _rules_of(config, family)
-    missing = [meta.name for meta, _ in rules if meta.name not in parameters]
-    if missing:
-        raise ValueError(f"parameters missing: {', '.join(missing)}")
-    return {
-        name: tensor
-        for meta, rule in rules
-        for name, tensor in zip(rule.theirs, rule.layout.theirs(config, parameters[meta.name]), strict=True)
-    }
-
-
-@torch.no_grad()
-def copy_shards_(
-    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
-) -> None:
-    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
-    for parameter in parameters:
-        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
-        if meta.name not in whole and not parameter.requires_grad:
-            continue
-        offset, shape = meta.box(coords)
-        box = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        parameter.copy_(whole[meta.name][box])
-
-
-def _checkpoint_names(state_dict: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Their tensors under full names, without tensors that are not weights."""
-    bare = not any(name.startswith(family.prefix) for name in state_dict)
-    return {
-        family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
-        for name, tensor in state_dict.items()
-        if not name.endswith(tuple(family.ignored))
-    }
-
-
-def _rules_of(config: TransformerConfig, family: Family) -> list[tuple[ParamMeta, Rule]]:
-    """Each parameter of the model with its rule, with the layer number filled in."""
-    rules = {rule.ours: rule for rule in family.rules}
-    found = []
-    for meta in parameter_metas(config):
-        parts = meta.name.split(".")
-        layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
-        pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
-        if pattern not in rules:
-            raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
-        rule = rules[pattern]
-        found.append((meta, replace(rule, theirs=tuple(_names(rule, layer, config.num_experts or 0)))))
-    return found
-
-
-def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
-    """Their names with the layer number filled in, expert by expert."""
-    names = [name.replace("{i}", layer) for name in rule.theirs]
-    if any("{e}" in name for name in names):
-        return (name.replace("{e}", str(expert)) for expert in range(experts) for name in names)
-    return iter(names)
-
-
-def _place(
-    found: dict[str, Tensor], meta: ParamMeta, rule: Rule, config: TransformerConfig, parts: tuple[Tensor, ...]
-) -> list[str]:
-    """Adds a parameter to `found`, or returns the problems of its parts."""
-    names = ", ".join(rule.theirs)
-    shapes = ", ".join(str(list(part.shape)) for part in parts)
-    try:
-        parameter = rule.layout.ours(config, parts)
-    except RuntimeError:
-        return [f"{names} of shape {shapes} do not fit the configuration"]
-    if tuple(parameter.shape) != meta.global_shape:
-        return [f"{names} of shape {shapes} make {list(parameter.shape)}, not {list(meta.global_shape)} of {meta.name}"]
-    found[meta.name] = parameter
-    return []
-
-
-def _check_tied_head(tensors: dict[str, Tensor], found: dict[str, Tensor], config: TransformerConfig) -> list[str]:
-    """Checks that a stored copy of a tied head equals the embedding."""
-    if not config.tied_embeddings or "lm_head.weight" not in tensors:
-        return []
-    head, embedding = tensors.pop("lm_head.weight"), found.get("embedding.word_embeddings.weight")
-    if embedding is None or torch.equal(head, embedding[: config.vocab_size]):
-        return []
-    return ["lm_head.weight differs from the word embeddings that config.json says it is tied to"]

@@ -1,0 +1,195 @@
+"""Converts weights between Hugging Face's names and layouts and ours, with the tables of `families`.
+
+Nothing here opens a file: tensors may be in memory, or on disk and read slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.models.hf.config import family_of
+from megatron.core.models.hf.families import Box, Family, Layout, Rule
+from megatron.core.models.hf.safetensors_file import Sliceable
+from megatron.core.param_meta import ParamMeta
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of our parameters, and the names of the tensors of theirs that it consists of."""
+
+    meta: ParamMeta
+    theirs: tuple[str, ...]
+    layout: Layout
+
+
+class HFWeights:
+    """Their tensors as our parameters, read one at a time, whole or in part.
+
+    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
+        family = family_of({"model_type": model_type})
+        self.config, self._tensors = config, _checkpoint_names(tensors, family)
+        problems = _too_few(self._tensors, config, family)
+        self.placements = {} if problems else {each.meta.name: each for each in placements(config, model_type)}
+        unknown = dict(self._tensors)
+        for placement in self.placements.values():
+            missing = [name for name in placement.theirs if name not in unknown]
+            problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
+            for name in placement.theirs:
+                unknown.pop(name, None)
+        self.tied_head = unknown.pop(HEAD, None) if config.tied_embeddings and self.placements else None
+        problems += [f"{name} is unknown" for name in unknown] if self.placements else []
+        if problems:
+            raise ValueError(f"weights of a {model_type} model: {_few(problems)}")
+
+    def _misfit(self, placement: Placement) -> list[str]:
+        """The problem with the tensors of a parameter, if there is one."""
+        tensors = [self._tensors[name] for name in placement.theirs]
+        names, expected = ", ".join(placement.theirs), placement.meta
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        try:
+            metas = [torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for tensor in tensors]
+            shape = tuple(placement.layout.ours(self.config, metas).shape)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return [f"{names} of shape {shapes} do not fit the configuration"]
+        if shape != expected.global_shape:
+            return [
+                f"{names} of shape {shapes} make {list(shape)}, not {list(expected.global_shape)} of {expected.name}"
+            ]
+        return []
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """The dtypes in which a parameter is stored: several if its tensors differ."""
+        return {self._tensors[part].dtype for part in self.placements[name].theirs}
+
+    def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter, or a box of it, in a dtype, by default as stored."""
+        placement = self.placements[name]
+        tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
+        if dtype is not None:
+            tensors = [_Converted(tensor, dtype) for tensor in tensors]
+        whole = tuple(slice(0, size) for size in placement.meta.global_shape)
+        return placement.layout.part(self.config, tensors, box or whole)
+
+    def check_tied_head(self) -> None:
+        """Raises ValueError if a stored copy of a tied head differs from the embedding. Reads both."""
+        embedding = self._tensors[self.placements[EMBEDDING].theirs[0]] if self.tied_head is not None else None
+        if self.tied_head is not None and embedding is not None:
+            shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
+            if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
+                raise ValueError(f"{HEAD} differs from the word embeddings that config.json says it is tied to")
+
+
+HEAD, EMBEDDING = "lm_head.weight", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A tensor whose slices are converted to a dtype as they are read."""
+
+    tensor: Sliceable
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def __getitem__(self, box: Any) -> Tensor:
+        return self.tensor[box].to(self.dtype)
+
+
+def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
+    weights = HFWeights(state_dict, config, model_type)
+    weights.check_tied_head()
+    return {name: weights.read(name) for name in weights.placements}
+
+
+def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
+    found = placements(config, model_type)
+    missing = [each.meta.name for each in found if each.meta.name not in parameters]
+    if missing:
+        raise ValueError(f"parameters missing: {', '.join(missing)}")
+    return {
+        name: tensor
+        for each in found
+        for name, tensor in zip(each.theirs, each.layout.theirs(config, parameters[each.meta.name]), strict=True)
+    }
+
+
+@torch.no_grad()
+def copy_shards_(
+    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
+) -> None:
+    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
+    for parameter in parameters:
+        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        if meta.name not in whole and not parameter.requires_grad:
+            continue
+        parameter.copy_(whole[meta.name][shard_of(meta, coords)])
+
+
+def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
+    """The box of a parameter that a rank holds."""
+    offset, shape = meta.box(coords)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Each parameter of a model with its tensors. Raises ValueError if the family has no place for one."""
+    family = family_of({"model_type": model_type})
+    rules = {rule.ours: rule for rule in family.rules}
+    found = []
+    for meta in parameter_metas(config):
+        parts = meta.name.split(".")
+        layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
+        pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
+        if pattern not in rules:
+            raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
+        rule = rules[pattern]
+        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), rule.layout))
+    return found
+
+
+def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
+    """Their tensors under full names, without tensors that are not weights."""
+    bare = not any(name.startswith(family.prefix) for name in tensors)
+    return {
+        family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(tuple(family.ignored))
+    }
+
+
+def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
+    """A problem if there are fewer tensors than layers or experts. Keeps a false number from costing memory."""
+    counts = {"num_layers": config.num_layers, "num_experts": config.num_experts or 0}
+    theirs = {ours: key for key, ours in family.keys.items()}
+    return [
+        f"config.json says {theirs.get(ours, ours)} = {count}, and there are {len(tensors)} tensors"
+        for ours, count in counts.items()
+        if count > len(tensors)
+    ]
+
+
+def _few(problems: list[str], limit: int = 8) -> str:
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
+
+
+def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
+    """Their names with the layer number filled in, expert by expert."""
+    names = [name.replace("{i}", layer) for name in rule.theirs]
+    if any("{e}" in name for name in names):
+        return (name.replace("{e}", str(expert)) for expert in range(experts) for name in names)
+    return iter(names)

@@ -1,0 +1,1 @@
+"""Conversion of checkpoints between formats, one tensor at a time."""

@@ -1,0 +1,144 @@
+"""This framework's checkpoints as a source and a target of conversions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates, choose_checkpoint
+from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
+from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
+from megatron.core.dist_checkpointing.storage import save
+from megatron.core.models.gpt.parameters import is_declared, model_states, parameter_metas
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import ParamMeta
+from megatron.training.checkpointing import FORMAT_VERSION, saved_config
+from megatron.training.config.arguments import save_config
+from megatron.training.config.flags import values_by_section
+from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.conversion.formats import Format, Options, Source, Target, Written
+from megatron.training.conversion.hf_format import side_files_of, tokenizer_config
+from megatron.training.extensions import load_saved_extensions
+from megatron.training.progress import Progress
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether a folder is one of our checkpoints, or holds some."""
+    try:
+        return bool(candidates(path).folders)
+    except (OSError, ValueError):
+        return False
+
+
+class DCPSource(Source):
+    """An opened checkpoint, its files verified: itself, or the latest of a folder."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        remarks: list[str] = []
+        checkpoint = choose_checkpoint(path, Axis(), remarks.append)
+        if checkpoint is None:
+            raise ValueError(f"{path} holds no checkpoint")
+        self.checkpoint, self.notes = checkpoint, tuple(remarks)
+        load_saved_extensions(checkpoint.payload.get("config", {}).get("extensions", {}).get("extension") or ())
+        self.config = saved_config(checkpoint)
+        if not is_declared(self.config.model):
+            raise ValueError(f"{checkpoint.folder}: its model has parts of an extension, which cannot be converted")
+        self.metas = {meta.name: meta for meta in parameter_metas(self.config.model)}
+        for name, meta in self.metas.items():
+            info = checkpoint.tensors.get(model_key(name))
+            if info is None or info.shape != meta.global_shape:
+                what = "is missing" if info is None else f"has shape {info.shape} instead of {meta.global_shape}"
+                raise ValueError(f"{checkpoint.folder} does not fit its own configuration: {model_key(name)} {what}")
+        names = (meta.name for meta, _ in model_states(self.config.model))
+        self.states = [name for name in names if model_key(name) in checkpoint.tensors]
+        self.side_files = side_files_of(self.config.tokenizer)
+
+    def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
+        return wanted or self.checkpoint.tensors[model_key(name)].dtype
+
+    def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
+        """The parameter as the model had it; in another dtype the optimizer's main parameter if there is one."""
+        key, main = model_key(name), optimizer_key(MAIN_PARAM, name)
+        if self.dtype(name, wanted) != self.dtype(name, None) and main in self.checkpoint.tensors:
+            key = main
+        return self.checkpoint.read(key).to(self.dtype(name, wanted))
+
+    def check_data(self) -> None:
+        """Nothing: checksums were compared when it was opened."""
+
+
+class DCPTarget(Target):
+    """A folder with a checkpoint of iteration 0 that has weights only, run_config.yaml, and the tokenizer's files."""
+
+    def __init__(self, source: Source, output: Path, options: Options) -> None:
+        self.source, self.options = source, options
+        self.dtypes = {name: source.dtype(name, options.dtype) for name in source.metas}
+        self.sizes = {name: meta.numel * self.dtypes[name].itemsize for name, meta in source.metas.items()}
+        self.nbytes = sum(self.sizes.values())
+        self.config = replace(source.config, checkpoint=CheckpointConfig())
+        if source.side_files:
+            # The folder's absolute path at its end, where the files will be.
+            folder = output.resolve() / TOKENIZER_FOLDER
+            self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
+
+    def payload(self) -> dict[str, Any]:
+        """Everything of the checkpoint that is not a tensor."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "torch_version": torch.__version__,
+            **asdict(Progress()),
+            "metrics": {},
+            "layout": asdict(ParallelDims()) | {"use_distributed_optimizer": False},
+            "optimizer": {"step_count": 0, "loss_scaler": {}},
+            "rng": {"seed": self.config.training.seed},
+            "config": values_by_section(self.config),
+            "converted": True,
+        }
+
+    def write(self, folder: Path, world: Axis, written: Written) -> None:
+        tensors: StateDict = {}
+        for name in self._share(world):
+            make = partial(self._make, name, written)
+            shape = self.source.metas[name].global_shape
+            tensors[model_key(name)] = StreamedTensor(shape, self.dtypes[name], make)
+        for meta, dtype in model_states(self.config.model) if world.first else ():
+            make = partial(self._make_state, meta, getattr(torch, dtype))
+            tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, getattr(torch, dtype), make)
+        save(folder, 0, tensors, self.payload(), world, streamed=True)
+
+    def _make(self, name: str, written: Written) -> Tensor:
+        written(self.sizes[name])
+        return self.source.read(name, self.options.dtype)
+
+    def _make_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
+        if meta.name in self.source.states:
+            return self.source.read(meta.name, dtype)
+        return torch.zeros(meta.global_shape, dtype=dtype)
+
+    def _share(self, world: Axis) -> Iterator[str]:
+        """The parameters that this process writes: each goes to the one with the fewest bytes so far."""
+        loads = [0] * world.size
+        for name, size in self.sizes.items():
+            turn = loads.index(min(loads))
+            loads[turn] += size
+            if turn == world.rank:
+                yield name
+
+    def finish(self, folder: Path) -> None:
+        save_config(self.config, folder / "run_config.yaml")
+        for name, path in self.source.side_files.items():
+            (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / TOKENIZER_FOLDER / name)
+
+
+DCP_FORMAT = Format("dcp", holds_checkpoint, DCPSource, DCPTarget)

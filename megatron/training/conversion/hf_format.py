@@ -1,0 +1,174 @@
+"""Hugging Face folders as a source and a target of conversions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.hf.config import choose_family, config_from_hf, config_to_hf
+from megatron.core.models.hf.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    SAFE_INDEX,
+    HFFolder,
+    index_of,
+    is_hf_folder,
+    plan_shards,
+    tokenizer_files,
+)
+from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
+from megatron.core.models.hf.weights import HFWeights, placements
+from megatron.core.parallel_state import Axis
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.tokenizer import resolved_tokenizer
+from megatron.training.conversion.formats import Format, Options, Source, Target, Written
+
+
+class HFSource(Source):
+    """An opened Hugging Face folder. Names and shapes of all weights are checked before one is read."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        folder = HFFolder(path)
+        model = config_from_hf(folder.config)
+        model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+        self.model_type = str(folder.config["model_type"])
+        self.weights = HFWeights(folder.tensors, model, self.model_type)
+        self.metas = {name: each.meta for name, each in self.weights.placements.items()}
+        names = [*(file.name for file in tokenizer_files(path)), GENERATION_CONFIG]
+        self.side_files = {name: path / name for name in names if (path / name).is_file()}
+        mixed = [name for name in self.metas if len(self.weights.dtypes(name)) > 1]
+        if mixed and options.dtype is None:
+            raise ValueError(f"{path}: the tensors of {mixed[0]} differ in dtype; choose one with --dtype")
+        counts = [self.dtype(name, options.dtype) for name in self.metas]
+        common = max(set(counts), key=counts.count)
+        self.config = RunConfig(
+            model=model,
+            parallel=ModelParallelConfig(
+                fp16=common == torch.float16, bf16=common == torch.bfloat16, fp64=common == torch.float64
+            ),
+            tokenizer=tokenizer_config(path),
+        )
+
+    def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
+        return wanted or next(iter(self.weights.dtypes(name)))
+
+    def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
+        return self.weights.read(name, dtype=wanted)
+
+    def check_data(self) -> None:
+        self.weights.check_tied_head()
+
+
+def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
+    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
+
+    They name no tokenizer if the files are those of none.
+    """
+    names = [file.name for file in tokenizer_files(folder)] if names is None else names
+    if "tokenizer.json" in names:
+        return TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    if "tokenizer.model" in names:
+        return TokenizerConfig("Llama2Tokenizer", str(folder / "tokenizer.model"))
+    if {"vocab.json", "merges.txt"} <= set(names):
+        return TokenizerConfig(
+            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        )
+    return TokenizerConfig()
+
+
+def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
+    found: dict[str, Path] = {}
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        path = Path(str(tokenizer.tokenizer_model))
+        folder = path if path.is_dir() else path.parent
+        found = {file.name: file for file in tokenizer_files(folder)}
+        found[GENERATION_CONFIG] = folder / GENERATION_CONFIG
+        if not path.is_dir():
+            found["tokenizer.json"] = path
+    elif tokenizer.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        found = {"tokenizer.model": Path(str(tokenizer.tokenizer_model))}
+    elif tokenizer.tokenizer_type == "GPT2BPETokenizer":
+        found = {"vocab.json": Path(str(tokenizer.vocab_file)), "merges.txt": Path(str(tokenizer.merge_file))}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+class HFTarget(Target):
+    """A Hugging Face folder to write: config.json, weights in shards, and the files of the tokenizer."""
+
+    def __init__(self, source: Source, output: Path, options: Options) -> None:
+        self.source, self.options = source, options
+        self.model: TransformerConfig = source.config.model
+        model_type = options.model_type or source.model_type or choose_family(self.model)
+        self.config = config_to_hf(self.model, model_type)
+        self.placements = placements(self.model, model_type)
+        specs = dict(self._specs())
+        self.shards = plan_shards(specs, options.max_shard_bytes)
+        self.nbytes = sum(spec.nbytes for spec in specs.values())
+        dtypes = [spec.dtype for spec in specs.values()]
+        self.config["torch_dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+        tokens, problem = token_ids(source.config)
+        self.config |= tokens
+        self.notes = (problem,) if problem else ()
+        self.generation = {"_from_model_config": True, **tokens}
+
+    def _specs(self) -> Iterator[tuple[str, TensorSpec]]:
+        for placement in self.placements:
+            dtype = self.source.dtype(placement.meta.name, self.options.dtype)
+            whole = TensorSpec(placement.meta.global_shape, dtype).meta()
+            for name, tensor in zip(placement.theirs, placement.layout.theirs(self.model, whole), strict=True):
+                yield name, TensorSpec(tuple(tensor.shape), dtype)
+
+    def write(self, folder: Path, world: Axis, written: Written) -> None:
+        for file in list(self.shards)[world.rank :: world.size]:
+            self._write_shard(folder / file, self.shards[file], written)
+
+    def _write_shard(self, path: Path, specs: dict[str, TensorSpec], written: Written) -> None:
+        with SafetensorsWriter(path, specs) as writer:
+            for placement in self.placements:
+                if specs.keys().isdisjoint(placement.theirs):
+                    continue
+                parameter = self.source.read(placement.meta.name, self.options.dtype)
+                tensors = placement.layout.theirs(self.model, parameter)
+                del parameter
+                for name, tensor in zip(placement.theirs, tensors, strict=True):
+                    if name in specs:
+                        writer.add(name, tensor)
+                        written(specs[name].nbytes)
+
+    def finish(self, folder: Path) -> None:
+        write_json(folder / CONFIG, self.config)
+        write_json(folder / GENERATION_CONFIG, self.generation)
+        if len(self.shards) > 1:
+            write_json(folder / SAFE_INDEX, index_of(self.shards))
+        for name, path in self.source.side_files.items():
+            shutil.copyfile(path, folder / name)
+
+
+def token_ids(config: RunConfig) -> tuple[dict[str, Any], str | None]:
+    """Ids of the tokens that begin and end a text, and a remark if the tokenizer cannot be read."""
+    if config.tokenizer.tokenizer_type is None:
+        return {}, "the checkpoint names no tokenizer: no tokenizer files are written"
+    try:
+        tokenizer = resolved_tokenizer(config.tokenizer, config.model)
+    except (ValueError, OSError) as error:
+        first = str(error).split("\n")[0]
+        return {}, f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}, None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+HF_FORMAT = Format("hf", is_hf_folder, HFSource, HFTarget)

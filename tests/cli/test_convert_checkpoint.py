@@ -1,0 +1,332 @@
+"""tools/convert_checkpoint.py: both directions, its options, and inputs that lie or attack."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.core.models.hf.safetensors_file import SafetensorsWriter
+from megatron.training.conversion.check import compare_logits
+from tests.forked import run_forked
+from tests.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
+from tools import convert_checkpoint, inspect_checkpoint
+from tools.common import run_tool
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama3", tmp_path_factory.mktemp("models") / "llama")
+
+
+def convert(*words: str | Path) -> None:
+    assert convert_checkpoint.main([str(word) for word in words]) == 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Runs a command that must fail; returns its message, which is one line."""
+    with pytest.raises(SystemExit) as error:
+        run_tool(lambda: convert_checkpoint.main([str(word) for word in words]))
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    return line
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    folder = save_model(case, tmp_path / "hf")
+    convert("--input", folder, "--output", tmp_path / "ours")
+    found = compare_logits(folder, tmp_path / "ours", "the text of this test")
+    assert found.tokens == 21 and found.largest < 1e-5 < found.scale, found
+
+
+def test_there_and_back_in_shards_by_two_workers(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--workers", "2", "--max-shard-size", "40KB", "--check", "some text")
+    convert("--input", llama, "--output", tmp_path / "ours", *words)
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "hf", *words)
+    out = capsys.readouterr().out
+    assert out.count("largest difference of logits over 9 tokens: ") == 2
+    assert_same_weights(llama, tmp_path / "hf")
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights_in(llama).values())
+    convert("--input", tmp_path / "hf", "--output", tmp_path / "again", "--workers", "2")
+    assert inspect_checkpoint.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+
+
+def test_dtype_and_bin_files(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "bin")
+    tensors = weights_in(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
+    for file, part in halves.items():
+        torch.save({name: tensors[name] for name in part}, folder / file)
+    places = {name: file for file, part in halves.items() for name in part}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    convert("--input", folder, "--output", tmp_path / "ours", "--dtype", "bfloat16")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "hf")
+    found = weights_in(tmp_path / "hf")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in tensors.items())
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+RUN = """--cpu --bf16 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 64
+    --train-iters 2 --lr 1e-2 --global-batch-size 2 --eval-iters 0 --num-workers 0 --hidden-dropout 0
+    --attention-dropout 0 --untie-embeddings-and-output-weights"""
+
+
+def test_a_trained_run_is_written_as_its_model_or_as_the_main_weights(tmp_path: Path) -> None:
+    run_forked(1, [*RUN.split(), "--save", str(tmp_path / "run")], tmp_path / "screen")
+    convert("--input", tmp_path / "run", "--output", tmp_path / "bf16")
+    convert("--input", tmp_path / "run", "--output", tmp_path / "fp32", "--dtype", "float32")
+    narrow, wide = weights_in(tmp_path / "bf16"), weights_in(tmp_path / "fp32")
+    assert narrow.keys() == wide.keys()
+    for name, value in wide.items():
+        assert narrow[name].dtype == torch.bfloat16 and torch.equal(value.bfloat16(), narrow[name]), name
+    assert any(not torch.equal(value.bfloat16().float(), value) for value in wide.values())
+
+
+def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    convert("--input", llama, "--output", folder)
+    flags = f"""--config {folder}/run_config.yaml --load {folder} --save {folder} --cpu --mock-data --seq-length 16
+        --global-batch-size 2 --lr 1e-3 --eval-iters 0 --num-workers 0 --train-iters""".split()
+    screen = run_forked(1, [*flags, "2"], tmp_path / "first")
+    assert "was converted from another format and has weights only: the optimizer starts fresh" in screen
+    screen = run_forked(2, [*flags, "3", "--tp", "2"], tmp_path / "second")
+    assert "converted" not in screen and "iteration 2" in screen
+    assert (folder / "iter_0000003").is_dir()
+
+
+# Inputs that lie or attack
+
+
+def no_layers(folder: Path) -> None:
+    change_json(folder / "config.json", num_hidden_layers=4)
+
+
+def fewer_layers(folder: Path) -> None:
+    change_json(folder / "config.json", num_hidden_layers=2)
+
+
+def a_billion_layers(folder: Path) -> None:
+    change_json(folder / "config.json", num_hidden_layers=10**9)
+
+
+def other_vocabulary(folder: Path) -> None:
+    change_json(folder / "config.json", vocab_size=84)
+
+
+def other_heads(folder: Path) -> None:
+    change_json(folder / "config.json", num_attention_heads=8)
+
+
+def layers_in_words(folder: Path) -> None:
+    change_json(folder / "config.json", num_hidden_layers="three")
+
+
+def scaling_without_factor(folder: Path) -> None:
+    scaling = {"rope_type": "llama3", "rope_theta": 1e4}
+    change_json(folder / "config.json", rope_parameters=scaling, rope_scaling=None)
+
+
+def other_activation(folder: Path) -> None:
+    change_json(folder / "config.json", hidden_act="gelu")
+
+
+def quantized(folder: Path) -> None:
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq"})
+
+
+def unknown_family(folder: Path) -> None:
+    change_json(folder / "config.json", model_type="mamba")
+
+
+def config_of_brackets(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def truncated(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1])
+
+
+def empty_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def endless_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def overlapping(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.layers.0.input_layernorm.weight"] |= {
+        "data_offsets": header["model.layers.1.input_layernorm.weight"]["data_offsets"]
+    }
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def other_shape(folder: Path) -> None:
+    tensors = weights_in(folder)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 55)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def one_missing(folder: Path) -> None:
+    tensors = weights_in(folder)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def one_too_many(folder: Path) -> None:
+    save_file({**weights_in(folder), "model.adapter.weight": torch.zeros(1)}, folder / "model.safetensors")
+
+
+def index_of(folder: Path, **places: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def absent_shard(folder: Path) -> None:
+    index_of(folder, **dict.fromkeys(weights_in(folder), "absent.safetensors"))
+
+
+def shard_outside(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+    index_of(folder, **dict.fromkeys(weights_in(folder), "../outside.safetensors"))
+
+
+def index_that_lies(folder: Path) -> None:
+    index_of(folder, **dict.fromkeys(["model.extra", *weights_in(folder)], "model.safetensors"))
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.command = f"touch {folder.parent / 'executed'}"
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (self.command,)
+
+
+def pickle_that_executes(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Attack(folder)}, folder / "pytorch_model.bin")
+
+
+def plain_pickle_that_executes(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Attack(folder)))
+
+
+def bin_without_tensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": "text"}, folder / "pytorch_model.bin")
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    no_layers: "model.layers.3.input_layernorm.weight is missing",
+    fewer_layers: "model.layers.2.input_layernorm.weight is unknown",
+    a_billion_layers: "config.json says num_hidden_layers = 1000000000, and there are",
+    other_vocabulary: "model.embed_tokens.weight of shape [83, 32] do not fit",
+    other_heads: "model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight",
+    layers_in_words: "num_hidden_layers = 'three' must be a whole number above 0",
+    scaling_without_factor: "'factor'",
+    other_activation: "hidden_act = 'gelu', supported: 'silu'",
+    quantized: "quantization_config is given",
+    unknown_family: "model_type 'mamba' is not supported",
+    config_of_brackets: "config.json cannot be read",
+    no_weights: "holds no weights",
+    truncated: "model.safetensors is cut short",
+    empty_file: "model.safetensors is not a safetensors file, or is cut short: it has 0 bytes",
+    endless_header: "model.safetensors is not a safetensors file",
+    overlapping: "model.safetensors is damaged",
+    other_shape: "model.layers.1.mlp.down_proj.weight of shape [32, 55]",
+    one_missing: "model.layers.1.self_attn.k_proj.weight is missing",
+    one_too_many: "model.adapter.weight is unknown",
+    absent_shard: "absent.safetensors is missing; model.safetensors.index.json names it",
+    shard_outside: "names '../outside.safetensors', which is not a file of this folder",
+    index_that_lies: "model.safetensors lacks model.extra",
+    pickle_that_executes: "pytorch_model.bin is refused",
+    plain_pickle_that_executes: "pytorch_model.bin is refused",
+    bin_without_tensors: "pytorch_model.bin must hold tensors by name",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
+    damage: Callable[[Path], None], llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    damage(folder)
+    before = sorted(tmp_path.iterdir())
+    assert DAMAGES[damage] in refused(capsys, "--input", folder, "--output", tmp_path / "ours")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "is missing" in refused(capsys, "--input", tmp_path / "absent", "--output", out)
+    assert "holds neither" in refused(capsys, "--input", tmp_path, "--output", out)
+    assert "'2 TB' must be a size" in refused(capsys, "--input", llama, "--output", out, "--max-shard-size", "2 TB")
+    assert "'int8' must be one of" in refused(capsys, "--input", llama, "--output", out, "--dtype", "int8")
+    assert "contains the input" in refused(capsys, "--input", llama, "--output", llama, "--force")
+    assert "exists already" in refused(capsys, "--input", llama, "--output", llama)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("")
+    assert "holds no model" in refused(capsys, "--input", llama, "--output", tmp_path / "mine", "--force")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    convert("--input", llama, "--output", out)
+    convert("--input", llama, "--output", out, "--to", "hf", "--force")
+    assert_same_weights(llama, out)
+
+
+def dies_in_the_middle(folder: Path, output: Path) -> None:
+    left = iter(range(20))
+    original = SafetensorsWriter.add
+
+    def add(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        if next(left) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, name, tensor)
+
+    SafetensorsWriter.add = add
+    convert_checkpoint.main(["--input", str(folder), "--output", str(output), "--to", "hf"])
+
+
+def test_a_kill_in_the_middle_leaves_nothing_half_written(llama: Path, tmp_path: Path) -> None:
+    output = tmp_path / "hf"
+    process = mp.get_context("fork").Process(target=dies_in_the_middle, args=(llama, output))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not output.exists() and len(list(tmp_path.iterdir())) == 1
+    convert("--input", llama, "--output", output, "--to", "hf")
+    assert_same_weights(llama, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

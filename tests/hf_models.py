@@ -1,0 +1,92 @@
+"""Tiny random models of each Hugging Face family, made by transformers without a download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+SIZES = {
+    "vocab_size": 83,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2-untied": ("gpt2", {**GPT2_SIZES, "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "llama2": ("llama", {**SIZES, "num_key_value_heads": 4}),
+    "llama3": ("llama", {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}),
+    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 12}),
+    "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True, "rope_theta": 1e6}),
+    "qwen2-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-5}),
+    "mistral": ("mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
+    "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
+    "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5}),
+    "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+}
+
+
+def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """Writes the random model of a case as a Hugging Face folder. No weight is left at a special value such as 1."""
+    import transformers
+
+    model_type, settings = CASES[case]
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def assert_same_weights(one: Path, two: Path) -> None:
+    """Asserts that two folders hold the same tensors, byte for byte."""
+    expected, found = weights_in(one), weights_in(two)
+    assert expected and found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def change_json(path: Path, **values: Any) -> None:
+    """Replaces entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

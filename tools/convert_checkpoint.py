@@ -1,0 +1,101 @@
+"""Convert checkpoints between Hugging Face folders and the format of pretrain_gpt.py, in both directions.
+
+    python tools/convert_checkpoint.py --input Llama-3.1-8B --output runs/llama/start
+    python tools/convert_checkpoint.py --input runs/llama/checkpoints --output exported --dtype bfloat16
+    python tools/convert_checkpoint.py --input Qwen3-0.6B --output runs/qwen/start --check "The capital of France is"
+
+The format of the input is recognized; the output has the other one, unless --to names it. Tensors are read, converted
+and written one at a time, without a GPU. Nothing is executed from the input: weights are safetensors, or .bin files
+loaded with weights_only. The output folder appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from tqdm import tqdm
+
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.core.parts import HF_FAMILIES
+from megatron.training.conversion.check import compare_logits, require_transformers
+from megatron.training.conversion.convert import FORMATS, Conversion, parse_bytes, parse_dtype
+from megatron.training.conversion.formats import Options
+
+from .common import add_config_flags, add_extension_flag, run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    options = Options(
+        dtype=args.dtype and parse_dtype(args.dtype),
+        max_shard_bytes=parse_bytes(args.max_shard_size),
+        model_type=args.model_type,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+    )
+    if args.check is not None:
+        require_transformers()
+    try:
+        conversion = Conversion(args.input, args.output, args.to, options, args.force)
+        folders = dict(zip(conversion.formats, (args.input, args.output), strict=True))
+        if args.check is not None and folders.keys() != {"hf", "dcp"}:
+            raise ValueError("--check compares a Hugging Face folder with a checkpoint; this conversion has not both")
+        for note in conversion.notes:
+            print(f"note: {note}", file=sys.stderr)
+        convert(conversion, args.workers)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    source, target = conversion.formats
+    size = f"{conversion.target.nbytes:,} bytes of weights"
+    print(f"converted {args.input} ({source}) to {args.output} ({target}): {size}")
+    if args.check is not None:
+        print(compare_logits(folders["hf"], folders["dcp"], args.check))
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_extension_flag(parser, argv)
+    parser.add_argument("--input", type=Path, required=True, help="folder of the model to convert")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
+    parser.add_argument("--to", choices=FORMATS, help="format of the output: Hugging Face (hf) or ours (dcp)")
+    parser.add_argument(
+        "--dtype",
+        help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "
+        "16 bits, another format is made of the optimizer's fp32 weights if it has them",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="largest file of Hugging Face weights (default: 5GB)")
+    parser.add_argument(
+        "--model-type",
+        choices=HF_FAMILIES,
+        help="Hugging Face family to write (default: the input's, or the first that can express the model)",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--check", metavar="TEXT", help="compare logits for this text with those of transformers")
+    parser.add_argument("--force", action="store_true", help="replace the output folder if it holds a model")
+    add_config_flags(parser, "vocabulary, from Hugging Face", "make_vocab_size_divisible_by")
+    args = parser.parse_args(argv)
+    for flag, value in (
+        ("--workers", args.workers),
+        ("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    return args
+
+
+def convert(conversion: Conversion, workers: int) -> None:
+    """Converts under a progress bar."""
+    with tqdm(total=conversion.target.nbytes, unit="B", unit_scale=True, desc="converting", disable=None) as bar:
+        conversion.run(workers, lambda total: bar.update(total - bar.n) and None)
+        bar.update(bar.total - bar.n)
+
+
+if __name__ == "__main__":
+    run_tool(main)
