@@ -13,6 +13,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.init import initialize_parameters_
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import Balance
+from megatron.core.moe.sinkhorn import ITERATIONS
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.activations import gelu, squared_relu, swiglu
 from tests.gpt_cases import LLAMA
@@ -37,6 +38,9 @@ CASES: dict[str, TransformerConfig] = {
     "deepseek": DEEPSEEK,
     "switch": SWITCH,
     "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1),
+    "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn"),
+    "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
+    "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.1),
     "drop-last": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
 }
 
@@ -72,16 +76,22 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     s, b, _ = x.shape
     count, k = layer.router.num_experts, config.moe_router_topk
     logits = x @ layer.router.weight.T
-    sigmoid = config.moe_router_score_function == "sigmoid"
+    if layer.router.random_logits is not None:
+        random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
+        logits = random + (logits - logits.detach())
+    sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
+    sigmoid = config.moe_router_score_function == "sigmoid" or (sinkhorn and k == 1)
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     bias = layer.router.balance.expert_bias
     ranked = scores if bias is None else scores + bias
+    if sinkhorn:
+        ranked = torch.stack([sinkhorn_matrix(logits[:, j].detach()) for j in range(b)], 1)
     weights = torch.zeros_like(scores)
     chosen, unbiased = torch.zeros_like(scores), torch.zeros_like(scores)
     for i in range(s):
         for j in range(b):
             best = sorted(range(count), key=lambda e: (-ranked[i, j, e].item(), e))[:k]
-            divide = k > 1 if sigmoid else not config.moe_router_pre_softmax
+            divide = k > 1 if sigmoid else not (config.moe_router_pre_softmax or sinkhorn)
             total = sum(scores[i, j, e] for e in best) if divide else 1.0
             for e in best:
                 weights[i, j, e] = scores[i, j, e] / total * (config.moe_router_topk_scaling_factor or 1.0)
@@ -114,6 +124,15 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         auxiliary = count * (share * probabilities.mean((0, 1))).sum()
     z = logits.logsumexp(-1).square().mean()
     return out, config.moe_aux_loss_coeff * auxiliary + config.moe_z_loss_coeff * z, kept
+
+
+def sinkhorn_matrix(logits: Tensor) -> Tensor:
+    """exp(logits) [s, E] of one sequence, its rows and columns divided by their sums in turn."""
+    matrix = logits.exp()
+    for _ in range(ITERATIONS):
+        matrix = matrix / matrix.sum(1, keepdim=True)
+        matrix = matrix / matrix.sum(0, keepdim=True)
+    return matrix
 
 
 def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:

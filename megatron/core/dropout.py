@@ -59,6 +59,13 @@ def attention_dropout(
     return _drop(probs, p, rows, _positions(key_offset, keys, probs))
 
 
+def random_bits(key: int, sample_index: Tensor, places: Tensor, columns: int) -> Tensor:
+    """Random int32 numbers [s, b, columns] over their whole range, for places [s] in the samples `sample_index` [b]."""
+    rows = _absorb(_absorb(key, sample_index), places[:, None])  # [s, b]
+    row_bits, column_bits = _row_and_column_bits(rows, _positions(0, columns, rows))
+    return _mix_(row_bits[:, None] + column_bits).view(*rows.shape, columns)
+
+
 def _drop(x: Tensor, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     assert 0.0 < p < 1.0, f"dropout probability {p}"
     return x.masked_fill(_dropped(p, rows, columns).view(x.shape), 0.0).mul(1.0 / (1.0 - p))

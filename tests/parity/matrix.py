@@ -78,7 +78,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "4ring": "--cp 4 --cp-comm-type p2p",
     },
     "ep": {"1": "", "2": "--ep 2", "4": "--ep 4"},
-    "etp": {"as tp": "", "1": "--etp 1", "2": "--etp 2"},
+    "etp": {"as tp": "", "1": "--etp 1", "2": "--etp 2", "4": "--etp 4"},
     "dispatcher": {
         "alltoall": "--moe-token-dispatcher-type alltoall",
         "allgather": "--moe-token-dispatcher-type allgather",

@@ -23,6 +23,10 @@ MODELS = {
     "switch": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
     "drop": "--swiglu --num-experts 8 --moe-expert-capacity-factor 0.6 --moe-router-load-balancing-type none",
+    "sinkhorn": "--swiglu --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 0.01 "
+    "--moe-expert-capacity-factor 0.7",
+    "sinkhorn-one": "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+    "forced": "--swiglu --num-experts 8 --moe-router-force-load-balancing --moe-aux-loss-coeff 0.1",
     "many": "--swiglu --num-experts 64 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0.1",
 }
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -52,13 +56,20 @@ LAYOUTS = {
     "recomputed-act": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
+    "tp2-etp4": (4, f"{SP} --etp 4"),
+    "tp2-etp4-ep2": (8, f"{SP} --etp 4 --ep 2 {ALLTOALL}"),
+    "cp2-tp2-etp4": (4, f"--cp 2 {SP} --etp 4 {ALLTOALL}"),
+    "cp2-tp2-pp2-etp4": (8, f"--cp 2 {SP} --pp 2 --etp 4 --pipeline-schedule zb-h1 --use-tp-pp-dp-mapping"),
 }
 PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-mlp"]
-PAIRS += [
-    ("deepseek", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2")
-]
+DEEPSEEK = ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2", "tp2-etp4-ep2")
+PAIRS += [("deepseek", name) for name in DEEPSEEK]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
-PAIRS += [("drop", name) for name in ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2")]
+DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")
+PAIRS += [("drop", name) for name in DROP]
+PAIRS += [("sinkhorn", name) for name in ("dp2", "recomputed", "cp2-tp2-etp4", "pp2-mapping")]
+PAIRS += [("sinkhorn-one", name) for name in ("ep4-gather", "cp2-tp2", "zb-h1")]
+PAIRS += [("forced", name) for name in ("dp2", "cp2-tp2", "tp2-etp1-dp2", "pp2-ep2-dp4", "recomputed-mlp")]
 PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer")]
 
 

@@ -142,6 +142,34 @@ def test_ties_go_to_the_lower_number() -> None:
     assert (choice.weights == 0.5).all()
 
 
+def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
+    config = replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)
+    layer = build_layer(config)
+    x = torch.randn(64, B, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 1
+
+    def most(experts: Tensor) -> int:
+        return max(int(experts[:, j].flatten().bincount(minlength=8).max()) for j in range(B))
+
+    balanced, plain = layer.router(x, context(B)).experts, layer.eval().router(x, context(B)).experts
+    assert most(balanced) <= 12 < 20 < most(plain)  # an even share is 8
+    assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
+
+
+def test_forced_balance_is_random_by_sample_and_place_and_trains_the_router() -> None:
+    config = replace(MIXTRAL, moe_router_force_load_balancing=True)
+    layer, x = build_layer(config), random_input(config)
+    with torch.no_grad():
+        layer.router.weight[3] += 5.0
+    choice = layer.router(x, context(B))
+    loads = choice.experts.flatten().bincount(minlength=8)
+    assert loads.sum() == 2 * S * B and loads.min() >= 4 and loads.max() <= 22
+    later = replace(context(B), sample_index=torch.arange(1, B + 1))
+    assert torch.equal(layer.router(x, later).experts[:, :-1], choice.experts[:, 1:])
+    weights = torch.autograd.grad(choice.weights[..., 0].sum(), layer.router.weight)[0]
+    assert weights.abs().max() > 0.01
+    assert not torch.equal(layer.eval().router(x, context(B)).experts, choice.experts)
+
+
 def test_capacity_goes_by_weight_and_then_by_place() -> None:
     """Six tokens of one sequence, in another order of rows, which all choose expert 1 of 2."""
     chosen = torch.ones(6, 1, 1, dtype=torch.int64)
@@ -294,6 +322,7 @@ def test_broken_layer_patterns(text: str) -> None:
 
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
 EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
+SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 
 
 def problems(argv: str, world_size: int) -> list[str]:
@@ -324,6 +353,10 @@ def problems(argv: str, world_size: int) -> list[str]:
             1,
             "--moe-aux-loss-coeff 1.0: cannot be combined",
         ),
+        (f"{SINKHORN} --moe-aux-loss-coeff 1", 1, f"--moe-aux-loss-coeff 1.0: cannot be combined with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-enable-expert-bias", 1, f"expert-bias: cannot be combined with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-score-function sigmoid", 1, f"sigmoid: has no effect with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax", 1, f"softmax: has no effect with {SINKHORN}"),
         ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
         ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
         ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
@@ -342,6 +375,7 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
         "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
         "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
     ],
 )
 def test_legal(flags: str) -> None:

@@ -33,6 +33,9 @@ class MoEConfig:
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
 
+    moe_router_force_load_balancing: bool = False
+    """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
+
     moe_router_topk_scaling_factor: float | None = None
     """Factor of the weights of the chosen experts' outputs."""
 
@@ -44,10 +47,10 @@ class MoEConfig:
     """Update step of the expert bias per iteration."""
 
     moe_router_load_balancing_type: str = flag(
-        "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+        "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
     """Scope of the auxiliary loss: the global batch (with the loads of the previous batch), each sequence, or the mean
-    over all batches so far."""
+    over all batches so far. sinkhorn balances the choice of experts within each sequence instead, without a loss."""
 
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
@@ -71,6 +74,17 @@ class MoEConfig:
 
     moe_per_layer_logging: bool = False
     """Log the load of each expert in each layer, in addition to the mean over layers."""
+
+    @property
+    def moe_router_scores(self) -> str:
+        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all) or sigmoid.
+
+        Sinkhorn routing, which balances the choice, fixes them: sigmoid for one expert, pre_softmax for several.
+        """
+        if self.moe_router_load_balancing_type == "sinkhorn":
+            return "sigmoid" if self.moe_router_topk == 1 else "pre_softmax"
+        softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
+        return "sigmoid" if self.moe_router_score_function == "sigmoid" else softmax
 
 
 def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:

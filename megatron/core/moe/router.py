@@ -1,7 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The choice depends on the token alone and, where experts drop tokens, on its sequence; never on the micro-batch, the
-rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
+The choice depends on the token alone and, where experts drop tokens or under Sinkhorn routing, on its sequence; never
+on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small differences
+decide a choice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.parameters import router_meta
+from megatron.core.moe.random_logits import RandomLogits
+from megatron.core.moe.sinkhorn import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_gemms import rows_of
@@ -104,6 +107,13 @@ class SigmoidScores:
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
+SCORES: dict[str, Scores] = {
+    "softmax": SoftmaxScores(before_choice=False),
+    "pre_softmax": SoftmaxScores(before_choice=True),
+    "sigmoid": SigmoidScores(),
+}
+
+
 @dataclass(frozen=True)
 class Choice:
     """Chosen experts of each token, best first, and their weights."""
@@ -124,8 +134,10 @@ class TopKRouter(nn.Module):
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.weight = make_parameter(router_meta(name, config, ctx.sequence_parallel), ctx)
         self.balance = Balance(name, config, ctx)
-        softmax = config.moe_router_score_function == "softmax"
-        self.scores: Scores = SoftmaxScores(config.moe_router_pre_softmax) if softmax else SigmoidScores()
+        self.scores: Scores = SCORES[config.moe_router_scores]
+        self.sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
+        forced = config.moe_router_force_load_balancing
+        self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
         self.scaling = config.moe_router_topk_scaling_factor
         self.dtype = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         self.queue, self.sequence = ctx.queue, ctx.experts.sequence
@@ -136,7 +148,12 @@ class TopKRouter(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
         """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
         logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
+        if self.training and self.random_logits is not None:
+            logits = self.random_logits(logits, context.places_of(logits, self.shard), context)
         ranked = self.scores.ranked(logits.detach())
+        if self.training and self.sinkhorn:
+            even = sinkhorn_bias(logits, context.places_of(logits, self.shard), self.sequence)
+            ranked = logits.detach() + even
         unbiased = self._best(ranked)
         bias = self.balance.expert_bias
         chosen = unbiased if bias is None else self._best(ranked + bias)

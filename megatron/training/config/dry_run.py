@@ -84,7 +84,7 @@ def _experts_line(m: TransformerConfig) -> str:
     beside = f" and a shared one of {shared}" if shared else ""
     return (
         f"{m.num_experts} experts of {m.moe_ffn_size} in {len(m.moe_layers)} layers, each token to "
-        f"{m.moe_router_topk} of them{beside}; {m.moe_router_score_function} scores, balanced by "
+        f"{m.moe_router_topk} of them{beside}; {m.moe_router_scores} scores, balanced by "
         f"{m.moe_router_load_balancing_type}"
     )
 

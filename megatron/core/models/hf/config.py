@@ -30,6 +30,7 @@ TRAINING_ONLY = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_router_bias_update_rate",
+    "moe_router_force_load_balancing",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
     "moe_per_layer_logging",
@@ -212,6 +213,8 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
         "moe_ffn_hidden_size": config.moe_ffn_size,
+        "moe_router_score_function": config.moe_router_scores.removeprefix("pre_"),
+        "moe_router_pre_softmax": config.moe_router_scores == "pre_softmax",
         "moe_layer_freq": "1" if len(config.moe_layers) == config.num_layers else config.moe_layer_freq,
     }
 

@@ -70,15 +70,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def _router(c: RunConfig) -> Iterator[Problem]:
     m = c.model
-    softmax = m.moe_router_score_function == "softmax"
-    if m.moe_router_enable_expert_bias and softmax:
-        remedy = "add --moe-router-score-function sigmoid"
-        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid", remedy)
-    if m.moe_router_pre_softmax and not softmax:
-        yield Problem.no_effect("--moe-router-pre-softmax", None, "--moe-router-score-function softmax")
-    if m.moe_router_topk == 1 and softmax and not m.moe_router_pre_softmax:
-        rule = "the softmax over one expert is always 1, so the router receives no gradient"
-        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
+    yield from _sinkhorn(m) if m.moe_router_load_balancing_type == "sinkhorn" else _scores(m)
     if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type == "none":
         none = "--moe-router-load-balancing-type none"
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, none)
@@ -87,3 +79,31 @@ def _router(c: RunConfig) -> Iterator[Problem]:
         yield Problem.no_effect("--moe-router-bias-update-rate", rate, "--moe-router-enable-expert-bias")
     if m.moe_expert_capacity_factor is None and m.moe_token_drop_policy != "probs":
         yield Problem.no_effect("--moe-token-drop-policy", m.moe_token_drop_policy, "--moe-expert-capacity-factor")
+
+
+def _scores(m: MoEConfig) -> Iterator[Problem]:
+    softmax = m.moe_router_score_function == "softmax"
+    if m.moe_router_enable_expert_bias and softmax:
+        remedy = "add --moe-router-score-function sigmoid"
+        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid", remedy)
+    if m.moe_router_pre_softmax and not softmax:
+        yield Problem.no_effect("--moe-router-pre-softmax", None, "--moe-router-score-function softmax")
+    if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
+        rule = "the softmax over one expert is always 1, so the router receives no gradient"
+        yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
+
+
+def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
+    """Sinkhorn routing balances by the choice of experts alone, and fixes the scores."""
+    sinkhorn = "--moe-router-load-balancing-type sinkhorn"
+    if m.moe_aux_loss_coeff:
+        yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")
+    if m.moe_router_enable_expert_bias:
+        yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "each biases the choice of experts")
+    one = m.moe_router_topk == 1
+    scores = "the sigmoid of one expert" if one else "the softmax over all experts"
+    rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
+    if m.moe_router_score_function == "sigmoid" and not one:
+        yield Problem("--moe-router-score-function", "sigmoid", rule, "remove it", harmless=True)
+    if m.moe_router_pre_softmax and one:
+        yield Problem("--moe-router-pre-softmax", None, rule, "remove it", harmless=True)
