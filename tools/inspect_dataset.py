@@ -26,7 +26,7 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
-from megatron.core.datasets.build import build_datasets, parse_blend
+from megatron.core.datasets.build import build_datasets, parse_blend, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.indexed_dataset import BLOCK, IndexedDataset
 from megatron.core.datasets.indices import parse_split
@@ -179,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     config = config_of(DatasetConfig, args)
     named = [(f"--{name.replace('_', '-')}", getattr(config, name)) for name in DATA_FIELDS[:4]]
-    from_flags = [prefix for flag, values in named if values for prefix in parse_blend(flag, values).prefixes]
+    from_flags = [
+        split_share(prefix)[0] for flag, values in named if values for prefix in parse_blend(flag, values).prefixes
+    ]
     if not args.prefix and not from_flags:
         raise ValueError("no dataset: give prefixes, or --data-path")
     if args.dump and not from_flags:

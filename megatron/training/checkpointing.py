@@ -294,6 +294,7 @@ EFFECTIVE = {
     "ffn_hidden_size": "ffn_size",
     "max_position_embeddings": "max_positions",
     "make_vocab_size_divisible_by": "padded_vocab_size",
+    "pad_vocab_size_to": "padded_vocab_size",
     "moe_ffn_hidden_size": "moe_ffn_size",
     "moe_layer_freq": "moe_layers",
     "activation_func": "activation",

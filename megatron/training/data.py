@@ -110,8 +110,7 @@ def wanted_samples(config: RunConfig, batch_sizes: BatchSizes) -> int | None:
 def _evaluation_samples(config: RunConfig, iterations: int) -> tuple[int, int]:
     """Samples of validation and test, as Megatron-LM counts them: the order of their samples depends on it."""
     training = config.training
-    assert training.global_batch_size is not None
-    once = training.eval_iters * training.global_batch_size
+    once = training.eval_iters * training.eval_batch_size
     return (iterations // training.eval_interval + 1) * once, once
 
 

@@ -25,14 +25,13 @@ def evaluate(
 
     None if the run is asked to stop before the evaluation ends."""
     training = config.training
-    assert training.global_batch_size is not None
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with pipeline.evaluation_mode():
         for step in range(training.eval_iters):
             if not runtime.watchdog.requests.tick(save_later=True):
                 break
-            first = first_sample + step * training.global_batch_size
-            taken = iterator.next_step(first, training.global_batch_size)
+            first = first_sample + step * training.eval_batch_size
+            taken = iterator.next_step(first, training.eval_batch_size)
             batches = put_on_device(taken, config.model, runtime)
             total += loss_and_tokens(pipeline.evaluate(batches), count_tokens(batches), runtime)
     if runtime.launch.world_size > 1:
@@ -55,9 +54,8 @@ def evaluate_split(
 
     Returns a record with `valid_loss` or `test_loss` and its perplexity; None if the run is asked to stop."""
     training = config.training
-    assert training.global_batch_size is not None
     number = (iteration - 1) // training.eval_interval if split == "valid" else 0
-    first_sample = number * training.eval_iters * training.global_batch_size
+    first_sample = number * training.eval_iters * training.eval_batch_size
     runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
     loss = evaluate(iterator, first_sample, config, runtime, pipeline)
     if loss is None:

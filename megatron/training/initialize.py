@@ -174,7 +174,8 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
             raise ValueError(f"SLURM_JOB_END_TIME={end}: must be in seconds since 1970, as SLURM sets it; or unset it")
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-    watchdog.start(training.exit_signal_handler, deadlines, folder)
+    kill_switch = Path(training.kill_switch_path) if training.kill_switch_path else None
+    watchdog.start(training.exit_signal_handler, deadlines, folder, kill_switch)
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -94,7 +94,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     phases, state = runtime.phases, runtime.state
     queue, casts = WeightGradQueue(), WeightCasts()
     with phases("data"):
-        batch_sizes = BatchSizes.from_config(config.training)
+        batch_sizes = BatchSizes.from_config(config)
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
         stages = build_stages(config, runtime, queue, casts)

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches, samples_of_run
+from megatron.training.config.batch_size import (
+    BatchSizes,
+    iterations_of_run,
+    num_microbatches,
+    parse_batch_schedule,
+    samples_of_run,
+)
 from megatron.training.config.validation import resolve
 
 
@@ -26,14 +32,14 @@ def test_constant() -> None:
 
 def test_ramp_of_megatron() -> None:
     """16 to 1024 by 8 over 300,000 samples: 126 intervals of about 2,380 samples."""
-    sizes = BatchSizes(1024, 16, 8, 300_000)
-    assert sizes.increments == 126
+    sizes = BatchSizes.ramp(1024, 16, 8, 300_000)
+    assert len(sizes.earlier) == 126
     assert (sizes.at(0), sizes.at(2380), sizes.at(2381)) == (16, 16, 24)
     assert (sizes.at(299_999), sizes.at(300_000)) == (1016, 1024)
 
 
 RAMPS = st.builds(
-    lambda start, increment, n, samples: BatchSizes(start + n * increment, start, increment, samples),
+    lambda start, increment, n, samples: BatchSizes.ramp(start + n * increment, start, increment, samples),
     st.integers(1, 20),
     st.integers(1, 9),
     st.integers(0, 12),
@@ -51,7 +57,7 @@ def test_samples_and_iterations_follow_the_steps(sizes: BatchSizes, iterations: 
 
 @given(RAMPS, st.integers(0, 1000))
 def test_sizes_never_shrink(sizes: BatchSizes, consumed: int) -> None:
-    assert sizes.start <= sizes.at(consumed) <= sizes.at(consumed + 1) <= sizes.final
+    assert sizes.at(0) <= sizes.at(consumed) <= sizes.at(consumed + 1) <= sizes.final
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,10 @@ def test_sizes_never_shrink(sizes: BatchSizes, consumed: int) -> None:
         ("--train-iters 5", None, 5),
         ("--train-samples 83", 83, 10),
         ("--train-tokens 1343", 83, 10),
+        ("--train-tokens 1343 --train-samples 70", 70, 8),
+        ("--train-tokens 1343 --train-samples 700", 83, 10),
+        ("--train-tokens 1343 --train-iters 5", 40, 5),
+        ("--train-tokens 1343 --train-iters 50", 83, 10),
     ],
 )
 def test_length_of_a_run(length: str, samples: int | None, iterations: int | None) -> None:
@@ -71,3 +81,48 @@ def test_length_of_a_run(length: str, samples: int | None, iterations: int | Non
 
 def test_microbatches() -> None:
     assert num_microbatches(64, 2, 4) == 8
+
+
+def schedule(text: str) -> BatchSizes:
+    argv = ["--step-batch-size-schedule", text, "--seq-length", "16", "--train-samples", "9999"]
+    return BatchSizes.from_config(resolve(parse_args(argv), 1))
+
+
+def test_a_schedule_by_tokens() -> None:
+    sizes = schedule("0:4 1.6K:8, 3.2K:16")
+    assert sizes == BatchSizes(16, ((100, 4), (200, 8)))
+    assert [sizes.at(consumed) for consumed in (0, 99, 100, 199, 200, 10**6)] == [4, 4, 8, 8, 16, 16]
+    assert schedule("0:4") == BatchSizes(4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), max_size=5), st.integers(1, 9), st.integers(0, 120))
+def test_a_schedule_is_walked_like_a_ramp(parts: list[tuple[int, int]], final: int, iterations: int) -> None:
+    ends = [sum(length for length, _ in parts[: k + 1]) for k in range(len(parts))]
+    sizes = BatchSizes(final, tuple((end, size) for end, (_, size) in zip(ends, parts, strict=True)))
+    consumed = walk(sizes, iterations)
+    assert sizes.samples(iterations) == consumed
+    assert sizes.iterations(consumed) == iterations
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must begin"),
+        ("5:4", "must begin"),
+        ("0:4 10:x", "'10:x' must be"),
+        ("0:4 9:8 9:16", "must rise"),
+        ("0.5:4", "must be TOKENS"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_batch_schedule(text)
+
+
+def test_schedules_in_tokens_take_the_unit_of_the_run() -> None:
+    tokens = "--global-batch-size 4 --seq-length 16 --lr-decay-tokens 6400 --lr-warmup-tokens 640 --lr-decay-samples 7 "
+    by_samples = resolve(parse_args(f"{tokens} --train-tokens 9600".split()), 1).optimizer
+    assert (by_samples.lr_decay_samples, by_samples.lr_warmup_samples, by_samples.lr_decay_iters) == (400, 40, None)
+    by_iterations = resolve(parse_args(f"{tokens} --train-iters 200".split()), 1).optimizer
+    assert (by_iterations.lr_decay_iters, by_iterations.lr_warmup_iters) == (100, 10)
+    assert (by_iterations.lr_decay_samples, by_iterations.lr_warmup_samples) == (None, 0)

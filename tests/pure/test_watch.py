@@ -25,3 +25,14 @@ def test_a_trigger_file_that_cannot_be_removed_is_told_once(
     assert capsys.readouterr().err.count("save is ignored, as it cannot be removed") == 1
     assert list(conditions.due()) == [Request("save", f"{tmp_path / 'save'} was there")]
     assert not (tmp_path / "save").exists()
+
+
+def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
+    switch = tmp_path / "stop-here"
+    conditions = StopConditions({}, None, switch)
+    assert list(conditions.due()) == []
+    switch.touch()
+    for _ in range(2):
+        (request,) = conditions.due()
+        assert request.kind == "stop" and str(switch) in request.why
+    assert switch.exists()

@@ -16,13 +16,37 @@ class DatasetConfig(Section):
     """Prefix of an indexed dataset, or pairs of weight and prefix; split by --split."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True)
-    """Like --data-path, for training only."""
+    """Like --data-path, for training only. PREFIX@0:0.9 is the first 90 % of the documents."""
 
     valid_data_path: tuple[str, ...] | None = flag(None, many=True)
     """Like --data-path, for validation only."""
 
     test_data_path: tuple[str, ...] | None = flag(None, many=True)
     """Like --data-path, for the test only."""
+
+    data_args_path: str | None = None
+    """File with the words of --data-path."""
+
+    per_split_data_args_path: str | None = None
+    """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and its kin."""
+
+    train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a share of the documents."""
+
+    train_weighted_split_paths_path: str | None = None
+    """File with the value of --train-weighted-split-paths."""
+
+    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    """Like --train-weighted-split-paths, for validation."""
+
+    valid_weighted_split_paths_path: str | None = None
+    """File with the value of --valid-weighted-split-paths."""
+
+    test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    """Like --train-weighted-split-paths, for the test."""
+
+    test_weighted_split_paths_path: str | None = None
+    """File with the value of --test-weighted-split-paths."""
 
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
@@ -57,6 +81,13 @@ class DatasetConfig(Section):
     def per_split(self) -> bool:
         """Whether the splits have data paths of their own."""
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+
+    @property
+    def listed(self) -> dict[str, tuple[str, ...] | str]:
+        """Field -> value of those that list data in other words than --data-path and its kin, where given."""
+        names = ["data_args_path", "per_split_data_args_path"]
+        names += [f"{split}_weighted_split_paths{end}" for split in ("train", "valid", "test") for end in ("", "_path")]
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
 @dataclass(frozen=True)

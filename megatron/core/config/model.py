@@ -131,6 +131,9 @@ class TransformerConfig(MoEConfig, Section):
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this, at every layout."""
 
+    pad_vocab_size_to: int | None = None
+    """Pad the vocabulary to this size, instead of a multiple."""
+
     window_size: int | None = None
     """Sliding-window attention: each token attends to this many tokens, including itself."""
 
@@ -203,7 +206,7 @@ class TransformerConfig(MoEConfig, Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding; independent of the layout."""
         assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
-        return round_up(self.vocab_size, self.make_vocab_size_divisible_by)
+        return self.pad_vocab_size_to or round_up(self.vocab_size, self.make_vocab_size_divisible_by)
 
     @property
     def tied_embeddings(self) -> bool:

@@ -31,11 +31,17 @@ class OptimizerConfig(Section):
     lr_decay_samples: int | None = None
     """Consumed samples at which the decay ends; default: train-samples."""
 
+    lr_decay_tokens: int | None = None
+    """Consumed tokens at which the decay ends; instead of the other two."""
+
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
 
     lr_warmup_samples: int = 0
     """Samples of linear warm-up."""
+
+    lr_warmup_tokens: int | None = None
+    """Tokens of linear warm-up; instead of the other two."""
 
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay length."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import ceil
@@ -60,6 +61,18 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
         if not 0 < weight < float("inf"):
             raise ValueError(f"{shown}: weight {value} must be positive; remove the dataset if it is not needed")
     return Blend([strip_suffix(value) for value in values[1::2]], [weight for weight in weights if weight is not None])
+
+
+def split_share(prefix: str) -> tuple[str, tuple[float, float] | None]:
+    """`PREFIX@0:0.9` as PREFIX and the share (0, 0.9) of its documents; None for all. Raises ValueError if the share is
+    not within 0 and 1."""
+    found = re.fullmatch(r"(.+)@([0-9.]+):([0-9.]+)", prefix)
+    if found is None:
+        return prefix, None
+    start, end = float(found[2]), float(found[3])
+    if not 0 <= start < end <= 1:
+        raise ValueError(f"{prefix}: the share of documents must be START:END with 0 <= START < END <= 1")
+    return found[1], (start, end)
 
 
 def _number(value: str) -> float | None:
@@ -198,8 +211,17 @@ class _Builder:
     def _one(
         self, split: str, prefix: str, shares: Sequence[float], number: int, samples: int | None
     ) -> Dataset | None:
+        prefix, share = split_share(prefix)
         indexed, digest = self._open(prefix)
-        documents = split_documents(shares, len(indexed))[number]
+        if share is None:
+            documents = split_documents(shares, len(indexed))[number]
+        elif len(shares) == 1:
+            documents = range(*(round(end * len(indexed)) for end in share))
+        else:
+            rule = "a share of the documents cannot be divided by --split"
+            raise ValueError(
+                f"--data-path {prefix}@{share[0]:g}:{share[1]:g}: {rule}; use --train-data-path and its kin"
+            )
         if not documents:
             if samples == 0:
                 return None

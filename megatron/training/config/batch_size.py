@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
-from megatron.training.config.run_config import RunConfig, TrainingConfig
+from megatron.training.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class BatchSizes:
     """The global batch size at every point of a run.
 
-    With a ramp-up it grows from `start` to `final` by `increment`, in equal shares of `ramp_samples`; what counts is
-    the number of samples consumed before the step, so a resumed run goes on with the same sizes.
+    What counts is the number of samples consumed before the step, so a resumed run goes on with the same sizes.
     """
 
     final: int
-    start: int = 0
-    increment: int = 0
-    ramp_samples: int = 0
+    earlier: tuple[tuple[int, int], ...] = ()
+    """(consumed samples at which it ends, batch size) of each size before the final one, in order."""
 
     @classmethod
-    def from_config(cls, training: TrainingConfig) -> BatchSizes:
-        """Of a resolved and validated configuration."""
-        assert training.global_batch_size, "resolve() fills the global batch size"
-        if training.rampup_batch_size is None:
-            return cls(training.global_batch_size)
-        start, increment, samples = training.rampup_batch_size
-        return cls(training.global_batch_size, start, increment, samples)
+    def ramp(cls, final: int, start: int, increment: int, samples: int) -> BatchSizes:
+        """From `start` to `final` by `increment`, in equal shares of `samples`."""
+        n = (final - start) // increment
+        return cls(final, tuple((-(-(k + 1) * samples // n), start + k * increment) for k in range(n)))
 
-    @property
-    def increments(self) -> int:
-        return (self.final - self.start) // self.increment if self.increment else 0
+    @classmethod
+    def from_config(cls, config: RunConfig) -> BatchSizes:
+        """Of a resolved and validated configuration."""
+        training = config.training
+        assert training.global_batch_size, "resolve() fills the global batch size"
+        if training.step_batch_size_schedule is not None:
+            steps = parse_batch_schedule(training.step_batch_size_schedule)
+            ends = [tokens // config.model.seq_length for tokens, _ in steps[1:]]
+            return cls(steps[-1][1], tuple((end, size) for end, (_, size) in zip(ends, steps, strict=False)))
+        if training.rampup_batch_size is not None:
+            return cls.ramp(training.global_batch_size, *training.rampup_batch_size)
+        return cls(training.global_batch_size)
 
     def at(self, consumed_samples: int) -> int:
         """Samples in the step that starts after `consumed_samples`."""
-        if consumed_samples >= self.ramp_samples or not self.increments:
-            return self.final
-        return self.start + consumed_samples * self.increments // self.ramp_samples * self.increment
+        return next((size for end, size in self.earlier if consumed_samples < end), self.final)
 
     def iterations(self, samples: int) -> int:
         """Full steps that `samples` samples are enough for."""
         iterations, consumed = 0, 0
-        for end, size in self._ramp():
+        for end, size in self.earlier:
             steps = min(-(-(end - consumed) // size) if end > consumed else 0, (samples - consumed) // size)
             iterations, consumed = iterations + steps, consumed + steps * size
             if consumed < end:
@@ -52,15 +56,31 @@ class BatchSizes:
     def samples(self, iterations: int) -> int:
         """Samples consumed after `iterations` steps."""
         done, consumed = 0, 0
-        for end, size in self._ramp():
+        for end, size in self.earlier:
             steps = min(-(-(end - consumed) // size) if end > consumed else 0, iterations - done)
             done, consumed = done + steps, consumed + steps * size
         return consumed + (iterations - done) * self.final
 
-    def _ramp(self) -> list[tuple[int, int]]:
-        """(consumed samples at which it ends, batch size) of each size below the final one."""
-        n = self.increments
-        return [(-(-(k + 1) * self.ramp_samples // n), self.start + k * self.increment) for k in range(n)]
+
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
+    """(consumed tokens from which it holds, batch size) of `0:384 200B:768`, separated by spaces or commas.
+
+    Raises ValueError if it cannot be read, does not begin at 0, or the tokens do not rise.
+    """
+    steps = []
+    for part in text.replace(",", " ").split():
+        found = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9]+)", part)
+        if found is None or float(found[1]) * SUFFIXES[found[2]] % 1:
+            raise ValueError(f"{part!r} must be TOKENS:SIZE, for example 200B:768")
+        steps.append((int(float(found[1]) * SUFFIXES[found[2]]), int(found[3])))
+    if not steps or steps[0][0] != 0:
+        raise ValueError("must begin with the batch size from 0 tokens on, for example 0:384")
+    if any(later <= sooner for (sooner, _), (later, _) in pairwise(steps)):
+        raise ValueError("the numbers of tokens must rise")
+    return steps
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
@@ -70,11 +90,13 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 
 
 def samples_of_run(config: RunConfig) -> int | None:
-    """Samples of a run given in samples or tokens; None where it is given in iterations, or is one epoch."""
+    """Samples of a run given in samples or tokens, the smaller of both; None where it is given in iterations, or is one
+    epoch."""
     training = config.training
-    if training.train_tokens is not None and config.model.seq_length > 0:
-        return training.train_tokens // config.model.seq_length
-    return training.train_samples
+    if training.train_tokens is None or config.model.seq_length < 1:
+        return training.train_samples
+    samples = training.train_tokens // config.model.seq_length
+    return samples if training.train_samples is None else min(samples, training.train_samples)
 
 
 def iterations_of_run(config: RunConfig) -> int | None:
@@ -82,4 +104,4 @@ def iterations_of_run(config: RunConfig) -> int | None:
     if config.training.train_iters is not None:
         return config.training.train_iters
     samples = samples_of_run(config)
-    return None if samples is None else BatchSizes.from_config(config.training).iterations(samples)
+    return None if samples is None else BatchSizes.from_config(config).iterations(samples)

@@ -159,7 +159,7 @@ def micro_batch_of(config: RunConfig) -> MicroBatch:
 
 
 def _microbatches(config: RunConfig, dims: ParallelDims) -> int:
-    sizes = BatchSizes.from_config(config.training)
+    sizes = BatchSizes.from_config(config)
     return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
 
 
@@ -232,14 +232,15 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
     t, s = config.training, config.model.seq_length
-    sizes = BatchSizes.from_config(t)
+    sizes = BatchSizes.from_config(config)
     micro = _microbatches(config, dims)
     yield (
         f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
         f"{sizes.final * s:,} tokens a step"
     )
-    if t.rampup_batch_size:
-        yield f"ramp-up from {sizes.start} by {sizes.increment} over {sizes.ramp_samples:,} samples"
+    if sizes.earlier:
+        first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
+        yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:
         yield _pipeline_line(config, micro)
     iterations = iterations_of_run(config)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine, print_problems
+from megatron.training.config.data_lists import with_data_lists
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import Problem, notices, resolve, validate
@@ -26,10 +29,13 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     world_size = command.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(command.config)
+        config = replace(config, data=with_data_lists(config.data))
+    except FileNotFoundError as error:
+        if not command.dry_run:
+            _refuse([Problem("--data-path", error.filename, "there is no such file", "correct the path")], launch)
+        notes.append(f"{error.filename}: there is no such file; the plan does not need it, a run does")
     except (ValueError, OSError) as error:
-        if launch.rank == 0:
-            print_problems(Problem.of_errors("--load", command.config.checkpoint.load, error))
-        raise SystemExit(2) from None
+        _refuse(Problem.of_errors("--load", command.config.checkpoint.load, error), launch)
     if launch.rank == 0:
         for note in (*command.notes, *notes, *notices(config, world_size)):
             print(note, file=sys.stderr)
@@ -45,9 +51,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     if not command.dry_run:
         problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:
-            print_problems(problems)
-        raise SystemExit(2)
+        _refuse(problems, launch)
     if command.dry_run:
         if launch.rank == 0:
             from megatron.training.config.dry_run import print_plan
@@ -55,6 +59,12 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
             print_plan(config, world_size, command.plan_file)
         raise SystemExit(0)
     return config
+
+
+def _refuse(problems: Sequence[Problem], launch: Launch) -> NoReturn:
+    if launch.rank == 0:
+        print_problems(problems)
+    raise SystemExit(2)
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:

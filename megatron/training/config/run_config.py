@@ -30,6 +30,10 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = flag(None, many=True)
     """START INCREMENT SAMPLES: increase the batch size from START in steps of INCREMENT over SAMPLES samples."""
 
+    step_batch_size_schedule: str | None = None
+    """Batch sizes by consumed tokens, instead of global-batch-size: "0:384 200B:768" is 384, and 768 from 2e11 tokens
+    on."""
+
     train_iters: int | None = None
     """Iterations to train."""
 
@@ -37,7 +41,8 @@ class TrainingConfig:
     """Samples to train, instead of train-iters."""
 
     train_tokens: int | None = None
-    """Tokens to train, instead of train-iters. Without any of the three: one epoch."""
+    """Tokens to train, instead of train-iters; beside another length, the shorter one holds. Without any of the three:
+    one epoch."""
 
     seed: int = 1234
     """Seed of initial weights, dropout and data order."""
@@ -51,6 +56,9 @@ class TrainingConfig:
     exit_signal_handler: bool = True
     """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
 
+    kill_switch_path: str | None = flag(None, "--kill-switch-file")
+    """Save and exit as soon as this file exists."""
+
     exit_margin_in_mins: float = 3.0
     """Save and exit this many minutes before the end of the SLURM job."""
 
@@ -59,6 +67,9 @@ class TrainingConfig:
 
     eval_iters: int = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
+
+    eval_global_batch_size: int | None = None
+    """Samples in one step of an evaluation; default: global-batch-size."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
     """Iterations between bitwise comparisons of replicated parameters and optimizer state; stop if any differ."""
@@ -74,6 +85,13 @@ class TrainingConfig:
 
     deterministic: bool = flag(False, "--deterministic-mode")
     """Use deterministic kernels only; an operation without one is an error."""
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one step of an evaluation."""
+        size = self.eval_global_batch_size or self.global_batch_size
+        assert size is not None, "resolve() fills the global batch size"
+        return size
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ legal value. The rules are in `megatron.training.config.rules.model`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from megatron.training.config.batch_size import samples_of_run
+from megatron.training.config.batch_size import BatchSizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import RunConfig, TrainingConfig
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
 
@@ -50,12 +51,14 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """
+    training = _resolve_training(config, world_size)
     return replace(
         config,
         parallel=_resolve_parallel(config, world_size),
         model=_resolve_model(config, vocab_size),
         tokenizer=_resolve_tokenizer(config),
-        training=_resolve_training(config, world_size),
+        training=training,
+        optimizer=_resolve_optimizer(config, training),
     )
 
 
@@ -99,12 +102,37 @@ def _resolve_tokenizer(config: RunConfig) -> Any:
 
 def _resolve_training(config: RunConfig, world_size: int) -> Any:
     training = config.training
+    if training.step_batch_size_schedule is not None:
+        with suppress(ValueError):  # a rule reports it
+            steps = parse_batch_schedule(training.step_batch_size_schedule)
+            training = _filled(training, global_batch_size=steps[-1][1])
     replicas = _data_parallel_size(config, world_size)
     if replicas and training.micro_batch_size > 0:
         step = training.micro_batch_size * replicas
         training = _filled(training, global_batch_size=step * (training.num_microbatches or 1))
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
-    if training.train_tokens is not None and config.model.seq_length > 0:
-        training = _filled(training, train_samples=samples_of_run(config) or None)
-    return training
+    if training.train_tokens is None or config.model.seq_length < 1:
+        return training
+    # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
+    samples = samples_of_run(config)
+    if training.train_iters is not None and training.global_batch_size:
+        sized = replace(config, training=training)
+        samples = min(samples or 0, BatchSizes.from_config(sized).samples(training.train_iters))
+        training = replace(training, train_iters=None)
+    return replace(training, train_samples=samples or None)
+
+
+def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
+    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in."""
+    optimizer, sequence = config.optimizer, config.model.seq_length
+    if sequence < 1 or not training.global_batch_size:
+        return optimizer
+    by_samples = training.train_samples is not None
+    unit, size = ("samples", sequence) if by_samples else ("iters", sequence * training.global_batch_size)
+    other = "iters" if by_samples else "samples"
+    for stem, default in (("lr_decay", None), ("lr_warmup", 0)):
+        tokens = getattr(optimizer, f"{stem}_tokens")
+        if tokens is not None:
+            optimizer = replace(optimizer, **{f"{stem}_{unit}": tokens // size, f"{stem}_{other}": default})
+    return optimizer

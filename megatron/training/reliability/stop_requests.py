@@ -107,17 +107,22 @@ class StopRequests:
 class StopConditions:
     """Deadlines, and the files `save` and `exit` in the --save folder. Rank 0 looks for them."""
 
-    def __init__(self, deadlines: Mapping[str, tuple[float, str]], folder: Path | None) -> None:
-        """`deadlines`: what ends -> (`time.time()` of its end, kind of the request)."""
-        self._deadlines, self._folder = deadlines, folder
+    def __init__(
+        self, deadlines: Mapping[str, tuple[float, str]], folder: Path | None, kill_switch: Path | None = None
+    ) -> None:
+        """`deadlines`: what ends -> (`time.time()` of its end, kind of the request). `kill_switch`: a file that stops
+        the run as long as it exists."""
+        self._deadlines, self._folder, self._kill_switch = deadlines, folder, kill_switch
         self._stuck = set[Path]()
         """Files that could not be removed."""
 
     def due(self) -> Iterator[Request]:
-        """The requests that are due now. A file is removed when it is seen."""
+        """The requests that are due now. The files `save` and `exit` are removed when they are seen."""
         for why, (when, kind) in self._deadlines.items():
             if time.time() >= when:
                 yield Request(kind, why)
+        if self._kill_switch is not None and self._kill_switch.exists():
+            yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
         if self._folder is None:
             return
         for path, kind in ((self._folder / "save", "save"), (self._folder / "exit", "stop")):

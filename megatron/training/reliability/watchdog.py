@@ -47,15 +47,21 @@ class Watchdog:
         self._board = board
         self.failures.connect(board)
 
-    def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]], folder: Path | None) -> None:
+    def start(
+        self,
+        signals: bool,
+        deadlines: Mapping[str, tuple[float, str]],
+        folder: Path | None,
+        kill_switch: Path | None = None,
+    ) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run; `deadlines`: see `StopConditions`; `folder`: where `save` and `exit`
-        files are looked for, and stacks are written. Raises ValueError if the folder cannot be written."""
+        `signals`: whether signals end the run; `deadlines`, `kill_switch`: see `StopConditions`; `folder`: where `save`
+        and `exit` files are looked for, and stacks are written. Raises ValueError if the folder cannot be written."""
         assert self._board is not None, "connect first"
         if folder is not None:
             self.stacks.open(folder / "stacks", self.launch.rank)
-        self._conditions = StopConditions(deadlines, folder)
+        self._conditions = StopConditions(deadlines, folder, kill_switch)
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()

@@ -21,6 +21,7 @@ TRAINING_ONLY = (
     "hidden_dropout",
     "init_method_std",
     "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
     "seq_length",
     "recompute_granularity",
     "recompute_method",

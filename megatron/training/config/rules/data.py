@@ -19,9 +19,10 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ]
     if d.dataset_type is not None and d.mock_data:
         yield Problem.exclusive("--dataset-type", d.dataset_type, "--mock-data")
+    kinds += [dashed(field) for field in d.listed]
     if not kinds and d.dataset == "gpt":
         yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")
-    if len(kinds) > 1:
+    if len(kinds) > 1 and not all("weighted-split" in kind for kind in kinds):
         yield Problem.exclusive(kinds[0], None, " and ".join(kinds[1:]))
     if own and not d.train_data_path:
         yield Problem("--train-data-path", None, f"is required with {own[0]}", "add the training data")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.batch_size import samples_of_run
+from megatron.training.config.batch_size import parse_batch_schedule, samples_of_run
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
@@ -24,8 +24,36 @@ def batch(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be --global-batch-size {t.global_batch_size} / ({shown})"
         remedy = f"remove it, or use {t.global_batch_size // step}"
         yield Problem("--num-microbatches", t.num_microbatches, rule, remedy)
+    evaluated = t.eval_global_batch_size
+    if not divides(step, evaluated):
+        yield Problem(
+            "--eval-global-batch-size", evaluated, f"must be a multiple of {shown}", multiples(evaluated or 1, step)
+        )
     if t.rampup_batch_size is not None:
         yield from _rampup(c, step, shown)
+    if t.step_batch_size_schedule is not None:
+        yield from _batch_schedule(c, step, shown)
+
+
+def _batch_schedule(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
+    t, name = c.training, "--step-batch-size-schedule"
+    text = t.step_batch_size_schedule or ""
+    try:
+        sizes = [size for _, size in parse_batch_schedule(text)]
+    except ValueError as error:
+        yield Problem(name, text, str(error), 'use for example "0:384 200B:768 400B:1152"')
+        return
+    for size in sizes:
+        if not size or size % step:
+            yield Problem(name, text, f"batch size {size} must be a multiple of {shown}", multiples(size, step))
+    if t.global_batch_size != sizes[-1]:
+        rule = f"has another last size than --global-batch-size {t.global_batch_size}"
+        yield Problem(name, text, rule, "remove --global-batch-size: the schedule says it")
+    if t.rampup_batch_size is not None:
+        yield Problem.exclusive(name, text, "--rampup-batch-size")
+    if t.train_iters is not None:
+        rule = "cannot be combined with --train-iters: iterations differ in their number of samples"
+        yield Problem(name, text, rule, "use --train-samples or --train-tokens instead")
 
 
 def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
@@ -56,11 +84,9 @@ def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
 def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     t = c.training
     given = {"--train-iters": t.train_iters, "--train-samples": t.train_samples, "--train-tokens": t.train_tokens}
-    if t.train_tokens is not None and t.train_samples == samples_of_run(c):
-        del given["--train-samples"]  # derived
     names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        yield Problem.exclusive(names[0], given[names[0]], " and ".join(names[1:]))
+    if t.train_iters is not None and t.train_samples is not None:
+        yield Problem.exclusive("--train-iters", t.train_iters, "--train-samples")
     if not names and c.data.dataset == "mock":
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
@@ -68,9 +94,10 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
         size = t.rampup_batch_size[0]
     if names and samples is not None and size and 0 <= samples < size:
-        unit = c.model.seq_length if names[0] == "--train-tokens" else 1
+        name = "--train-tokens" if t.train_tokens is not None else names[0]
+        unit = c.model.seq_length if name == "--train-tokens" else 1
         rule = f"is less than one step of {size} samples"
-        yield Problem(names[0], given[names[0]], rule, f"nearest: {size * unit}")
+        yield Problem(name, given[name], rule, f"nearest: {size * unit}")
 
 
 def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:

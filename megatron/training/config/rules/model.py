@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.core.config.model import round_up
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
@@ -44,7 +45,15 @@ def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return
-    padded = c.model.padded_vocab_size if vocabulary else divisor
+    padded, fixed = c.model.padded_vocab_size if vocabulary else divisor, c.model.pad_vocab_size_to
+    if fixed is not None and vocabulary is not None:
+        if fixed < vocabulary:
+            rule = f"must be at least the vocabulary of {vocabulary}"
+            yield Problem("--pad-vocab-size-to", fixed, rule, f"nearest: {round_up(vocabulary, math.lcm(128, tp))}")
+        elif fixed % tp:
+            rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
+            yield Problem("--pad-vocab-size-to", fixed, rule, multiples(fixed, tp))
+        return
     if padded % tp:
         shown = f"the vocabulary of {vocabulary} padded to {padded}" if vocabulary else "the padded vocabulary"
         rule = f"{shown} must be a multiple of --tensor-model-parallel-size {tp}"
