@@ -243,3 +243,7 @@ def test_other_tokens_of_the_same_lengths_have_another_fingerprint(tmp_path):
         return build_datasets(config, seq_length=8, seed=1, sizes=(2, 0, 0)).train.fingerprint
 
     assert fingerprint("a", 1) == fingerprint("b", 1) != fingerprint("c", 2)
+
+
+def test_a_split_in_quotes() -> None:
+    assert indices.parse_split("'949,50,1'") == indices.parse_split("949,50,1") == indices.parse_split("949/50/1")

@@ -25,9 +25,11 @@ BLOCK, LEAD, CELLS = 1 << 10, 1 << 7, 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parses `--split` to normalized shares of train, valid and test. Raises ValueError."""
+    """Parses `--split` to normalized shares of train, valid and test. Raises ValueError.
+
+    Quotes around it, which a shell leaves in a variable, are no part of it."""
     try:
-        shares = [float(part) for part in split.replace("/", ",").split(",")]
+        shares = [float(part) for part in split.strip("'\"").replace("/", ",").split(",")]
     except ValueError:
         raise ValueError(
             f"--split {split}: must be up to three numbers separated by commas; for example 969,30,1"

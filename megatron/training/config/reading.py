@@ -107,14 +107,16 @@ class FlagReader:
 
     def _field(self, name: str, texts: list[str]) -> None:
         flag, on = spelling_table()[name]
-        before = len(self.problems)
+        before, given = len(self.problems), texts
         if flag.kind is not bool:
+            texts = [self._same_value(flag, name, text) for text in texts]
             self.set_value(flag, name, texts)
         elif texts:
             self.wrong(flag, name, texts, "takes no value", "give the flag alone")
         else:
             self.set(flag, name, on)
-        self.readings.append(Reading((name, *texts), (name, *texts), problem=len(self.problems) > before))
+        why = "; ".join(map(str, self.problems[before:])) or ("" if texts == given else "another name of the value")
+        self.readings.append(Reading((name, *given), (name, *texts), why, len(self.problems) > before))
 
     def _option(self, name: str, texts: list[str]) -> None:
         if len(texts) != OPTIONS[name]:
@@ -212,7 +214,6 @@ class FlagReader:
             rule = "takes one or more values" if flag.spec.many else "takes one value"
             self.wrong(flag, name, texts, rule, f"given: {len(texts)}")
             return
-        texts = [self._same_value(flag, name, text) for text in texts]
         try:
             value = flag.convert(texts)
         except ValueError as error:

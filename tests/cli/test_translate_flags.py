@@ -1,0 +1,72 @@
+"""Commands and scripts of other programs as flags of this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.translate_flags import main, words_of_script
+
+SCRIPT = """#!/bin/bash
+# --not-a-flag in a comment
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS=8
+TP=${TP:-2}
+WIDTH="12288"
+LAUNCH=(
+    --nproc_per_node $GPUS
+    --master_addr localhost
+)
+MODEL=(
+    --num-layers 96
+    --hidden-size ${WIDTH}  # wide
+    --attention-backend auto # (flash/fused)
+)
+REST="--save $1 --eval-iters 10 --checkpoint-activations --split '949,50,1'"
+torchrun ${LAUNCH[@]} pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP \\
+    $REST --micro-batch-size $MBS | tee log
+"""
+
+
+def test_words_of_a_script() -> None:
+    words = list(words_of_script(SCRIPT))
+    text = " ".join(words)
+    assert "--num-layers 96 --hidden-size 12288 --attention-backend auto" in text
+    assert "--tensor-model-parallel-size 2" in text and "--nproc_per_node 8" in text
+    assert "--split 949,50,1" in text and "--micro-batch-size $MBS" in text
+    assert "--not-a-flag" not in text and "tee" not in words and "wide" not in words
+
+
+def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPT)
+    assert main([str(script)]) == 0
+    command, _, rest = capsys.readouterr().out.partition("\n\n")
+    lines = [line.strip(" \\") for line in command.splitlines()]
+    assert lines[0] == "pretrain_gpt.py"
+    assert {"--num-layers 96", "--save '$1'", "--micro-batch-size '$MBS'", "--split 949,50,1"} <= set(lines)
+    assert lines[-1] == "--recompute-granularity full --recompute-method uniform"
+    assert "--checkpoint-activations -> --recompute-granularity full --recompute-method uniform" in rest
+    assert "--attention-backend auto: attention selects its kernel automatically" in rest
+    assert "nproc" not in command + rest and "Not translated" not in rest
+
+
+def test_what_has_no_translation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 24 --mtp-num-layers 1 --deepspeed --optimizer muon"
+    assert main(["--", *flags.split()]) == 1
+    printed = capsys.readouterr().out
+    assert "Without effect here:\n  --deepspeed: DeepSpeed is not used" in printed
+    refused = printed.partition("Not translated:\n")[2]
+    assert "--mtp-num-layers 1: asks for multi-token prediction, which is not built; remove it" in refused
+    assert "--optimizer muon" in refused and "the Muon optimizer" in refused
+
+
+def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "give a script, or flags behind --" in capsys.readouterr().err
+    empty = tmp_path / "empty.sh"
+    empty.write_text("echo\n")
+    with pytest.raises(ValueError, match="holds no flags"):
+        main([str(empty)])
