@@ -7,7 +7,7 @@
 #   bash scripts/quickstart.sh --clean     starts over
 #
 # All output goes to runs/quickstart (or OUT=FOLDER). The default of 250 iterations shows the loss falling and text that
-# looks like Python; TRAIN_ITERS=2000 writes better text.
+# looks like Python; TRAIN_ITERS=2000 writes better text. CORPUS_MB=2 takes so many MB of source only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
@@ -32,7 +32,7 @@ ensure_environment requirements.txt
 
 step "2/7 Corpus: the Python standard library's own source"
 if [[ ! -f "$OUT/corpus.jsonl" ]]; then
-    run "$PYTHON" tools/build_corpus.py --output "$OUT/corpus.jsonl"
+    run "$PYTHON" tools/build_corpus.py --output "$OUT/corpus.jsonl" --max-mb "${CORPUS_MB:-inf}"
 fi
 
 step "3/7 Tokenizer"

@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +17,25 @@ from megatron.training.config import flags
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests start many programs, and what these import (torch is large) need not be compiled each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+LONGEST = (
+    "tests/cli/test_docs.py",
+    "tests/slurm/test_slurm.py",
+    "tests/parity/test_examples.py",
+    "tests/dist/test_checkpoint_reshard.py",
+)
+"""Files that take longest. They run first, so that workers that run side by side end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,19 +1,26 @@
-"""Ranks of `pretrain_gpt.py` on this machine, forked from this process: the launcher's part without its start-up time.
+"""Programs and ranks of `pretrain_gpt.py`, forked from this process: what a shell or a launcher starts, without the two
+seconds that importing torch takes.
 
-Forking saves importing torch once a rank. Each rank reads its place from the variables that torchrun sets.
+Each rank reads its place from the variables that torchrun sets.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing as mp
 import os
+import runpy
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +29,57 @@ import torch._dynamo  # torch.optim imports it on first use: once here instead o
 import megatron.training.training  # noqa: F401 (the program imports it late)
 import pretrain_gpt
 from tests.limits import HANG
+
+ROOT = Path(__file__).parents[1]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+
+
+def run_program(*argv: object, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script, or `-m MODULE`, with its arguments, as `python ARGV...` would in the folder `cwd`; `environ` are
+    further variables. No launcher's variables are passed on. Returns exit code and both outputs.
+
+    What is imported here already is imported there: that a script finds its modules needs a process of its own."""
+    words = [str(word) for word in argv]
+    with tempfile.TemporaryDirectory(prefix="program-") as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        process: Any = mp.get_context("fork").Process(target=_program, args=(words, cwd, environ, out, err))
+        process.start()
+        try:
+            (code,) = join([process])
+        finally:
+            process.kill()
+            process.join()
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+
+def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:
+    _print_to(out, err)
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ |= environ
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    if words[0] == "-m":
+        sys.argv[:], sys.path[:0] = words[1:], [str(cwd)]
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        script = Path(words[0]).resolve()
+        sys.argv[:], sys.path[:0] = words, [str(script.parent)]
+        main = ModuleType("__main__")
+        main.__file__ = str(script)
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second for what its own processes send back
+        exec(compile(script.read_text(), script, "exec"), main.__dict__)
+
+
+def _print_to(out: Path, err: Path) -> None:
+    """Both standard outputs, logging and warnings of this process, which are pytest's, as a new process has them."""
+    for standard, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), standard)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.getLogger().handlers.clear()
+    warnings.showwarning = lambda *about, **_: sys.stderr.write(warnings.formatwarning(*about[:4]))
 
 
 @contextmanager
@@ -64,12 +122,7 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
 
 
 def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, prepare: Callable[[int], None]) -> None:
-    descriptor = os.open(screen, os.O_WRONLY | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    # Under pytest these are objects that write elsewhere.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    _print_to(screen, screen)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,14 +1,23 @@
-"""Build one rank's training run on the CPU, in a world that `run_world` has started."""
+"""Build one rank's training run on the CPU, in a world that `run_world` has started.
+
+Parts are imported on first use. Ranks are forked from the process that imports this module, so it imports the parts of
+models here, once for all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+from megatron.core import parts
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import local_runtime, set_determinism
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
+
+for _kind in (parts.LAYERS, parts.ATTENTIONS, parts.MLPS, parts.NORMALIZATIONS, parts.ACTIVATIONS, parts.LOSSES):
+    for _name in _kind:
+        _kind[_name]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The data tools as a user runs them."""
+"""The data tools as a user runs them: outside the repository."""
 
 import gzip
 import json
@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
-ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "megatron_order"
 CASES = json.loads((FIXTURES / "manifest.json").read_text())
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 
 
 def tool(name, *flags, code=0):
-    """Runs a tool outside the repository, and returns what it printed."""
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=HANG)
+    """Runs a tool in a fork of this process, and returns what it printed."""
+    done = run_program(ROOT / "tools" / name, *flags, cwd=Path("/"))
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -57,6 +56,13 @@ def corpus(tmp_path):
     (tmp_path / "c.jsonl.zst").write_bytes(b"".join(frames))
     (tmp_path / "d.jsonl").write_bytes(parts[3].rstrip(b"\n"))
     return tmp_path, texts
+
+
+@pytest.mark.parametrize("name", ["preprocess_data", "train_tokenizer", "merge_datasets", "inspect_dataset"])
+def test_a_tool_finds_its_modules_from_anywhere(name):
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=HANG)
+    assert done.returncode == 0 and f"usage: {name}.py" in done.stdout, done.stderr
 
 
 # preprocess_data

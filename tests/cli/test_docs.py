@@ -72,8 +72,9 @@ def losses(path: Path) -> list[float]:
 
 
 def test_two_commands_of_the_readme(clone: Path) -> None:
-    # The quickstart is cut to a few iterations, and the tests to one file.
-    out = run_blocks(blocks("README.md")[:1], clone, TRAIN_ITERS="4", PYTEST_ADDOPTS="tests/pure/test_batch_size.py")
+    # The quickstart is cut to a few iterations on little text, and the tests to one file.
+    short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
+    out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (clone / "runs/quickstart/sample.txt").read_text().strip()
     assert re.search(r"\d+ passed", out)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.forked import run_program
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS")
 WRONG = (
     "--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 --tp 8 "
     "--pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data"
@@ -26,9 +21,7 @@ RIGHT = (
 
 
 def pretrain(flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | environ
-    command = [sys.executable, "pretrain_gpt.py", *flags.split()]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
+    return run_program("pretrain_gpt.py", *flags.split(), **environ)
 
 
 def test_all_problems_at_once() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, run_forked, run_program
+
 EXTENSION = ROOT / "tests" / "fixtures" / "own_parts.py"
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 257 --lr 1e-2 --cpu "
@@ -19,12 +18,6 @@ FLAGS = (
 ).split()
 
 
-def run(*command: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable] if ranks == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    start = start if ranks == 1 else [sys.executable, *start]
-    return subprocess.run([*start, *command], capture_output=True, text=True, timeout=280, cwd=ROOT)
-
-
 def records(folder: Path) -> dict[int, dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["iteration"]: line for line in lines if "lm_loss" in line}
@@ -32,26 +25,24 @@ def records(folder: Path) -> dict[int, dict]:
 
 def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train = ("pretrain_gpt.py", *FLAGS, "--extension", str(EXTENSION))
-    done = run(*train, "--save", str(whole))
+    train = (*FLAGS, "--extension", str(EXTENSION))
+    done = run_program("pretrain_gpt.py", *train, "--save", str(whole))
     assert done.returncode == 0, done.stderr
     assert "callback: start" in done.stdout and "callback: checkpoint 8" in done.stdout
     assert done.stdout.rstrip().endswith("callback: end")
 
     # Rank 1 of two asks for the end; both stop after the same step.
-    done = run(*train, "--save", str(cut), "--own-patience", "5", "--pp", "2", ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "exiting at iteration 6: patience is over" in done.stdout and "callback: checkpoint 6" in done.stdout
+    said = run_forked(2, [*train, "--save", str(cut), "--own-patience", "5", "--pp", "2"], tmp_path / "screen")
+    assert "exiting at iteration 6: patience is over" in said and "callback: checkpoint 6" in said
 
     # An option of the extension that changes what is computed must be the checkpoint's.
-    done = run("pretrain_gpt.py", "--config", str(cut / "run_config.yaml"), "--load", str(cut), "--own-decay", "0.5",
-               "--pp", "1")  # fmt: skip
+    resume = ("pretrain_gpt.py", "--config", cut / "run_config.yaml", "--load", cut, "--pp", "1")
+    done = run_program(*resume, "--own-decay", "0.5")
     assert done.returncode != 0
     assert "--own-decay 0.9 in the checkpoint, 0.5 in the run" in done.stderr and "patience" not in done.stderr
 
     # The saved configuration brings the extension along; the states of its optimizer go on at another layout.
-    done = run("pretrain_gpt.py", "--config", str(cut / "run_config.yaml"), "--load", str(cut), "--own-patience", "0",
-               "--pp", "1")  # fmt: skip
+    done = run_program(*resume, "--own-patience", "0")
     assert done.returncode == 0, done.stderr
     assert "loaded checkpoint of iteration 6" in done.stdout
     one, two = records(whole), records(cut)
@@ -61,7 +52,7 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
         assert one[iteration]["share_of_threes"] == two[iteration]["share_of_threes"]
         assert 0.2 < one[iteration]["share_of_threes"] < 0.5
 
-    done = run("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
+    done = run_program("tools/generate_text.py", "--load", str(cut), "--prompt", "ab", "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
 
 
@@ -99,8 +90,8 @@ sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": Count(config)}
 def test_a_program_adds_parts_of_its_own(returned: str, said: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + PROGRAM.replace("RETURNED", returned))
-    done = run(str(program), *FLAGS[: FLAGS.index("--tokenizer-type")], "--mock-data", "--global-batch-size", "4",
-               "--train-iters", "8", "--log-interval", "2", "--eval-iters", "0")  # fmt: skip
+    flags = "--mock-data --global-batch-size 4 --train-iters 8 --log-interval 2 --eval-iters 0"
+    done = run_program(program, *FLAGS[: FLAGS.index("--tokenizer-type")], *flags.split())
     assert said in done.stdout + done.stderr, done.stdout + done.stderr
     assert ("exiting at iteration 4: told enough" in done.stdout) == (returned != "None")
 
@@ -116,7 +107,7 @@ def test_an_own_tokenizer_makes_data_trains_and_generates(tmp_path: Path) -> Non
         ("pretrain_gpt.py", *FLAGS[: FLAGS.index("--vocab-size")], "--data-path", f"{prefix}_text_document", "--lr",
          "1e-3", "--cpu", "--train-iters", "2", "--global-batch-size", "4", "--split", "1,0,0", "--eval-iters", "0"),
     ):  # fmt: skip
-        done = run(*command, *own)
+        done = run_program(*command, *own)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "inspect" not in command[0] or "LINE 0 OF A TEXT" in done.stdout
 
@@ -126,7 +117,7 @@ def test_states_of_frozen_parameters_are_left_out_and_begin_at_zero_when_trained
     save = ("--save", str(tmp_path), "--load", str(tmp_path))
     freeze = ("--freeze", r"layers\.0\.", "--freeze", "embedding")
     for iterations, flags, said in (("2", (), ""), ("4", freeze, ""), ("6", freeze, ""), ("8", (), "start at zero")):
-        done = run(*base, *save, "--train-iters", iterations, "--lr-decay-style", "constant", *flags)
+        done = run_program(*base, *save, "--train-iters", iterations, "--lr-decay-style", "constant", *flags)
         assert done.returncode == 0, done.stderr
         assert ("start at zero" in done.stdout) == bool(said), done.stdout
         assert iterations == "2" or "loaded checkpoint of iteration" in done.stdout

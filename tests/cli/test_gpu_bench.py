@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.forked import run_program
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
 from tools.bench.profile_groups import GPU_CATEGORIES, IDLE, OTHER, Span, busy_time, group_of, groups_of, spans_of
 
-ROOT = Path(__file__).parents[2]
 TRIAL = "--cpu --config tiny --steps 1 --rounds 2 --warm-up 1"
 
 
 def bench(flags: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/bench/gpu.py", *TRIAL.split(), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG, check=False)
+    return run_program("tools/bench/gpu.py", *TRIAL.split(), *flags)
 
 
 def test_whole_run(tmp_path: Path) -> None:

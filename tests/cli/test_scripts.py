@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.planner.parameters import active_parameters, count_parameters
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(ROOT.glob("scripts/*.sh"))
 
 
@@ -47,10 +51,21 @@ def test_shellcheck() -> None:
         ("deepseek_v3_style.sh", 2048, "674,836,083,712, of which a token meets 41,361,961,984"),
     ],
 )
-def test_settings_pass_a_dry_run_as_the_published_model(script: str, world_size: int, parameters: str) -> None:
-    done = run("bash", f"scripts/{script}", "--dry-run", "--world-size", str(world_size))
+def test_settings_are_those_of_the_published_model(script: str, world_size: int, parameters: str) -> None:
+    """test_docs.py runs the dry runs of these scripts."""
+    done = run("bash", f"scripts/{script}", LAUNCH="echo")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"parameters {parameters}\n" in done.stdout
+    launched, *flags = shlex.split(done.stdout.splitlines()[-1])
+    config = resolve(parse_args(flags), world_size)
+    assert launched == "pretrain_gpt.py" and validate(config, world_size) == []
+    active = f", of which a token meets {active_parameters(config.model):,}" if config.model.num_experts else ""
+    assert f"{count_parameters(config.model).total:,}{active}" == parameters
+
+
+def test_a_script_hands_dry_run_on() -> None:
+    done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parameters 1,315,819,520\n" in done.stdout
 
 
 def test_further_flags_win() -> None:
@@ -116,7 +131,7 @@ def test_wrong_use_says_so(script: str) -> None:
 def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "deep/b.jsonl"
     for output in (first, second):
-        done = run(sys.executable, "tools/build_corpus.py", "--output", output, "--max-mb", "0.5")
+        done = run_program("tools/build_corpus.py", "--output", output, "--max-mb", "0.5")
         assert done.returncode == 0, done.stderr
     assert first.read_bytes() == second.read_bytes()
     documents = [json.loads(line) for line in first.read_text().splitlines()]
@@ -125,7 +140,7 @@ def test_corpus_is_real_source_in_a_fixed_order(tmp_path: Path) -> None:
 
 
 def test_corpus_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
-    done = run(sys.executable, "tools/build_corpus.py", "--output", tmp_path / "out.jsonl", "--source", tmp_path)
+    done = run_program("tools/build_corpus.py", "--output", tmp_path / "out.jsonl", "--source", tmp_path)
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
     assert not list(tmp_path.glob("out*"))
@@ -136,13 +151,13 @@ def test_loss_plot(tmp_path: Path) -> None:
     records = [{"iteration": i, "lm_loss": 8.0 / i} for i in range(1, 20)]
     records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "lm_loss": 0.25}]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 20, "lm_')
-    done = run(sys.executable, "tools/plot_loss.py", metrics, "--output", picture)
+    done = run_program("tools/plot_loss.py", metrics, "--output", picture)
     assert done.returncode == 0, done.stderr
     assert "8.000 -> 0.250" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_loss_plot_of_a_missing_file_names_it(tmp_path: Path) -> None:
-    done = run(sys.executable, "tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png")
+    done = run_program("tools/plot_loss.py", tmp_path / "none.jsonl", "--output", tmp_path / "loss.png")
     assert done.returncode == 2
     assert "none.jsonl" in done.stderr

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import run_forked
-from tests.limits import HANG
+from tests.forked import run_forked, run_program
 from tools.preprocess_data import main as preprocess
 
-ROOT = Path(__file__).parents[2]
 MODEL = (
     "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 200 "
     "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --micro-batch-size 2 "
     "--train-iters 20 --log-interval 1 --eval-iters 1 --eval-interval 10 --num-workers 1"
 ).split()
-
-
-def start(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program in a process of its own."""
-    command = [sys.executable, "pretrain_gpt.py", *argv]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG)
 
 
 def records(path: Path) -> list[dict]:
@@ -58,7 +46,9 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     save, board = tmp_path / "save", tmp_path / "board"
-    result = start(*MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput")
+    result = run_program(
+        "pretrain_gpt.py", *MODEL, "--save", str(save), "--tensorboard-dir", str(board), "--log-throughput"
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     found = records(save / "metrics.jsonl")
     training = [record for record in found if "lm_loss" in record]
@@ -82,9 +72,11 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
-    result = start(*"--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12".split(),
-                   *"--seq-length 2048 --tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data".split(),
-                   "--num-layer", "3")  # fmt: skip
+    flags = (
+        "--dry-run --world-size 64 --num-layers 30 --hidden-size 1000 --num-attention-heads 12 --seq-length 2048 "
+        "--tp 8 --pp 4 --micro-batch-size 3 --global-batch-size 64 --mock-data --num-layer 3"
+    )
+    result = run_program("pretrain_gpt.py", *flags.split())
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     for said in ("did you mean --num-layers", "nearest: 984 or 1008", "nearest: 8 or 16", "nearest: 60 or 66"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -116,6 +115,6 @@ def test_indices_in_memory_are_told_once_a_node(folder: Path, tmp_path: Path) ->
         (tmp_path / f"x.{kind}").write_bytes((folder / f"ok.{kind}").read_bytes())
     (tmp_path / "cache").write_text("")
     flags = [*FLAGS, "--data-path", str(tmp_path / "x"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
-    with forked_ranks(2, flags, tmp_path / "screen", lambda rank: logging.getLogger().handlers.clear()) as ranks:
+    with forked_ranks(2, flags, tmp_path / "screen") as ranks:
         assert join(ranks, 60) == [0, 0]
     assert (tmp_path / "screen").read_text().count("keeps the indices in memory") == 1

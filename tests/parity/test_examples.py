@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, run_program
 
 EXAMPLES = {
     "ademamix.py": "--optimizer ademamix",
@@ -33,10 +31,9 @@ DIFFERENTIABLE = ["goldfish_loss.py", "sandwich_norm.py", "xielu.py"]
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
     """Exit code and rows of the command. Rows that only this example has are asked for too."""
     path = folder / "rows.json"
-    command = [sys.executable, "-m", "megatron.testing.parity", "--extension", str(extension), "--json", str(path)]
+    command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []
-    words = [*command, *chosen, "--", *flags.split()]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    done = run_program(*command, *chosen, "--", *flags.split())
     assert path.exists(), done.stdout + done.stderr
     return done.returncode, {row["name"]: row for row in json.loads(path.read_text())}
 
@@ -80,8 +77,7 @@ TINY = (
 def train(flags: str, folder: Path) -> tuple[str, list[dict[str, float]]]:
     """Output and metrics of a run in one process."""
     metrics = folder / "metrics.jsonl"
-    command = [sys.executable, "pretrain_gpt.py", *TINY.split(), *flags.split(), "--metrics-file", str(metrics)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = run_program("pretrain_gpt.py", *TINY.split(), *flags.split(), "--metrics-file", metrics)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, [json.loads(line) for line in metrics.read_text().splitlines()]
 

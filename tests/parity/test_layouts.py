@@ -44,21 +44,20 @@ LAYOUTS = [
 ]
 
 
-@lru_cache
-def one_process(style: str) -> Snapshot:
-    return train_in_world(1, STYLES[style].split())
+@lru_cache(None)
+def trained(style: str, world_size: int = 1, layout: str = "") -> Snapshot:
+    return train_in_world(world_size, [*STYLES[style].split(), *layout.split()])
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=lambda value: str(value).replace("--", ""))
 def test_layout_computes_what_one_process_does(world_size: int, layout: str, style: str) -> None:
-    snapshot = train_in_world(world_size, [*STYLES[style].split(), *layout.split()])
+    snapshot = trained(style, world_size, layout)
     assert not snapshot.replica_errors
-    assert first_difference(one_process(style), snapshot, tolerance=1e-9) is None
+    assert first_difference(trained(style), snapshot, tolerance=1e-9) is None
 
 
-INITIAL = [
-    *LAYOUTS,
+UNTRAINED = [
     (4, "--pp 2 --pipeline-schedule zb-v"),
     (2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2"),
     (2, "--cp 2"),
@@ -68,16 +67,18 @@ INITIAL = [
 
 def test_initial_weights_are_bit_identical() -> None:
     """Of the whole model, put together from every layout's shards."""
-    assert sum(key.startswith("initial weight") for key in one_process("gpt").tensors) > 40
-    expected = weights_hash(one_process("gpt"))
-    for world_size, layout in INITIAL:
-        snapshot = train_in_world(world_size, [*STYLES["gpt"].split(), *layout.split()], steps=0)
+    assert sum(key.startswith("initial weight") for key in trained("gpt").tensors) > 40
+    expected = weights_hash(trained("gpt"))
+    snapshots = {layout: trained("gpt", size, layout) for size, layout in LAYOUTS}
+    for world_size, layout in UNTRAINED:
+        snapshots[layout] = train_in_world(world_size, [*STYLES["gpt"].split(), *layout.split()], steps=0)
+    for layout, snapshot in snapshots.items():
         assert not snapshot.replica_errors
         assert weights_hash(snapshot) == expected, layout
 
 
 def test_two_runs_of_one_command_are_bitwise_equal() -> None:
-    argv = [*STYLES["qwen"].split(), *"--tp 2 --pp 2 --sequence-parallel".split()]
-    first, second = train_in_world(4, argv), train_in_world(4, argv)
+    layout = "--tp 2 --pp 2 --sequence-parallel"
+    first, second = (runs("qwen", 4, layout) for runs in (trained, trained.__wrapped__))
     for key, value in first.tensors.items():
         assert torch.equal(value, second[key]), key

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch import Tensor
 
 from megatron.core.transformer import mlp
 from megatron.testing.parity import error_line, main
-from tests.limits import HANG
+from tests.forked import run_program
 
-ROOT = Path(__file__).parents[2]
 MOE = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --num-layers 2".split()
 
 
@@ -153,8 +150,7 @@ def test_a_wrong_gradient_of_an_extension_is_named(tmp_path: Path) -> None:
     extension.write_text(EXTENSION)
     own = ["--extension", str(extension), "--layouts", "tp2", "dp2", "--steps", "1"]
     flags = "--activation-func planted --wrong-factor 1.001 --num-layers 2 --hidden-size 16 --seq-length 8".split()
-    command = [sys.executable, "-m", "megatron.testing.parity", *own, "--", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    done = run_program("-m", "megatron.testing.parity", *own, "--", *flags)
     assert done.returncode == 1, done.stderr
     found = verdicts(done.stdout)
     assert found["tp2"].startswith("DIFFERS") and found["dp2"].startswith("equal")

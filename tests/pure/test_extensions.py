@@ -1,6 +1,6 @@
 """Extensions: loading, flags of their own, and what is said of those that fail.
 
-Each case runs in a process of its own, as registries are not emptied.
+Each case runs in a process of its own, a fork in most, as registries are not emptied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, run_program
+
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-3 --mock-data "
     "--train-iters 4 --dry-run"
@@ -42,8 +43,7 @@ class Options:
 
 def run(tmp_path: Path, source: str, *argv: str, name: str = "own.py") -> subprocess.CompletedProcess[str]:
     (tmp_path / name).write_text(source)
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--extension", str(tmp_path / name), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    return run_program(ROOT / "pretrain_gpt.py", *TINY, "--extension", tmp_path / name, *argv, cwd=tmp_path)
 
 
 def test_flags_stand_in_help(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ MODEL = (
 PAUSE = "await_request:0:4"
 """Step 4 waits for the end to be asked for, so that it always comes in the middle of the run."""
 
-NEVER = "await_request:0:0"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 

@@ -4,10 +4,12 @@ the undisturbed one; what cannot succeed does not come back."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import MISSING, NEVER, Cluster, Job, command, running_cluster
+from tests.forked import run_forked
+from tests.slurm.cluster import MISSING, MODEL, Cluster, Job, command, running_cluster
 from tools.inspect_checkpoint import first_difference, open_or_complain
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}")
@@ -25,20 +27,26 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
     return {
         "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--time=1 --signal=USR1@1"),
         "signal": cluster.submit("signal"),
-        "undisturbed": cluster.submit("undisturbed", fault=NEVER),
         "crashes": cluster.submit("crashes", fault="exception:1:3", once=False, MAX_CRASHES="2"),
         "wrong": cluster.submit("wrong", "--num-layers=0"),
     }
 
 
-def assert_same_end(job: Job, undisturbed: Job) -> None:
-    assert undisturbed.ended()["JobState"] == "COMPLETED", undisturbed.log
-    one, other = (open_or_complain(each.save) for each in (undisturbed, job))
+@pytest.fixture(scope="module")
+def undisturbed(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the same run without SLURM, trained while the jobs wait."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_forked(2, [*MODEL[1:], "--save", str(folder / "save")], folder / "screen")
+    return folder / "save"
+
+
+def assert_same_end(job: Job, undisturbed: Path) -> None:
+    one, other = (open_or_complain(save) for save in (undisturbed, job.save))
     assert other.payload["iteration"] == 8
     assert first_difference(one, other) is None
 
 
-def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]) -> None:
+def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
     job = jobs["signal"]
     job.paused()
     command("scancel", "--signal=USR1", job.id)
@@ -47,16 +55,16 @@ def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]) -> N
     assert "start 1: ended to be resumed: SIGUSR1 on rank " in job.log
     assert "start 1: back to the queue, to go on from iteration 4" in job.log
     assert job.log.rstrip().endswith("start 2: done")
-    assert_same_end(job, jobs["undisturbed"])
+    assert_same_end(job, undisturbed)
 
 
-def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job]) -> None:
+def test_the_time_limit_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:
     """SLURM's own signal, some time before the minute is over."""
     job = jobs["limit"]
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.log
     assert "back to the queue, to go on from iteration 4" in job.log and "SIGUSR1" in job.log
-    assert_same_end(job, jobs["undisturbed"])
+    assert_same_end(job, undisturbed)
 
 
 def test_a_crash_loop_ends(jobs: dict[str, Job]) -> None:
@@ -100,13 +108,13 @@ def test_a_cancelled_job_stays_cancelled(more_jobs: dict[str, Job]) -> None:
     assert "not put back into the queue: the job is COMPLETING/None" in job.log
 
 
-def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job], jobs: dict[str, Job]) -> None:
+def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job], undisturbed: Path) -> None:
     job = more_jobs["batch"]
     job.paused()
     command("scancel", "--batch", "--signal=USR2", job.id)
     assert (job.ended()["JobState"], job.fields()["Restarts"]) == ("COMPLETED", "1"), job.log
     assert "start 1: got a signal, passes it on to the ranks" in job.log
-    assert_same_end(job, jobs["undisturbed"])
+    assert_same_end(job, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +127,10 @@ def test_a_signal_to_the_batch_script_reaches_the_ranks(more_jobs: dict[str, Job
     ],
 )
 def test_other_ends_of_a_start(
-    more_jobs: dict[str, Job], jobs: dict[str, Job], name: str, said: str, restarts: int
+    more_jobs: dict[str, Job], undisturbed: Path, name: str, said: str, restarts: int
 ) -> None:
     job = more_jobs[name]
     fields = job.ended()
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", str(restarts)), job.log
     assert said in job.log
-    assert_same_end(job, jobs["undisturbed"])
+    assert_same_end(job, undisturbed)

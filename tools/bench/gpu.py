@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,13 +122,15 @@ def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
     """The most layers, where they are not given, then the most samples in a micro-batch, as a power of two, that the
     plan finds room for. Raises ValueError if not even one does."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
-    fitting = [n for n in tries if sum(planned_bytes(config_of(shape, n, 1, flags))) <= room]
+    # More layers never take less.
+    fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
     if not fitting:
         least = sum(planned_bytes(config_of(shape, tries[0], 1, flags)))
         raise ValueError(f"the smallest that can be run takes {gib(least)} GiB, and there are {gib(room)}")
-    chosen, samples = config_of(shape, fitting[-1], 1, flags), 2
+    layers, samples = tries[fitting - 1], 2
+    chosen = config_of(shape, layers, 1, flags)
     while samples <= shape.most_samples:
-        larger = config_of(shape, fitting[-1], samples, flags)
+        larger = config_of(shape, layers, samples, flags)
         if sum(planned_bytes(larger)) > room:
             break
         chosen, samples = larger, samples * 2
