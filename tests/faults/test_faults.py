@@ -19,3 +19,10 @@ def test_one_report_ends_the_screen(tmp_path: Path) -> None:
     stacks = sorted(path.name for path in (tmp_path / "save" / "stacks").glob("rank-*"))
     assert stacks == [f"rank-{rank:05d}.txt" for rank in range(2)]
     assert "train_step" in (tmp_path / "save" / "stacks" / "rank-00000.txt").read_text()
+
+
+def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
+    ended = run_with_fault("kill", tmp_path, "--pp", "1", rank=1, processes=2)
+    assert ended.code != 0 and not ended.left
+    assert re.search(r"RUN FAILED: rank 1 of 2", ended.screen)
+    assert "SIGKILL" in ended.screen
