@@ -11,11 +11,12 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.dist_checkpointing.storage import CheckpointError, saved_folders
+from megatron.core.dist_checkpointing.storage import CheckpointError, checkpoint_folder, saved_folders
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.checkpointing import build_saver, checkpoint_contents
 from megatron.training.config.run_config import RunConfig
+from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime
 from megatron.training.progress import Progress
 
@@ -36,6 +37,10 @@ class RunSaver:
         """None without --save."""
         self._config, self._runtime, self._stages, self._optimizer = config, runtime, stages, optimizer
         self._progress = progress
+        self.exporter: HFExporter | None = None
+        """None without --export-hf-interval."""
+        if self.writer is not None and self.options.export_hf_interval is not None:
+            self.exporter = HFExporter(config, self.writer.held)
 
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
@@ -62,6 +67,9 @@ class RunSaver:
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self._runtime.watchdog.begin(f"saving iteration {iteration}")
+        if self.exporter is not None:  # learns of the save before, whose checkpoint retention must then not delete
+            self.writer.wait()
+            self.report()
         self.writer.save(iteration, *self.contents(self._progress, metrics))
         if self.writer.background:
             stalled = time.perf_counter() - start
@@ -77,6 +85,7 @@ class RunSaver:
             if report.error is None:
                 folder, seconds = self.options.save, report.seconds
                 self._runtime.say(f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s")
+                self._export(report.iteration)
                 continue
             message = _failure(report)
             # One write, because other ranks print at the same time.
@@ -85,18 +94,34 @@ class RunSaver:
             if given_up and (last or self.options.fatal_save_errors):
                 raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
 
+        self._say_exported()
+
+    def _export(self, iteration: int) -> None:
+        """Queues the export of a complete checkpoint, on one rank."""
+        if self.exporter is not None and self._runtime.state.world.first:
+            self.exporter.add(iteration, checkpoint_folder(Path(str(self.options.save)), iteration))
+
+    def _say_exported(self, wait: bool = False) -> None:
+        for line in self.exporter.poll(wait) if self.exporter is not None else []:
+            self._runtime.say(f" {line}")
+
     def wait(self) -> None:
         """Waits for the save in progress."""
         if self.writer is not None:
             self.writer.wait()
 
-    def finish(self) -> None:
-        """Waits for the save in progress. Raises CheckpointError if the last one failed: the end of the run is not
-        on disk."""
+    def finish(self, hurry: bool = False) -> None:
+        """Waits for the save in progress and, unless in a hurry, for exports. Raises CheckpointError if the last save
+        failed: the end of the run is not on disk."""
         if self.writer is not None:
             self._runtime.watchdog.begin(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report(last=True)
+        if self.exporter is not None:
+            self._runtime.watchdog.begin("exporting to Hugging Face")
+            for line in self.exporter.abandon() if hurry else []:
+                self._runtime.say(f" {line}")
+            self._say_exported(wait=True)
 
 
 def _failure(report: SaveReport) -> str:

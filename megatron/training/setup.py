@@ -16,9 +16,9 @@ from megatron.core.optimizer.freeze import freeze_parameters
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
-from megatron.training.checkpointing import load_checkpoint
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.conversion.start import load_start
 from megatron.training.data import build_data
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
@@ -108,7 +108,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer = build_optimizer(config.optimizer, ddp, state)
         scheduler = build_scheduler(config, train_iters)
     with phases("checkpoint"):
-        progress = load_checkpoint(config, state, stages, optimizer, runtime.say, data.fingerprint)
+        progress = load_start(config, state, stages, optimizer, runtime.say, data.fingerprint)
         scaling.refresh()
         saver = RunSaver(config, runtime, stages, optimizer, progress)
     if config.logging.sample_log:

@@ -133,7 +133,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             evaluate(run, "test", run.data.test, log)
     settle(run)
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
-    run.saver.finish()
+    run.saver.finish(hurry=requests.stopping)
     for callback in run.callbacks:
         callback.on_end(run.view)
     watchdog.begin("leaving")

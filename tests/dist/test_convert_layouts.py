@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -12,25 +13,30 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hf.config import config_from_hf
+from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.safetensors_file import FileTensor
+from megatron.core.models.hf.weights import HFWeights, shard_of
 from megatron.core.optimizer.distrib_optimizer import build_optimizer
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint, saved_config
+from megatron.training.checkpointing import save_checkpoint, saved_config
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
-from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options
+from megatron.training.conversion.start import load_start
 from megatron.training.progress import Progress
 from tests.harness import run_world
-from tests.hf_models import CASES, assert_same_weights, save_model
+from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
+from tools.inspect_checkpoint import first_difference
 
 pytest.importorskip("transformers")
 
 
-def load_and_save(rank: int, world_size: int, old: Path, new: Path) -> tuple[Progress, int]:
-    """Starts a run from a converted checkpoint at TP 2, PP 2 and, with experts, EP 2, and saves it."""
-    saved = saved_config(Checkpoint(find_checkpoint(old)))
+def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new: Path) -> tuple[Progress, int]:
+    """Starts a run from other weights at TP 2, PP 2 and, with experts, EP 2, and saves it."""
     count = saved.model.num_experts
     experts = 2 if count and count % 2 == 0 else 1
     parallel = ModelParallelConfig(
@@ -45,7 +51,7 @@ def load_and_save(rank: int, world_size: int, old: Path, new: Path) -> tuple[Pro
         saved,
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1e-2),
-        checkpoint=CheckpointConfig(load=str(old), save=str(new)),
+        checkpoint=CheckpointConfig(load=str(load), save=str(new)),
     )
     state = initialize_model_parallel(2, 2, 1, experts, 2 // experts)
     stage, model = state.pp.rank, config.model
@@ -54,17 +60,52 @@ def load_and_save(rank: int, world_size: int, old: Path, new: Path) -> tuple[Pro
     part = GPTModel(model, parallel, state, layers=layers, first=stage == 0, last=stage == 1, tied_stages=tied)
     ddp = DistributedDataParallel(config.ddp, parallel, state, [part], True)
     optimizer = build_optimizer(config.optimizer, ddp, state)
-    progress = load_checkpoint(config, state, {stage: part}, optimizer)
+    progress = load_start(config, state, {stage: part}, optimizer)
     save_checkpoint(config, state, {stage: part}, optimizer, replace(progress, iteration=1))
     return progress, optimizer.step_count
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_through_a_layout(case: str, tmp_path: Path) -> None:
-    dtype = "bfloat16" if case in ("llama3", "qwen3-moe") else "float32"
-    theirs = save_model(case, tmp_path / "hf", getattr(torch, dtype))
-    Conversion(theirs, tmp_path / "start", None, Options()).run(1)
-    results = run_world(4, load_and_save, tmp_path / "start", tmp_path / "trained")
-    assert results == [(Progress(), 0)] * 4
+    """Weights come from a converted checkpoint, and straight from the Hugging Face folder."""
+    dtype = torch.bfloat16 if case in ("llama3", "qwen3-moe") else torch.float32
+    theirs, start = save_model(case, tmp_path / "hf", dtype), tmp_path / "start"
+    Conversion(theirs, start, None, Options()).run(1)
+    saved = saved_config(Checkpoint(find_checkpoint(start)))
+    trained = {start: tmp_path / "trained", theirs: tmp_path / "trained-hf"}
+    for load, new in trained.items():
+        assert run_world(4, load_and_save, saved, load, new) == [(Progress(), 0)] * 4
     Conversion(tmp_path / "trained", tmp_path / "back", None, Options(model_type=CASES[case][0])).run(1)
     assert_same_weights(theirs, tmp_path / "back")
+    checkpoints = [Checkpoint(find_checkpoint(new)) for new in trained.values()]
+    assert first_difference(*checkpoints) is None
+
+
+def bytes_read(rank: int, world_size: int, folder: Path) -> int:
+    """Bytes that a rank reads from a Hugging Face folder at TP 2 and PP 2."""
+    total, read = 0, FileTensor._read
+
+    def counted(self: FileTensor, file: BinaryIO, row: int, into: torch.Tensor) -> None:
+        nonlocal total
+        total += into.nbytes
+        read(self, file, row, into)
+
+    FileTensor._read = counted
+    hf = HFFolder(folder)
+    model = config_from_hf(hf.config)
+    weights = HFWeights(hf.tensors, model, hf.config["model_type"])
+    state = initialize_model_parallel(2, 2)
+    layers = split_layers(model.num_layers, 2, 1.0, 1.0)[state.pp.rank]
+    stage = GPTModel(model, ModelParallelConfig(fp32=True), state, layers=layers, first=state.pp.first, last=state.pp.last)
+    for parameter in stage.parameters():
+        weights.read(parameter.meta.name, shard_of(parameter.meta, state.coords))
+    return total
+
+
+def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
+    """Only weights that TP cuts along the input, whose rows are read whole, are read by both TP ranks."""
+    folder = save_model("llama2", tmp_path / "hf")
+    whole = weights_in(folder)
+    twice = sum(value.nbytes for name, value in whole.items() if value.ndim == 1 or "o_proj" in name or "down" in name)
+    counts = run_world(4, bytes_read, folder)
+    assert sum(counts) == sum(value.nbytes for value in whole.values()) + twice

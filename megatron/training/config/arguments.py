@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.config.flags import all_flags, config_of_sections, field_table, flat_values, help_text, value_of
+from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, plain, texts_of, tokens_of
 from megatron.training.config.run_config import RunConfig
@@ -60,7 +61,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             sys.stdout.write(help_text(OPTION_HELP))
         raise SystemExit(0)
-    config, world_size = _config_of(reader.values), reader.world_size
+    config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
     if plan_file is not None and not dry_run:
         reader.problems.append(Problem("--json", plan_file, "needs --dry-run, whose plan it writes", "add --dry-run"))

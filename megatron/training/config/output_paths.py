@@ -31,6 +31,7 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         ("--save", checkpoint.save),
         ("--tensorboard-dir", logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
+        ("--export-hf-dir", checkpoint.export_hf_dir),
     ):
         if folder and (why := why_unwritable(Path(folder))):
             yield Problem(flag, folder, why, "use a folder that can be written")

@@ -180,7 +180,8 @@ class CheckpointConfig:
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = None
-    """Folder to load the latest checkpoint from; training starts from scratch if there is none."""
+    """Folder to load the latest checkpoint from; training starts from scratch if there is none. Of a Hugging Face folder,
+    the model's flags and weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval")
     """Iterations between checkpoints; one is always written at the end when --save is given."""
@@ -217,6 +218,13 @@ class CheckpointConfig:
 
     use_checkpoint_opt_param_scheduler: bool = flag(False, name="--use-checkpoint-opt_param-scheduler")
     """Take learning rate, weight decay and their schedules from the checkpoint in --load, if there is one."""
+
+    export_hf_interval: int | None = None
+    """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
+    --save-interval."""
+
+    export_hf_dir: str | None = None
+    """Folder for these exports; default: hf in --save."""
 
     save_optim: bool = flag(True, name="--no-save-optim")
     """Do not save optimizer state."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpointing import load_whole_model
-from megatron.training.conversion.hf_format import tokenizer_config
+from megatron.training.config.pretrained import tokenizer_config
 
 
 @dataclass(frozen=True)

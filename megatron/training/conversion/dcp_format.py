@@ -23,9 +23,10 @@ from megatron.core.param_meta import ParamMeta
 from megatron.training.checkpointing import FORMAT_VERSION, saved_config
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
+from megatron.training.config.pretrained import tokenizer_config
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.conversion.formats import Format, Options, Source, Target, Written
-from megatron.training.conversion.hf_format import side_files_of, tokenizer_config
+from megatron.training.conversion.hf_format import side_files_of
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 

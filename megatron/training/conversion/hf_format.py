@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,12 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.hf.config import choose_family, config_from_hf, config_to_hf
-from megatron.core.models.hf.folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    SAFE_INDEX,
-    HFFolder,
-    index_of,
-    is_hf_folder,
-    plan_shards,
-    tokenizer_files,
-)
+from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, is_hf_folder, tokenizer_files
+from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.core.models.hf.weights import HFWeights, placements
 from megatron.core.parallel_state import Axis
+from megatron.training.config.pretrained import tokenizer_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.conversion.formats import Format, Options, Source, Target, Written
@@ -67,23 +60,6 @@ class HFSource(Source):
 
     def check_data(self) -> None:
         self.weights.check_tied_head()
-
-
-def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
-    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
-
-    They name no tokenizer if the files are those of none.
-    """
-    names = [file.name for file in tokenizer_files(folder)] if names is None else names
-    if "tokenizer.json" in names:
-        return TokenizerConfig("HuggingFaceTokenizer", str(folder))
-    if "tokenizer.model" in names:
-        return TokenizerConfig("Llama2Tokenizer", str(folder / "tokenizer.model"))
-    if {"vocab.json", "merges.txt"} <= set(names):
-        return TokenizerConfig(
-            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-        )
-    return TokenizerConfig()
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:

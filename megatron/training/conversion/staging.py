@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import LATEST, METADATA
 from megatron.core.fsync import sync_folder
-from megatron.core.models.hf.folder import CONFIG
+from megatron.core.models.hf.files import CONFIG
 
 
 @contextmanager

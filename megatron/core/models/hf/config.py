@@ -1,4 +1,4 @@
-"""Converts configurations between Hugging Face's config.json and ours, with the tables of `families`.
+"""Converts configurations between Hugging Face's config.json and ours, with the tables of `families`. No torch.
 
 Everything here is a pure function. A setting that a family cannot express is an error, never an approximation. A
 config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.
@@ -176,7 +176,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
 
 def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
     """Settings of a model that a config.json made of it does not express."""
-    expected, found = _computed(config), _computed(config_from_hf(hf))
+    expected, found = settings_of(config), settings_of(config_from_hf(hf))
     return [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
 
 
@@ -220,8 +220,8 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """Fields that affect the model's outputs. Fields without effect are left out."""
+def settings_of(config: TransformerConfig) -> dict[str, Any]:
+    """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
     fields = asdict(replace(config, **_stated(config)))
     rotary = config.position_embedding_type == "rope"
     idle = list(TRAINING_ONLY)

@@ -6,9 +6,8 @@ other pickle is read, and the index may name files of its own folder only. Every
 
 from __future__ import annotations
 
-import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.models.hf.safetensors_file import FileTensor, Sliceable, TensorSpec, read_header
-
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether a folder holds a Hugging Face model."""
-    return (path / CONFIG).is_file()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object. Raises ValueError otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
+from megatron.core.models.hf.files import BIN, BIN_INDEX, CONFIG, SAFE, SAFE_INDEX, read_json
+from megatron.core.models.hf.safetensors_file import Sliceable, TensorSpec, read_header
 
 
 class HFFolder:
@@ -158,11 +124,3 @@ def index_of(shards: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
     total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
-
-
-def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a tokenizer in a folder."""
-    return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
-
-
-__all__ = ["FileTensor", "HFFolder", "index_of", "is_hf_folder", "plan_shards", "read_json", "tokenizer_files"]

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.models.hf.config import family_of
-from megatron.core.models.hf.families import Box, Family, Layout, Rule
+from megatron.core.models.hf.families import Family, Rule
+from megatron.core.models.hf.layouts import LAYOUTS, Box, Layout
 from megatron.core.models.hf.safetensors_file import Sliceable
 from megatron.core.param_meta import ParamMeta
 
@@ -157,7 +158,8 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
         if pattern not in rules:
             raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
-        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), rule.layout))
+        layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
+        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout))
     return found
 
 

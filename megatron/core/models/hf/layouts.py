@@ -1,0 +1,147 @@
+"""How our parameters are made of Hugging Face's tensors, and the other way round, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, cat, stack
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.hf.safetensors_file import Sliceable
+
+Box = tuple[slice, ...]
+"""One slice with a start and a stop for each dim."""
+
+
+class Layout:
+    """How one of our parameters is made of their tensors, and the other way round, bit for bit."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """Converts their tensors to our parameter. Raises ValueError or RuntimeError if their shapes do not fit."""
+        raise NotImplementedError
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Converts our parameter to their tensors."""
+        raise NotImplementedError
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        """A box of `ours`. Their tensors may be on disk; overridden where less than all of them needs to be read."""
+        return self.ours(config, [tensor[()] for tensor in tensors])[box]
+
+
+class Same(Layout):
+    """One tensor, the same on both sides."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter,)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        return tensors[0][box]
+
+
+class Transposed(Layout):
+    """Transposed: GPT-2 stores [in, out], we store [out, in]. A bias is the same on both sides."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].t().contiguous()
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter.t().contiguous(),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        return tensors[0][box[::-1]].t().contiguous()
+
+
+class VocabularyRows(Layout):
+    """Rows of the vocabulary: ours are padded with zeros to the padded vocabulary."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        if len(tensors[0]) != config.vocab_size:
+            raise ValueError(f"{len(tensors[0])} rows do not fit a vocabulary of {config.vocab_size} tokens")
+        return self.part(config, tensors, (slice(0, config.padded_vocab_size),))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter[: config.vocab_size].contiguous(),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        first, last = (min(end, config.vocab_size or 0) for end in (box[0].start, box[0].stop))
+        rows = tensors[0][(slice(first, last), *box[1:])]
+        padding = box[0].stop - box[0].start - len(rows)
+        return cat((rows, rows.new_zeros(padding, *rows.shape[1:]))) if padding else rows
+
+
+class Stacked(Layout):
+    """Several tensors of one shape, stacked along a new first dim, such as gate and up of a gated MLP."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return stack(list(tensors))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in parameter.unbind())
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        return stack([tensor[box[1:]] for tensor in tensors[box[0]]])
+
+
+class StackedExperts(Layout):
+    """Gate and up of all experts as [E, 2, ffn, h]; they store them expert by expert."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return stack(list(tensors)).unflatten(0, (-1, 2))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in parameter.flatten(0, 1).unbind())
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        experts = [tensors[2 * expert : 2 * expert + 2][box[1]] for expert in range(box[0].start, box[0].stop)]
+        return stack([stack([tensor[box[2:]] for tensor in halves]) for halves in experts])
+
+
+class QueryGroups(Layout):
+    """Theirs: q [heads * d, ...], k and v [groups * d, ...]. Ours: [groups, q_per_group + 2, d, ...]."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return self.join(tensors, config.query_groups, config.head_dim)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        parts = parameter.split((config.queries_per_group, 1, 1), dim=1)
+        return tuple(part.flatten(0, 2).contiguous() for part in parts)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        groups, heads, channels, *rest = box
+        rows = [n * config.head_dim for n in (config.queries_per_group, 1, 1)]
+        cut = [slice(groups.start * row, groups.stop * row) for row in rows]
+        parts = [tensor[(rows, *rest)] for tensor, rows in zip(tensors, cut, strict=True)]
+        return self.join(parts, groups.stop - groups.start, config.head_dim)[:, heads, channels]
+
+    def join(self, tensors: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
+        return cat([x.unflatten(0, (groups, -1, head_dim)) for x in tensors], dim=1)
+
+
+class JointHeads(Layout):
+    """GPT-2: all queries, keys and values in one tensor, concatenated along the last dim. A bias has no other dim."""
+
+    groups = QueryGroups()
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return self.groups.ours(config, tensors[0].t().chunk(3))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (cat(self.groups.theirs(config, parameter)).t().contiguous(),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        groups, heads, channels, *rest = box
+        width = config.query_projection_size
+        first, last = groups.start * config.head_dim, groups.stop * config.head_dim
+        columns = [slice(at * width + first, at * width + last) for at in range(3)]
+        parts = [tensors[0][(*rest, each)].t() for each in columns]
+        return self.groups.join(parts, groups.stop - groups.start, config.head_dim)[:, heads, channels]
+
+
+LAYOUTS: dict[str, Layout] = {
+    kind.__name__: kind()
+    for kind in (Same, Transposed, VocabularyRows, Stacked, StackedExperts, QueryGroups, JointHeads)
+}

@@ -1,0 +1,75 @@
+"""Start of a run from --load: a checkpoint of ours, or a Hugging Face folder of which each rank reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.state_dict import MODEL, load_targets
+from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.models.hf.config import config_from_hf
+from megatron.core.models.hf.files import is_hf_folder
+from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.weights import HFWeights
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.config.run_config import RunConfig
+from megatron.training.conversion.dcp_format import holds_checkpoint
+from megatron.training.progress import Progress
+
+
+def load_start(
+    config: RunConfig,
+    state: ParallelState,
+    stages: Mapping[int, nn.Module],
+    optimizer: DistributedOptimizer,
+    say: Callable[[str], None] = lambda line: None,
+    data_fingerprint: str | None = None,
+) -> Progress:
+    """Loads what --load names into parameters and optimizer, and returns where the run stands. Collective.
+
+    A Hugging Face folder gives the weights of iteration 0. If --save holds checkpoints already, the run resumes from
+    these, so that the same command resumes it; --finetune starts again. Raises ValueError if something does not fit.
+    """
+    options, load = config.checkpoint, config.checkpoint.load
+    if load is None or not on_first_rank(lambda: is_hf_folder(Path(load)), state.world):
+        return load_checkpoint(config, state, stages, optimizer, say, data_fingerprint)
+    save = options.save
+    if save and not options.finetune and on_first_rank(lambda: holds_checkpoint(Path(save)), state.world):
+        say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
+        resumed = replace(config, checkpoint=replace(options, load=save))
+        return load_checkpoint(resumed, state, stages, optimizer, say, data_fingerprint)
+    load_hf_weights(config, state, stages, optimizer, Path(load))
+    say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
+    return Progress(data_fingerprint=data_fingerprint)
+
+
+@torch.no_grad()
+def load_hf_weights(
+    config: RunConfig,
+    state: ParallelState,
+    stages: Mapping[int, nn.Module],
+    optimizer: DistributedOptimizer,
+    path: Path,
+) -> None:
+    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder."""
+    folder = HFFolder(path)
+    theirs = config_from_hf(folder.config)
+    if theirs.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"--load {path} has a vocabulary of {theirs.vocab_size} tokens, and the run one of "
+            f"{config.model.vocab_size} (--vocab-size, or the tokenizer's): give a tokenizer that fits the model"
+        )
+    weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
+    on_first_rank(weights.check_tied_head, state.world)
+    targets = load_targets(stages.values(), optimizer.sharded_state(), state, (), load_optimizer=False)
+    for key, target in targets.items():
+        name = key.removeprefix(MODEL)
+        for offset, data in target.boxes if name in weights.placements else ():
+            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            data.copy_(weights.read(name, box, data.dtype))

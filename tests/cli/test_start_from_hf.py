@@ -1,0 +1,108 @@
+"""`pretrain_gpt.py --load HF_FOLDER`: flags from config.json, any layout, resuming; and --export-hf-interval."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.config.arguments import command_line
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.conversion.export import HFExporter
+from tests.forked import run_forked
+from tests.gpt_cases import GPT
+from tests.hf_models import assert_same_weights, save_model, weights_in
+from tools import convert_checkpoint
+
+pytest.importorskip("transformers")
+
+TRAINING = """--cpu --mock-data --seq-length 16 --global-batch-size 4 --lr 1e-30 --eval-iters 0 --num-workers 0
+    --log-interval 1 --train-iters"""
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("mixtral-window", tmp_path_factory.mktemp("models") / "mixtral")
+
+
+def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path: Path) -> None:
+    """At a learning rate that is below all precision, the weights that are exported are those that were loaded."""
+    run = tmp_path / "run"
+    files = ["--load", str(mixtral), "--save", str(run), "--save-interval", "1", "--keep-last", "1"]
+    flags = [*files, "--export-hf-interval", "2", *TRAINING.split()]
+    layout = "--tp 2 --pp 2 --ep 2 --etp 1 --sequence-parallel".split()
+    screen = run_forked(4, [*flags, "2", *layout], tmp_path / "screen")
+    assert f"--load {mixtral} is a Hugging Face model (mixtral)" in screen
+    assert "the run starts at iteration 0" in screen
+    assert f"exported {run}/iter_0000002 to {run}/hf/iter_0000002" in screen
+    assert_same_weights(mixtral, run / "hf/iter_0000002")
+    assert sorted(path.name for path in (run / "hf").iterdir()) == ["iter_0000002"]
+    screen = run_forked(1, [*flags, "3"], tmp_path / "again")
+    assert f"--save {run} holds checkpoints: the run resumes from them" in screen
+    assert len(re.findall(r"^ *iteration .*3/", screen, re.MULTILINE)) == 1, screen
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    with pytest.raises(SystemExit):
+        command_line([str(word) for word in words])
+    return capsys.readouterr().err
+
+
+def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--lr 1 --mock-data --train-iters 1 --seq-length 16".split()
+    equal = "--num-layers 3 --swiglu --hidden-dropout 0.3 --num-query-groups 2 --kv-channels 8 --bf16".split()
+    config = command_line([*flags, *equal, "--load", str(mixtral)]).config
+    assert (config.model.hidden_size, config.model.hidden_dropout, config.model.seq_length) == (32, 0.3, 16)
+    assert (config.model.num_experts, config.model.window_size, config.model.vocab_size) == (4, 5, 83)
+    said = refusal(capsys, *flags, "--num-layers", "4", "--squared-relu", "--load", mixtral)
+    assert f"--num-layers 4: is 3 in {mixtral}/config.json" in said and "--squared-relu" in said
+    assert len(said.strip().splitlines()) == 3, said
+    (broken := mixtral.with_name("broken")).mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama"}')
+    said = refusal(capsys, *flags, "--load", broken)
+    assert "config.json of a llama model: " in said and "hidden_size is missing" in said and "required" not in said
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(mixtral), "--tokenizer-type", "ByteTokenizer", *TRAINING.split(), "1"]
+    screen = run_forked(1, flags, tmp_path / "screen", code=2)
+    assert "has a vocabulary of 83 tokens, and the run one of 2" in screen
+
+
+def test_exports_need_saves_at_the_same_iterations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from megatron.training.config.arguments import parse_args
+    from megatron.training.config.rules.checkpoints import exports
+
+    def problem(flags: str) -> str:
+        return "; ".join(map(str, exports(parse_args(flags.split()))))
+
+    assert "multiple of --save-interval 3; nearest: 6" in problem("--save x --save-interval 3 --export-hf-interval 7")
+    assert "add --save-interval 7" in problem("--save x --export-hf-interval 7")
+    assert problem("--save x --save-interval 3 --export-hf-interval 6") == ""
+
+
+def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
+    options = CheckpointConfig(save=str(tmp_path), export_hf_interval=2)
+    held: list[Path] = []
+    exporter = HFExporter(RunConfig(model=GPT, checkpoint=options), held)
+    (tmp_path / "iter_0000002").mkdir()
+    exporter.add(1, tmp_path / "iter_0000001")
+    exporter.add(2, tmp_path / "iter_0000002")
+    assert held == [tmp_path / "iter_0000002"] and exporter.poll() == []
+    (line,) = exporter.poll(wait=True)
+    assert "iter_0000002 was not exported: " in line and "holds neither" in line and held == []
+    exporter.add(6, tmp_path / "iter_0000006")
+    exporter.poll()
+    assert exporter.abandon() == [f"{tmp_path}/hf/iter_0000006 was not exported: the run stops"]
+
+
+def test_a_converted_run_in_bf16_exports_what_it_trains(mixtral: Path, tmp_path: Path) -> None:
+    flags = ["--load", str(mixtral), "--save", str(tmp_path / "run"), "--bf16", *TRAINING.split(), "1"]
+    run_forked(2, flags, tmp_path / "screen")
+    convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", "float32"])
+    assert_same_weights(mixtral, tmp_path / "hf")  # the optimizer's main weights were read in fp32
+    convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "bf16")])
+    narrow = weights_in(tmp_path / "bf16")
+    assert all(torch.equal(value.bfloat16(), narrow[name]) for name, value in weights_in(mixtral).items())
