@@ -180,8 +180,8 @@ class CheckpointConfig:
     """Folder for checkpoints, metrics and the resolved configuration."""
 
     load: str | None = None
-    """Folder to load the latest checkpoint from; training starts from scratch if there is none. Of a Hugging Face folder,
-    the model's flags and weights are loaded."""
+    """Folder to load the latest checkpoint from; training starts from scratch if there is none. Or a Hugging Face
+    folder, of which the model's flags and weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval")
     """Iterations between checkpoints; one is always written at the end when --save is given."""
