@@ -38,6 +38,9 @@ RECOMPUTE = {
     "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
     "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ("mlp_act",)},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "moe_act": {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "shared_experts": {"recompute_granularity": "selective", "recompute_modules": ("shared_experts", "mlp")},
     "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp", "mlp_act")},
 }
 Case = tuple[str, TransformerConfig, ModelParallelConfig, Stage]
@@ -116,9 +119,27 @@ def test_experts_in_one_process() -> None:
     }
     cases = [
         (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
-        for (name, model), kind in product(models.items(), ("none", "full", "mlp", "mlp_act", "layernorm"))
+        for (name, model), kind in product(models.items(), EXPERT_KINDS)
     ]
     assert run_world(1, compare, cases[::2]) == [[]]
+
+
+EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")
+
+
+def test_recomputation_of_experts_saves_memory() -> None:
+    """Of 8 experts of which a token meets 2, and a shared one: what is left of a layer's activations."""
+    model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64)
+    kept = {}
+    for kind in EXPERT_KINDS:
+        batch = MicroBatch(replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+        kept[kind] = ActivationPlan(batch).stage(MIDDLE).kept
+    tokens, layers = SAMPLES * model.seq_length, 2
+    assert kept["mlp"] == kept["none"]
+    activated = 2 * tokens * layers * (2 * 48 + 64)  # bf16, the second linear layers' inputs
+    assert kept["none"] - kept["moe_act"] == activated
+    assert kept["none"] - kept["shared_experts"] == 2 * tokens * layers * 3 * 64
+    assert kept["moe"] < kept["moe_act"] - activated
 
 
 def test_experts_over_ranks() -> None:

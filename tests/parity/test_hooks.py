@@ -25,7 +25,7 @@ MODULES = (
 )
 EXPERTS = (
     MODEL + "--mock-data --activation-func own_gated --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear "
-    "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules mlp_act "
+    "--moe-shared-expert-intermediate-size 16 --recompute-granularity selective --recompute-modules moe_act "
 )
 FROZEN = MODEL + r"--mock-data --freeze embedding --freeze layers\.[01]\. --freeze layers.2.*fc1 "
 LAYOUTS = {

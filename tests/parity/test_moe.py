@@ -52,8 +52,11 @@ LAYOUTS = {
     "whole-optimizer": (4, "--ep 2 --no-use-distributed-optimizer"),
     "overlapped": (4, "--ep 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
     "recomputed": (2, f"--ep 2 --recompute-granularity full --recompute-method uniform {ALLTOALL}"),
-    "recomputed-mlp": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp core_attn"),
-    "recomputed-act": (2, "--ep 2 --recompute-granularity selective --recompute-modules mlp_act layernorm"),
+    "recomputed-moe": (2, "--ep 2 --recompute-granularity selective --recompute-modules moe core_attn"),
+    "recomputed-act": (
+        2,
+        "--ep 2 --recompute-granularity selective --recompute-modules moe_act layernorm shared_experts",
+    ),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
     "tp2-etp4": (4, f"{SP} --etp 4"),
@@ -61,15 +64,24 @@ LAYOUTS = {
     "cp2-tp2-etp4": (4, f"--cp 2 {SP} --etp 4 {ALLTOALL}"),
     "cp2-tp2-pp2-etp4": (8, f"--cp 2 {SP} --pp 2 --etp 4 --pipeline-schedule zb-h1 --use-tp-pp-dp-mapping"),
 }
-PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-mlp"]
-DEEPSEEK = ("etp2-ep2", "tp2-etp1-ep4-dp2", "pp2-ep2-dp4", "zb-h1", "recomputed-mlp", "cp2-tp2", "tp2-etp4-ep2")
+PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-moe"]
+DEEPSEEK = (
+    "etp2-ep2",
+    "tp2-etp1-ep4-dp2",
+    "pp2-ep2-dp4",
+    "zb-h1",
+    "recomputed-moe",
+    "recomputed-act",
+    "cp2-tp2",
+    "tp2-etp4-ep2",
+)
 PAIRS += [("deepseek", name) for name in DEEPSEEK]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
 DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")
 PAIRS += [("drop", name) for name in DROP]
 PAIRS += [("sinkhorn", name) for name in ("dp2", "recomputed", "cp2-tp2-etp4", "pp2-mapping")]
 PAIRS += [("sinkhorn-one", name) for name in ("ep4-gather", "cp2-tp2", "zb-h1")]
-PAIRS += [("forced", name) for name in ("dp2", "cp2-tp2", "tp2-etp1-dp2", "pp2-ep2-dp4", "recomputed-mlp")]
+PAIRS += [("forced", name) for name in ("dp2", "cp2-tp2", "tp2-etp1-dp2", "pp2-ep2-dp4", "recomputed-moe")]
 PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer")]
 
 

@@ -10,6 +10,7 @@ from megatron.training.config.validation import notices, resolve, validate
 BASE = (
     "--num-layers 14 --hidden-size 48 --num-attention-heads 12 --seq-length 16 --mock-data --train-iters 10 --lr 1e-3"
 )
+EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
 def problems(flags: str, world_size: int) -> list[str]:
@@ -32,6 +33,7 @@ def problems(flags: str, world_size: int) -> list[str]:
         ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --grad-reduce-in-bf16 --bf16", 2),
         ("--overlap-grad-reduce --no-use-distributed-optimizer", 2),
         ("--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act", 1),
+        (f"{EXPERTS} --moe-layer-freq 2 --recompute-granularity selective --recompute-modules moe_act mlp", 1),
     ],
 )
 def test_legal(flags: str, world_size: int) -> None:
@@ -120,7 +122,27 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--recompute-granularity selective --recompute-modules mlp mlp_act",
             1,
-            "--recompute-modules mlp mlp_act: mlp includes mlp_act; keep one of them",
+            "--recompute-modules mlp_act: has no effect beside mlp, which includes it; keep one",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn moe",
+            1,
+            "--recompute-modules moe: has no effect without --num-experts; add --num-experts, or remove",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules shared_experts",
+            1,
+            "--recompute-modules shared_experts: has no effect without --moe-shared-expert-intermediate-size",
+        ),
+        (
+            f"{EXPERTS} --recompute-granularity selective --recompute-modules moe_act mlp_act",
+            1,
+            "--recompute-modules mlp_act: has no effect where every layer has experts; use moe_act, or remove mlp_act",
+        ),
+        (
+            f"{EXPERTS} --recompute-granularity selective --recompute-modules moe moe_act",
+            1,
+            "--recompute-modules moe_act: has no effect beside moe, which includes it; keep one",
         ),
         (
             "--overlap-param-gather --no-use-distributed-optimizer",

@@ -15,6 +15,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
+"""Parts of --recompute-modules, each with the larger one that includes it."""
+
+
 @dataclass(frozen=True)
 class TransformerConfig(MoEConfig, Section):
     """The model: everything that fixes its parameters and what it computes."""
@@ -147,10 +151,14 @@ class TransformerConfig(MoEConfig, Section):
     """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
 
     recompute_modules: tuple[str, ...] | None = flag(
-        None, many=True, choices=("core_attn", "layernorm", "mlp_act", "mlp")
+        None,
+        many=True,
+        choices=("core_attn", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"),
     )
     """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, layernorm both norms, mlp_act the activation function, mlp the whole MLP."""
+    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
+    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
+    the shared expert."""
 
     @property
     def head_dim(self) -> int:
@@ -198,6 +206,11 @@ class TransformerConfig(MoEConfig, Section):
         """Parts of each layer that selective recomputation computes again."""
         return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
 
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
+        larger = RECOMPUTED_WITH.get(module)
+        return module in self.recomputed_modules and larger not in self.recomputed_modules
+
     @property
     def max_positions(self) -> int:
         return self.max_position_embeddings or self.seq_length
@@ -221,11 +234,6 @@ class TransformerConfig(MoEConfig, Section):
     def gated(self) -> bool:
         """Whether the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
         return ACTIVATIONS.facts(self.activation).gated
-
-    @property
-    def recomputes_activation(self) -> bool:
-        """Whether the activation function alone is computed again: not where the whole MLP is."""
-        return "mlp_act" in self.recomputed_modules and "mlp" not in self.recomputed_modules
 
     @property
     def output_init_std(self) -> float:

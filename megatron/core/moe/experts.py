@@ -155,7 +155,7 @@ class Experts(nn.Module):
         self.activation_parameters = (
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )
-        self.recompute_activation = config.recomputes_activation
+        self.recompute_activation = config.recomputes("moe_act")
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
         """rows [n, h], routing weights [n] -> [n, h], a partial sum over expert tensor parallelism"""

@@ -10,7 +10,7 @@ from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.router import TopKRouter
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.recompute import recomputed
 
 
@@ -28,10 +28,8 @@ class MoELayer(nn.Module):
         self.experts = Experts(f"{name}.experts", config, ctx)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts)
         shared = config.moe_shared_expert_intermediate_size
-        self.shared_experts = MLP(f"{name}.shared_experts", config, ctx, ffn_size=shared) if shared else None
-        self.recompute = "mlp" in config.recomputed_modules
-        if self.shared_experts is not None:
-            self.shared_experts.recompute = False  # this layer recomputes it as a part of itself
+        self.shared_experts = SharedExpert(f"{name}.shared_experts", config, ctx) if shared else None
+        self.recompute = config.recomputes("moe")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; both [s/t, b, h] under sequence parallelism"""

@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
         mlp = MoELayer if ctx.layer in config.moe_layers else MLPS[config.mlp_module]
         self.mlp = mlp(f"{name}.mlp", config, ctx)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
-        self.recompute_norms = "layernorm" in config.recomputed_modules
+        self.recompute_norms = config.recomputes("layernorm")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""

@@ -22,8 +22,7 @@ class MLP(nn.Module):
         self.linear_fc1 = column_parallel(ctx)(**vars(fc1), ctx=ctx)
         self.activation = build_activation(f"{name}.activation", config, ctx)
         self.linear_fc2 = row_parallel(ctx)(**vars(fc2), ctx=ctx)
-        self.recompute = "mlp" in config.recomputed_modules
-        self.recompute_activation = config.recomputes_activation
+        self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
@@ -34,3 +33,12 @@ class MLP(nn.Module):
         if self.recompute_activation and self.training:
             return with_input_recomputed(self.activation, x, self.linear_fc2)
         return self.linear_fc2(self.activation(x))
+
+
+class SharedExpert(MLP):
+    """MLP of a mixture-of-experts layer that processes every token."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx, ffn_size=config.moe_shared_expert_intermediate_size)
+        self.recompute = config.recomputes("shared_experts")
+        self.recompute_activation = config.recomputes("moe_act") and not self.recompute

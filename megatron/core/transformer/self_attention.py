@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
         rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
         self.rotate = region(rotate, ctx.compiled)
-        self.recompute_core = "core_attn" in config.recomputed_modules
+        self.recompute_core = config.recomputes("core_attn")
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
         self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
         self.linear_proj = row_parallel(ctx)(**vars(proj), ctx=ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.model import RECOMPUTED_WITH, TransformerConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -108,9 +109,27 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if value is not None and m.recompute_granularity != granularity:
             yield Problem.no_effect(flag, value, f"--recompute-granularity {granularity}")
-    modules = m.recompute_modules or ()
-    if {"mlp", "mlp_act"} <= set(modules):
-        yield Problem("--recompute-modules", modules, "mlp includes mlp_act", "keep one of them")
+    yield from _recomputed_parts(m)
+
+
+def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
+    """Parts that the model does not have, or that a larger one includes, are not recomputed by themselves."""
+    flag, named = "--recompute-modules", m.recompute_modules or ()
+    try:
+        dense = len(m.moe_layers) < m.num_layers
+    except ValueError:
+        dense = True  # another rule reports --moe-layer-freq
+    for part in named if m.recompute_granularity == "selective" else ():
+        larger = RECOMPUTED_WITH.get(part)
+        if part in ("moe", "moe_act") and m.num_experts is None:
+            yield Problem.no_effect(flag, part, "--num-experts")
+        elif part == "shared_experts" and not m.moe_shared_expert_intermediate_size:
+            yield Problem.no_effect(flag, part, "--moe-shared-expert-intermediate-size")
+        elif part in ("mlp", "mlp_act") and not dense:
+            remedy = f"use {part.replace('mlp', 'moe')}, or remove {part}"
+            yield Problem(flag, part, "has no effect where every layer has experts", remedy, harmless=True)
+        elif larger in named:
+            yield Problem(flag, part, f"has no effect beside {larger}, which includes it", "keep one", harmless=True)
 
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
