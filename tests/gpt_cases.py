@@ -46,6 +46,8 @@ STYLES = {
     "gpt-qk-norm": replace(GPT, qk_layernorm=True, squared_relu=True),
     "no-positions": replace(GPT, position_embedding_type="none"),
     "partial-rotary": replace(GPT, position_embedding_type="rope", rotary_percent=0.5),
+    "bloom": replace(GPT, position_embedding_type="alibi", embed_layernorm=True),
+    "alibi-gqa": replace(LLAMA, position_embedding_type="alibi", window_size=9),
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),

@@ -51,13 +51,14 @@ class FlopsPerToken:
 def model_flops(config: TransformerConfig, seq_length: int | None = None) -> FlopsPerToken:
     """Counted on one rank without parallelism, since no layout changes them."""
     seen = attended_tokens(config, seq_length)
-    # Plain causal attention is one kernel; dropout and windows would be computed by others, tile by tile.
+    # Plain causal attention is one kernel; dropout, windows and ALiBi would be computed by others, tile by tile.
     config = replace(
         config,
         seq_length=seq_length or config.seq_length,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         window_size=None,
+        position_embedding_type="none" if config.alibi else config.position_embedding_type,
         recompute_granularity=None,
     )
     with fake_stages(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")) as fakes:

@@ -66,7 +66,7 @@ def attention_shape(config: RunConfig) -> AttentionShape | None:
     or the run is deterministic."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
     windowed = model.window_size is not None and model.window_size < model.seq_length
-    elsewhere = windowed or model.attention_dropout > 0 or config.data.reset_attention_mask
+    elsewhere = model.alibi or windowed or model.attention_dropout > 0 or config.data.reset_attention_mask
     if elsewhere or parallel.context_parallel_size > 1 or dtype.itemsize != 2 or config.training.deterministic:
         return None
     tp = parallel.tensor_model_parallel_size

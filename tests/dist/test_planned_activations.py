@@ -195,7 +195,7 @@ LAYOUTS = {
 def test_layouts(layout: str) -> None:
     cases = [
         (f"{layout} {style} {kind} {stage}", replace(model, **more), LAYOUTS[layout], stage)
-        for style, model in (("gpt", with_dropout(GPT)), ("llama", LLAMA), ("qwen3", STYLES["qwen3"]))
+        for style, model in (("gpt", with_dropout(GPT)), ("llama", LLAMA), ("qwen3", STYLES["qwen3"]), ("bloom", STYLES["bloom"]))
         for kind, more, stage in (
             ("none", {}, WHOLE),
             ("core_attn", RECOMPUTE["core_attn"], MIDDLE),

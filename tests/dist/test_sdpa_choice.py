@@ -106,6 +106,7 @@ BASE = (
         ("", None),
         ("--attention-dropout 0 --cp 2", None),
         ("--attention-dropout 0 --window-size 8", None),
+        ("--attention-dropout 0 --position-embedding-type alibi", None),
         ("--attention-dropout 0 --deterministic-mode", None),
     ],
 )

@@ -42,6 +42,8 @@ STYLE_FLAGS = {
     "window": COMMON + MOCK + LLAMA + " --window-size 11 --untie-embeddings-and-output-weights",
     "packed": COMMON + PACKED + LLAMA + GQA + " --attention-dropout 0",
     "packed-window": COMMON + PACKED + " --window-size 6",
+    "bloom": COMMON + MOCK + " --position-embedding-type alibi --embed-layernorm",
+    "packed-alibi": COMMON + PACKED + GQA + " --position-embedding-type alibi --window-size 13 --attention-dropout 0",
     "mqa": COMMON + PACKED + LLAMA + " --group-query-attention --num-query-groups 1",
 }
 LAYOUTS = [
@@ -60,6 +62,12 @@ LAYOUTS = [
     ("packed", 8, "--cp 2 --tp 2 --dp 2 --sequence-parallel --cp-comm-type a2a"),
     ("packed-window", 4, "--cp 2 --tp 2 --sequence-parallel"),
     ("packed-window", 4, "--cp 4 --cp-comm-type a2a --micro-batch-size 2"),
+    ("bloom", 4, "--cp 4 --recompute-granularity selective"),
+    ("bloom", 8, "--cp 2 --tp 2 --pp 2 --sequence-parallel --cp-comm-type a2a --micro-batch-size 2"),
+    ("bloom", 4, "--cp 2 --tp 2 --cp-comm-type all_gather --recompute-granularity full --recompute-method uniform"),
+    ("packed-alibi", 4, "--cp 2 --tp 2 --sequence-parallel --micro-batch-size 2"),
+    ("packed-alibi", 4, "--cp 4 --cp-comm-type all_gather"),
+    ("packed-alibi", 4, "--cp 4 --cp-comm-type a2a"),
     ("mqa", 4, "--cp 4 --no-use-distributed-optimizer"),
     ("mqa", 4, "--cp 2 --pp 2 --cp-comm-type all_gather --micro-batch-size 4"),
 ]
@@ -160,7 +168,7 @@ def alone(model: GPTModel, batch: Batch, sample: int, start: int, stop: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
-@pytest.mark.parametrize("style", ["gpt", "mistral"])
+@pytest.mark.parametrize("style", ["gpt", "mistral", "bloom"])
 def test_packed_documents_have_the_losses_they_have_alone(style: str, kind: str) -> None:
     config = STYLES[style]
     batch, starts = odd_batch(config)

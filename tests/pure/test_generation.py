@@ -33,7 +33,7 @@ def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     model = model_of(style)
     found = generate(model, PROMPTS, 8)
     assert found == [continued(model, prompt, 8) for prompt in PROMPTS]
-    assert len({token for tokens in found for token in tokens}) > 5
+    assert len({token for tokens in found for token in tokens}) > 4
 
 
 def test_text_ends_at_a_stop_token_and_at_the_last_position() -> None:

@@ -82,6 +82,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {**LLAMA, **gqa(2)},
     "qwen": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "squared_relu": True},
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
 }
 CUTS = [(1, False, [range(4)]), (2, False, [range(4)]), (2, True, [range(4)])]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.transformer.rotary import RotaryEmbedding, apply_rotary, apply_rotary_interleaved
 from tests.gpt_cases import LLAMA
 
@@ -49,3 +50,16 @@ def test_interpolated_positions_are_divided(scaled: bool) -> None:
     stretched = RotaryEmbedding(replace(config, rotary_seq_len_interpolation_factor=4), CPU, torch.float64)(4 * at)
     for one, other in zip(plain, stretched, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8, 12, 14, 16, 71, 112])
+def test_slopes_are_those_of_bloom(heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    theirs = bloom.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs, rtol=2e-6, atol=0)
+
+
+def test_slopes_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-number for number in range(1, 9)]
+    assert alibi_slopes(16)[::2] == [2.0 ** -(number + 0.5) for number in range(8)]
+    assert alibi_slopes(6) == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]

@@ -13,6 +13,7 @@ from megatron.core.attention.kv_cache import attention_mask
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
+from megatron.core.attention.tiles import Tile
 from megatron.core.dropout import attention_dropout
 
 SCALE = 0.4
@@ -28,10 +29,24 @@ def operands(groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
     return tuple(x.detach().requires_grad_() for x in (q.flatten(2, 3), k.squeeze(3), v.squeeze(3)))  # type: ignore[return-value]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dropout: Dropout | None = None) -> Tensor:
+class NarrowTiles(TorchKernel):
+    """Tiles of few queries, as those of long sequences."""
+
+    most_queries = 5
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 2.0], dtype=torch.float64)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dropout: Dropout | None = None, slopes: Tensor | None = None
+) -> Tensor:
     """Attention as it is written down: softmax over the whole row, -inf where a key is not seen."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
+    if slopes is not None:
+        place = torch.arange(LENGTH)
+        scores = scores + slopes[:, None, None] * (place - place[:, None])
     probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     if dropout is not None:
         probs = attention_dropout(probs, dropout.p, dropout.key, dropout.sample_index, head_offset=dropout.head_offset)
@@ -57,12 +72,16 @@ def mask(window: int | None, documents: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kernel", [FlashCPUKernel(SCALE), TorchKernel(SCALE)], ids=["flash", "torch"])
+@pytest.mark.parametrize(
+    "kernel",
+    [FlashCPUKernel(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE), NarrowTiles(SCALE, slopes=SLOPES)],
+    ids=["flash", "torch", "narrow", "alibi"],
+)
 def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
     inputs = operands(groups)
     starts = None if documents is None else document_starts(documents.tolist())
-    expected = dense(*inputs, mask(window, documents))
-    causal = Causal(kernel, starts, window)
+    causal, slopes = Causal(kernel, starts, window), getattr(kernel, "slopes", None)
+    expected = dense(*inputs, mask(window, documents), slopes=slopes)
     assert_equal_with_gradients(local_attention(*inputs, causal), expected, inputs, inputs, 1e-13)
     # The queries of a rank that has all keys.
     for rank in range(3):
@@ -70,33 +89,44 @@ def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Ten
         rows = [place for span in spans for place in span]
         q, k, v = inputs
         part = local_attention(q[rows], k, v, causal, spans)
-        assert_equal_with_gradients(part, expected_rows(inputs, window, documents, rows), inputs, inputs, 1e-13)
-
-
-def expected_rows(
-    inputs: tuple[Tensor, Tensor, Tensor], window: int | None, documents: Tensor | None, rows: list[int]
-) -> Tensor:
-    return dense(*inputs, mask(window, documents))[rows]
+        expected = dense(*inputs, mask(window, documents), slopes=slopes)
+        assert_equal_with_gradients(part, expected[rows], inputs, inputs, 1e-13)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
-def test_dropout_has_the_mask_of_the_whole(window: int | None, documents: Tensor | None) -> None:
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["", "alibi"])
+def test_dropout_has_the_mask_of_the_whole(window: int | None, documents: Tensor | None, slopes: Tensor | None) -> None:
     inputs = operands(2)
     dropout = Dropout(0.3, 77, 8, torch.tensor([4, 9, 2]))
     starts = None if documents is None else document_starts(documents.tolist())
-    out = local_attention(*inputs, Causal(TorchKernel(SCALE, dropout), starts, window))
-    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), dropout), inputs, inputs, 1e-13)
+    out = local_attention(*inputs, Causal(NarrowTiles(SCALE, dropout, slopes), starts, window))
+    assert_equal_with_gradients(out, dense(*inputs, mask(window, documents), dropout, slopes), inputs, inputs, 1e-13)
 
 
-@pytest.mark.parametrize("kernel", [FlashCPUKernel(SCALE), TorchKernel(SCALE)], ids=["flash", "torch"])
+@pytest.mark.parametrize(
+    "kernel",
+    [FlashCPUKernel(SCALE), TorchKernel(SCALE), TorchKernel(SCALE, slopes=SLOPES.float())],
+    ids=["flash", "torch", "alibi"],
+)
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)])
 def test_lower_precision(kernel: Kernel, dtype: torch.dtype, tol: float) -> None:
     inputs = operands(2, dtype)
     exact = tuple(x.detach().double().requires_grad_() for x in inputs)
     out = local_attention(*inputs, Causal(kernel, document_starts(DOCUMENTS.tolist()), 9))
     assert out.dtype == dtype
-    assert_equal_with_gradients(out, dense(*exact, mask(9, DOCUMENTS)), inputs, exact, tol)
+    expected = dense(*exact, mask(9, DOCUMENTS), slopes=getattr(kernel, "slopes", None))
+    assert_equal_with_gradients(out, expected, inputs, exact, tol)
+
+
+def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
+    """Of queries behind 100,000 keys, neighbouring biases differ by less than bfloat16 can tell apart."""
+    kernel, first = TorchKernel(1.0, slopes=torch.tensor([0.5])), 100_000
+    q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(64, 1, 1, 8, dtype=torch.bfloat16)
+    tile = Tile(None, range(1), range(64), first, first - 64, diagonal=False)
+    _, (_, lse) = next(kernel.forward(q, k, k, [tile]))
+    expected = (-0.5 * torch.arange(1, 65, dtype=torch.float64)).logsumexp(0)
+    torch.testing.assert_close(lse.squeeze().double(), expected, rtol=1e-6, atol=0)
 
 
 def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from math import sqrt
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.all_gather import gathered_attention
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.local_attention import local_attention
@@ -56,8 +58,8 @@ class CoreAttention(nn.Module):
     """Core attention of one layer.
 
     torch's fused attention computes plain causal attention within a rank, and attention to cached keys. Tiles
-    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism and attention
-    dropout, whose mask is the same at every layout.
+    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi and
+    attention dropout, whose mask is the same at every layout.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
@@ -65,29 +67,46 @@ class CoreAttention(nn.Module):
         self.scale, self.window, self.cp = 1 / sqrt(config.head_dim), config.window_size, ctx.cp
         self.p, self.key = config.attention_dropout, key
         self.fused = FusedAttention(self.scale)
-        self.kernel = flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim)
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.first_head = heads * ctx.tp.rank
         if self.across_ranks is ulysses_attention:
-            self.first_head += heads // ctx.cp.size * ctx.cp.rank
+            heads //= ctx.cp.size
+            self.first_head += heads * ctx.cp.rank
+        self.slopes: Tensor | None = None
+        if config.alibi:
+            of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]
+            self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
+        self.kernel = (
+            flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim)
+            if self.slopes is None
+            else TorchKernel(self.scale, slopes=self.slopes)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k and v [keys, b, groups, d] -> [s, b, heads * d]"""
         dropout = self.p > 0 and self.training
         windowed = self.window is not None and self.window < k.shape[0]
         if context.cache is not None:
-            out = self.fused(q, k, v, context.mask)
+            out = self._behind_cache(q, k, v, context)
         elif self.across_ranks is not None:
             out = self.across_ranks(q, k, v, self.cp, self._causal(context, dropout))
-        elif dropout or windowed or context.documents is not None:
+        elif self.slopes is not None or dropout or windowed or context.documents is not None:
             out = local_attention(q, k, v, self._causal(context, dropout))
         else:
             out = self.fused(q, k, v)
         return out.flatten(2)
 
+    def _behind_cache(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
+        """The queries are the last of the keys."""
+        if self.slopes is None:
+            return self.fused(q, k, v, context.mask)
+        keys = k.shape[0]
+        return local_attention(q, k, v, self._causal(context, False), queries=(range(keys - q.shape[0], keys),))
+
     def _causal(self, context: BatchContext, dropout: bool) -> Causal:
         kernel = self.kernel
         if dropout:
-            kernel = TorchKernel(self.scale, Dropout(self.p, self.key, self.first_head, context.sample_index))
+            masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
+            kernel = TorchKernel(self.scale, masks, self.slopes)
         return Causal(kernel, context.documents, self.window)

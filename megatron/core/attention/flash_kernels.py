@@ -34,8 +34,7 @@ def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_di
 class FlashCPUKernel:
     """torch's flash attention for CPUs, exact in fp64."""
 
-    needs_places = False
-    packed = None
+    needs_places, most_queries, packed = False, None, None
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -96,7 +95,7 @@ Window = tuple[int, int]
 class FlashCUDAKernel:
     """FlashAttention for GPUs in 16 bits: one launch for all tiles with the same window."""
 
-    needs_places = False
+    needs_places, most_queries = False, None
 
     def __init__(self, scale: float) -> None:
         self.scale, self.packed = scale, FlashCUDAPackedKernel(scale)

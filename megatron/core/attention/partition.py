@@ -24,6 +24,11 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
     return tuple(range(c * chunk, (c + 1) * chunk) for c in (rank, 2 * size - 1 - rank))
 
 
+def short_spans(spans: Spans, longest: int) -> Spans:
+    """The same positions in ranges of at most `longest`."""
+    return tuple(span[start : start + longest] for span in spans for start in range(0, len(span), longest))
+
+
 def chunk_order(size: int) -> list[int]:
     """Chunks in rank order: 0, 7, 1, 6, 2, 5, 3, 4 for four ranks."""
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]

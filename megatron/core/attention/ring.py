@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.partition import Spans, rank_spans
+from megatron.core.attention.partition import Spans, rank_spans, short_spans
 from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
 from megatron.core.collectives import RingExchange
@@ -40,9 +40,10 @@ class Ring:
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
         """The tiles of this rank's queries with the keys that it has in a step."""
-        source = (self.cp.rank - step) % self.cp.size
-        found = causal_tiles(self.queries, self.keys[source], self.causal.documents, self.causal.window)
-        return found if self.causal.kernel.needs_places else joined(found)
+        source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
+        queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
+        found = causal_tiles(queries, self.keys[source], self.causal.documents, self.causal.window)
+        return found if kernel.needs_places else joined(found)
 
 
 class RingAttention(torch.autograd.Function):

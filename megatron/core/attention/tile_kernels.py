@@ -64,7 +64,11 @@ class Kernel(Protocol):
 
     @property
     def needs_places(self) -> bool:
-        """Whether the kernel reads the positions of tiles without a mask, as dropout does."""
+        """Whether the kernel reads the positions of tiles without a mask, as dropout and ALiBi do."""
+
+    @property
+    def most_queries(self) -> int | None:
+        """The most queries of a tile, for a kernel that keeps the scores of a tile in memory; None for any number."""
 
     @property
     def packed(self) -> PackedKernel | None:
@@ -97,27 +101,32 @@ def key_rows(x: Tensor, tile: Tile) -> Tensor:
     return x[tile.keys.start : tile.keys.stop, samples_of(tile)]
 
 
+def distances(tile: Tile, device: torch.device) -> Tensor:
+    """[n, m] int64: how far each query is behind each key."""
+    queries = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
+    return queries - torch.arange(len(tile.keys), device=device)
+
+
 def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
     """[n, m] bool, true where the query does not see the key; None where it sees all of the tile."""
     if not tile.diagonal and tile.window is None:
         return None
-    distance = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
-    distance = distance - torch.arange(len(tile.keys), device=device)
+    distance = distances(tile, device)
     hidden = distance < 0
     return hidden if tile.window is None else hidden | (distance >= tile.window)
 
 
 class TorchKernel:
-    """Plain torch, for any device and dtype, with dropout. The softmax of 16-bit scores is in fp32."""
+    """Plain torch, for any device and dtype, with dropout and ALiBi. The softmax of 16-bit scores is in fp32.
 
-    packed = None
+    `slopes` [heads] are those of the local heads under ALiBi (`megatron.core.attention.alibi`), in the scores' dtype.
+    """
 
-    def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
-        self.scale, self.dropout = scale, dropout
+    needs_places, packed = True, None
+    most_queries = 1024
 
-    @property
-    def needs_places(self) -> bool:
-        return self.dropout is not None
+    def __init__(self, scale: float, dropout: Dropout | None = None, slopes: Tensor | None = None) -> None:
+        self.scale, self.dropout, self.slopes = scale, dropout, slopes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for tile in tiles:
@@ -164,6 +173,8 @@ class TorchKernel:
         # Scaled before the product, which could overflow in fp16.
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        if self.slopes is not None:
+            scores.addcmul_(self.slopes[:, None, None], distances(tile, q.device).to(scores.dtype), value=-1)
         hidden = hidden_pairs(tile, q.device)
         return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 

@@ -51,8 +51,8 @@ class TransformerConfig(MoEConfig, Section):
     max_position_embeddings: int | None = None
     """Longest sequence that the model supports; default seq-length."""
 
-    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "none"))
-    """Position embedding: a learned table, rotary (rope), or none."""
+    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"))
+    """Position embedding: a learned table, rotary (rope), linear biases of attention scores (alibi), or none."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
@@ -80,6 +80,9 @@ class TransformerConfig(MoEConfig, Section):
 
     rope_scaling_original_max_position_embeddings: int = 8192
     """Llama 3.1 scaling: original context length."""
+
+    embed_layernorm: bool = False
+    """Normalize word embeddings before positions are added, as BLOOM does."""
 
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
     """Normalization before attention, before the MLP, and after the last layer."""
@@ -210,6 +213,11 @@ class TransformerConfig(MoEConfig, Section):
         """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
         larger = RECOMPUTED_WITH.get(module)
         return module in self.recomputed_modules and larger not in self.recomputed_modules
+
+    @property
+    def alibi(self) -> bool:
+        """Whether attention scores have ALiBi's biases."""
+        return self.position_embedding_type == "alibi"
 
     @property
     def max_positions(self) -> int:

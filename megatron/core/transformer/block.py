@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.kv_cache import attention_mask
+from megatron.core.attention.partition import document_starts
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LAYERS
@@ -33,7 +34,7 @@ class TransformerBlock(nn.Module):
         self.segments = recompute_segments(config, len(self.layers))
         rotary = config.position_embedding_type == "rope"
         self.rotary = RotaryEmbedding(config, ctx.device, ctx.dtype) if rotary else None
-        self.window = config.window_size
+        self.window, self.alibi = config.window_size, config.alibi
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -52,14 +53,18 @@ class TransformerBlock(nn.Module):
         return x
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what all layers share: rotary tables, and the mask of cached keys."""
+        """Adds what all layers share: rotary tables, and with cached keys their mask, or for tiles their documents."""
         length, cache = x.shape[0] * self.sequence_shards, context.cache
         past = cache.length if cache else 0
         if cache is not None:
             documents = context.document_ids
             of_keys = cache.append_documents(documents)
-            mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
-            context = replace(context, mask=mask)
+            if self.alibi:
+                starts = None if of_keys is None else document_starts(of_keys.tolist())
+                context = replace(context, documents=starts)
+            else:
+                mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
+                context = replace(context, mask=mask)
         if self.rotary is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

@@ -1,4 +1,4 @@
-"""Tokens to hidden states: word embeddings, learned positions, dropout."""
+"""Tokens to hidden states: word embeddings and their norm, learned positions, dropout."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import position_embedding_meta, word_embedding_meta
+from megatron.core.models.gpt.parameters import EMBEDDING_NORM, position_embedding_meta, word_embedding_meta
 from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
 from megatron.core.transformer.layer import HiddenDropout
+from megatron.core.transformer.norm import build_norm
 
 
 class PositionEmbedding(nn.Module):
@@ -43,13 +44,16 @@ class Embedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(word_embedding_meta(config, tied_stages), ctx)
+        self.layernorm = (
+            build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
+        )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
         self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""
-        x = self.word_embeddings(tokens)
+        x = self.layernorm(self.word_embeddings(tokens))
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(x.shape[0], context)
         return self.dropout(x, context)

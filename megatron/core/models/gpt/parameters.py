@@ -32,6 +32,10 @@ DECLARED = {
 """Field of the configuration -> the parts whose parameters are listed here. An extension's are not."""
 
 
+EMBEDDING_NORM = "embedding.layernorm"
+"""The norm of word embeddings under --embed-layernorm."""
+
+
 def is_declared(config: TransformerConfig) -> bool:
     """Whether `parameter_metas` knows all parts of a model."""
     return all(getattr(config, field) in parts for field, parts in DECLARED.items())
@@ -54,6 +58,8 @@ def parameter_metas(
     found: list[ParamMeta] = []
     if first:
         found.append(word_embedding_meta(config, tied_stages))
+        if config.embed_layernorm:
+            found += _norm(EMBEDDING_NORM, config.hidden_size, config, sequence_partial(sequence_parallel))
         if config.position_embedding_type == "learned_absolute":
             found.append(position_embedding_meta(config, sequence_parallel))
     for number in range(config.num_layers) if layers is None else layers:
