@@ -43,7 +43,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     MAY_CHANGE,
@@ -53,7 +53,6 @@ from megatron.training.config.flags import (
     values_by_section,
 )
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 
@@ -178,7 +177,7 @@ def load_model_for_inference(
     had, whose files may have moved. Raises ValueError if there is no readable checkpoint.
     """
     model, config = load_whole_model(path, device)
-    return model, resolved_tokenizer(tokenizer_config or config.tokenizer, config.model), config
+    return model, build_tokenizer(tokenizer_config or config.tokenizer, config.model.vocab_size), config
 
 
 def load_whole_model(

@@ -11,9 +11,9 @@ from megatron.core.datasets.build import Datasets, build_datasets
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.parts import LOSSES
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.progress import Step
@@ -127,7 +127,7 @@ def _check_lengths(config: RunConfig, datasets: Datasets, samples: int) -> None:
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
     tokenizer = config.tokenizer
-    eod = resolved_tokenizer(tokenizer, config.model).eod if tokenizer.tokenizer_type else None
+    eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
     return build_datasets(
         config.data,
         seq_length=config.model.seq_length,

@@ -144,7 +144,7 @@ def test_flags_without_meaning_here_say_so(tmp_path):
     )
     assert "--partitions has no meaning here" in shown and "--keep-sequential-samples has no meaning" in shown
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
-    assert dataset.dtype == np.int32 and dataset[0].tolist() == [1, 2, 3, 70000]
+    assert dataset.dtype == np.int32 and dataset[0].tolist() == [1, 2, 3, 69999]
 
 
 def test_a_damaged_archive_leaves_nothing(tmp_path):

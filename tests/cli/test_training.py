@@ -84,12 +84,12 @@ def test_bad_configuration_prints_every_problem_and_exits_2() -> None:
 
 
 def test_saved_configuration_runs_again(tmp_path: Path) -> None:
-    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "199"]  # and one for the end of a document
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "200"]
     first = [*MODEL, *tokenizer, "--save", str(tmp_path / "first"), "--train-iters", "2"]
     second = ["--config", str(tmp_path / "first" / "run_config.yaml"), "--save", str(tmp_path / "second")]
     for world_size, flags in ((1, first), (2, second)):
         run_forked(world_size, flags, tmp_path / "screen")
-    assert "vocab-size: 199" in (tmp_path / "second" / "run_config.yaml").read_text()
+    assert "vocab-size: 200" in (tmp_path / "second" / "run_config.yaml").read_text()
     assert losses(tmp_path / "second") == pytest.approx(losses(tmp_path / "first"), rel=1e-5)
 
 

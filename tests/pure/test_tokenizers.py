@@ -71,13 +71,13 @@ def test_bytes_lose_nothing(text):
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
 
 
-def test_null_tokenizer_reads_ids_and_appends_eod_to_the_vocabulary():
+def test_the_last_id_of_a_null_tokenizer_is_eod():
     tokenizer = build("NullTokenizer", vocab_size=100)
     assert tokenizer.tokenize("1 2  99\n") == [1, 2, 99]
     assert tokenizer.detokenize([1, 2, 99]) == "1 2 99"
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.eos, tokenizer.bos) == (101, 100, 100, None)
-    with pytest.raises(ValueError, match=r"must be in 0\.\.100"):
-        tokenizer.tokenize("1 101")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.eos, tokenizer.bos) == (100, 99, 99, None)
+    with pytest.raises(ValueError, match=r"must be in 0\.\.99"):
+        tokenizer.tokenize("1 100")
 
 
 @given(text=UNICODE)

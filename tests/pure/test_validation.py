@@ -325,8 +325,8 @@ def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: i
 
 
 def test_resolve_takes_the_larger_vocabulary() -> None:
-    """NullTokenizer adds an end-of-document token to --vocab-size; a larger --vocab-size leaves room."""
-    flags = argv("--tokenizer-type NullTokenizer --vocab-size 100")
+    """Of the tokenizer's and --vocab-size, which may leave room for more tokens."""
+    flags = argv("--tokenizer-type ByteTokenizer --vocab-size 100")
     assert resolve(parse_args(flags), 1, vocab_size=101).model.vocab_size == 101
     assert resolve(parse_args(flags), 1, vocab_size=99).model.vocab_size == 100
     assert resolve(parse_args(argv("")), 1, vocab_size=259).model.vocab_size == 259

@@ -28,8 +28,11 @@ def gpt2_bpe(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def null(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    if vocab_size is None or vocab_size < 1:
-        raise ValueError("--tokenizer-type NullTokenizer: needs --vocab-size N, the number of token ids in the text")
+    if vocab_size is None or vocab_size < 2:
+        raise ValueError(
+            "--tokenizer-type NullTokenizer: needs --vocab-size N, at least 2: the number of token ids, of which the "
+            "last one ends a document"
+        )
     return NullTokenizer(vocab_size)
 
 

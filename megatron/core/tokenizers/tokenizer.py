@@ -33,14 +33,14 @@ class Tokenizer(Protocol):
 class NullTokenizer:
     """For text that consists of token ids: decimal numbers separated by spaces.
 
-    The text uses ids 0 to vocab_size - 1. EOD is the next id, so there are vocab_size + 1 tokens.
+    EOD is the last of the vocab_size ids; the text uses the others.
     """
 
     bos = None
 
     def __init__(self, vocab_size: int) -> None:
-        self.eod = self.eos = vocab_size
-        self.vocab_size = vocab_size + 1
+        self.eod = self.eos = vocab_size - 1
+        self.vocab_size = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError for a word that is not a number or not a token id."""

@@ -17,7 +17,6 @@ from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, plain, texts_of, tokens_of
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer import vocab_size_flag
 from megatron.training.config.validation import resolve, validate
 from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
@@ -160,8 +159,6 @@ def save_config(config: RunConfig, path: str | Path) -> None:
     section = None
     for flag in all_flags():
         value = value_of(config, flag)
-        if flag.field == "vocab_size":
-            value = vocab_size_flag(config.tokenizer, config.model)
         if flag.section != section:
             section = flag.section
             lines += ["", f"# {section}"]

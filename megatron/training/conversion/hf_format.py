@@ -21,9 +21,9 @@ from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.core.models.hf.weights import HFWeights, placements
 from megatron.core.parallel_state import Axis
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.pretrained import tokenizer_config
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.tokenizer import resolved_tokenizer
 from megatron.training.conversion.formats import Format, Options, Source, Target, Written
 
 
@@ -136,7 +136,7 @@ def token_ids(config: RunConfig) -> tuple[dict[str, Any], str | None]:
     if config.tokenizer.tokenizer_type is None:
         return {}, "the checkpoint names no tokenizer: no tokenizer files are written"
     try:
-        tokenizer = resolved_tokenizer(config.tokenizer, config.model)
+        tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     except (ValueError, OSError) as error:
         first = str(error).split("\n")[0]
         return {}, f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"

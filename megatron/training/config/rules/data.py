@@ -77,5 +77,5 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
             name = dashed(field)
             yield Problem(name, None, f"is required by --tokenizer-type {t.tokenizer_type}", f"add {name} FILE")
     if t.tokenizer_type == "NullTokenizer" and c.model.vocab_size is None:
-        remedy = "add --vocab-size with the number of token ids in the data"
+        remedy = "add --vocab-size with the number of token ids, EOD included as the last one"
         yield Problem("--vocab-size", None, "is required by --tokenizer-type NullTokenizer", remedy)
