@@ -1,7 +1,7 @@
 """Saves and loads the state of a run, and checks that a checkpoint fits the run that loads it.
 
 State is the parameters, the optimizer's tensors, its count of updates and loss scale, and the `Progress`. There is
-no more: the learning rate follows from consumed samples, and initial values, dropout and data order from the seed
+no more: the learning rate follows from the progress, and initial values, dropout and data order from the seed
 and a position, so no generator has a state to save. The seed stands in its place: a run resumes exactly under the
 seed it was saved with, at any layout.
 """
@@ -394,6 +394,8 @@ def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> N
 
 
 def _progress(values: dict[str, Any]) -> Progress:
-    """What a checkpoint's JSON says of the progress; fields it does not know take their default."""
+    """What a checkpoint's JSON says of the progress; fields it does not know take their default. Where the schedule has
+    no position of its own yet, it followed consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
+    known.setdefault("scheduled_samples", values["consumed_samples"])
     return replace(Progress(**known), running_means=tuple(known.get("running_means", ())))

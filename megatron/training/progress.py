@@ -27,7 +27,11 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    """The data position: batches and learning rate follow from it."""
+    """The data position: batches and their sizes follow from it."""
+
+    scheduled_samples: int = 0
+    """Samples of the steps that updated the weights: learning rate and weight decay follow from it, so that they do not
+    advance in skipped steps."""
 
     skipped_iterations: int = 0
     """Iterations so far without an update: not finite, a spike, or left out by --iterations-to-skip."""

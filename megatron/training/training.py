@@ -168,8 +168,8 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
         finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
         before_update()
-    lr = run.scheduler.lr_at(step.first_sample)
-    weight_decay = run.scheduler.weight_decay_at(step.first_sample)
+    lr = run.scheduler.lr_at(run.progress.scheduled_samples)  # settled: whether the step before counts is known
+    weight_decay = run.scheduler.weight_decay_at(run.progress.scheduled_samples)
     with run.clock("optimizer"):
         result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge)
     run.guard.watch(step, result)

@@ -203,6 +203,60 @@ def test_skipped_by_itself_or_by_the_user_is_the_same(world_size: int, flags: st
         assert (progress, expected) == ((32, 1, 1), (32, 1, 0))
 
 
+def rates(
+    rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
+) -> list[tuple[float, float, int]]:
+    """(learning rate, weight decay, samples) of each step that the user does not leave out."""
+    with ExitStack() as resources:
+        run = build(config, rank, world_size, resources)
+        if kind:
+            plant(kind, run)
+        found, inner = [], run.optimizer.step
+
+        def step(lr: float, weight_decay: float, *rest: Any) -> Any:
+            found.append((lr, weight_decay, run.progress.next_step(run.batch_sizes).samples))
+            return inner(lr, weight_decay, *rest)
+
+        run.optimizer.step = step  # type: ignore[method-assign]
+        for _ in range(steps):
+            train_step(run, Interval())
+        settle(run)
+        return found
+
+
+SCHEDULE = "--lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.4"
+
+
+def expected_rates(updates: list[int]) -> list[Any]:
+    """Of steps that follow so many updates: warm-up over two, linear decay to the 40th, a ramp of weight decay."""
+    lrs = [1e-2 * (n / 2 if n <= 2 else (40 - n) / 38) for n in updates]
+    return [pytest.approx((lr, 0.4 * n / 40, 8), rel=1e-12) for lr, n in zip(lrs, updates, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "updates"),
+    [
+        ("--max-skipped-iterations 1", "forward", [0, 1, 1, 2]),
+        ("--iterations-to-skip 2", None, [0, 1, 2]),
+        ("--fp16 --initial-loss-scale 1e30", None, [0, 0, 0, 0]),
+        ("", None, [0, 1, 2, 3]),
+    ],
+)
+def test_the_schedule_does_not_advance_in_skipped_steps(flags: str, kind: str | None, updates: list[int]) -> None:
+    (found,) = run_world(1, rates, config_of(f"{SCHEDULE} {flags}"), kind, 4)
+    assert found == expected_rates(updates)
+
+
+def test_the_batch_size_ramp_counts_skipped_steps() -> None:
+    """4 samples a step until 8 are consumed, then 8."""
+    flags = MODEL.replace("--train-iters 40", "--train-samples 320")
+    flags += " --rampup-batch-size 4 4 8 --no-check-for-nan-in-loss-and-grad"
+    config = resolve(parse_args(flags.split()), 1)
+    assert not validate(config, 1)
+    (found,) = run_world(1, rates, config, "weight gradient", 3)
+    assert [samples for *_, samples in found] == [4, 4, 8]
+
+
 def test_without_the_check_steps_are_skipped_without_a_limit() -> None:
     ((_, progress),) = run_world(1, skip, config_of("--no-check-for-nan-in-loss-and-grad"), "weight gradient", 3)
     assert progress == (24, 3, 3)
@@ -245,6 +299,7 @@ def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
     assert [number for number, spike in enumerate(spikes, 1) if spike] == [13, 17]
     assert (progress["skipped_spikes"], progress["skipped_iterations"], progress["nan_iterations"]) == (2, 2, 0)
     assert progress["running_means"][2] == 18
+    assert (progress["consumed_samples"], progress["scheduled_samples"]) == (160, 144)
     saved = f"{SPIKES} --save {tmp_path} --load {tmp_path} --no-async-save"
     run_world(1, spiky, config_of(saved), 14, samples)
     ((resumed, again, _),) = run_world(1, spiky, config_of(saved), 6, samples)

@@ -212,6 +212,17 @@ def test_another_run_is_refused_with_everything_that_differs(tmp_path: Path) -> 
         Run(config(tmp_path, model=shallower, finetune=True)).load()
 
 
+def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consumed_samples(tmp_path: Path) -> None:
+    run = Run(config(tmp_path))
+    folder = run.save(Progress(3, 24, scheduled_samples=16))
+    assert run.load().scheduled_samples == 16
+    payload = json.loads((folder / "metadata.json").read_text())
+    del payload["scheduled_samples"]
+    (folder / "metadata.json").write_text(json.dumps(payload))
+    list_anew(folder)
+    assert run.load().scheduled_samples == 24
+
+
 def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
     return changed_fields(RunConfig(model=saved), RunConfig(model=run), ["model"])
 

@@ -1,7 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
-Progress is counted in consumed samples, also where a run is given in iterations: an iteration then counts as one full
-global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The formulas are Megatron-LM's.
+Progress is counted in samples of steps that updated the weights, also where a run is given in iterations: an iteration
+then counts as one full global batch, so a batch-size ramp stretches the schedule in iterations, not in samples. The
+formulas are Megatron-LM's.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Verdict:
 
 
 class StepGuard:
-    """Judges every step and counts skipped ones in the run's progress."""
+    """Judges every step, and counts skipped ones and the samples of the others in the run's progress."""
 
     def __init__(self, checks: ChecksConfig, device: torch.device, progress: Progress) -> None:
         self.checks = checks
@@ -100,6 +100,7 @@ class StepGuard:
         ends = refused and progress.nan_iterations + progress.skipped_spikes >= checks.max_skipped_iterations
         if not ends:
             progress.skipped_iterations += result.skipped
+            progress.scheduled_samples += 0 if result.skipped else step.samples
             progress.nan_iterations += nan
             progress.skipped_spikes += result.spike and result.skipped
         return Verdict(step, result, nan, refused, ends)
