@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.batch import Batch
@@ -129,7 +129,7 @@ def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) 
     tokenizer = config.tokenizer
     eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
     return build_datasets(
-        config.data,
+        replace(config.data, reset_position_ids=config.restarts_positions),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         sizes=sizes,

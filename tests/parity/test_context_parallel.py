@@ -106,6 +106,17 @@ def test_layout_computes_what_one_process_does(
     assert_same(one_process(style), train_in_world(world_size, argv(style, odd_documents, layout)))
 
 
+@pytest.mark.parametrize(("positions", "acts"), [("learned_absolute", True), ("rope", False)])
+def test_position_ids_restart_for_learned_positions_only(odd_documents: str, positions: str, acts: bool) -> None:
+    """Attention reaches across documents here, so that rotary positions that restart would change it."""
+    flags = (
+        f"{COMMON} --data-path {odd_documents} --tokenizer-type ByteTokenizer --vocab-size 257 --split 1,0,0".split()
+    )
+    flags += ["--position-embedding-type", positions]
+    one, other = (train_in_world(1, [*flags, *more], steps=1) for more in ([], ["--reset-position-ids"]))
+    assert (first_difference(one, other, TOLERANCE) is not None) == acts
+
+
 def masked_sample(self: MockGPTDataset, index: int) -> Sample:
     """Random masks of all densities; samples 0 and 4, and of sample 1 the chunks of one rank, count for nothing."""
     sample = self.format.sample(self.text(index))

@@ -181,6 +181,11 @@ def test_legal(flags: str, world_size: int) -> None:
             "--rotary-seq-len-interpolation-factor 0.0: must be above 0",
         ),
         (
+            "--reset-position-ids --tokenizer-type ByteTokenizer --position-embedding-type rope",
+            1,
+            "--reset-position-ids: has no effect without --position-embedding-type learned_absolute",
+        ),
+        (
             "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
             1,
             "--rope-scaling-low-freq-factor 4.0: must be below",

@@ -67,7 +67,7 @@ class DatasetConfig(Section):
     """Exclude end-of-document tokens from the loss."""
 
     reset_position_ids: bool = False
-    """Restart position ids after each end of document."""
+    """Restart the positions of a learned position embedding after each end of document."""
 
     reset_attention_mask: bool = False
     """Restrict attention to the document of a token."""

@@ -154,7 +154,7 @@ def micro_batch_of(config: RunConfig) -> MicroBatch:
 
     device = "cpu" if config.parallel.cpu else "cuda"
     return MicroBatch(
-        config.model, config.parallel, config.training.micro_batch_size, device, config.data.reset_position_ids
+        config.model, config.parallel, config.training.micro_batch_size, device, config.restarts_positions
     )
 
 

@@ -257,6 +257,12 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether samples have position ids of their own: --reset-position-ids acts on a learned table only. Rotary
+        embeddings count from the start of the sample; they depend on distances alone, which are equal in a document."""
+        return self.data.reset_position_ids and self.model.position_embedding_type == "learned_absolute"
+
     def __post_init__(self) -> None:
         for each in fields(self):
             section = getattr(self, each.name)

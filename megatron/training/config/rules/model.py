@@ -86,6 +86,8 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m = c.model
+    if c.data.reset_position_ids and not c.restarts_positions:
+        yield Problem.no_effect("--reset-position-ids", None, "--position-embedding-type learned_absolute")
     longest = m.max_position_embeddings
     if longest is not None and 0 < longest < m.seq_length:
         rule = f"must be at least --seq-length {m.seq_length}"
