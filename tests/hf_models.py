@@ -32,6 +32,7 @@ GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_posi
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2-exact-gelu": ("gpt2", {**GPT2_SIZES, "activation_function": "gelu"}),
     "gpt2-untied": ("gpt2", {**GPT2_SIZES, "n_inner": 40, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
     "llama2": ("llama", {**SIZES, "num_key_value_heads": 4}),
     "llama3": ("llama", {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
@@ -15,7 +16,7 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import Balance
 from megatron.core.moe.sinkhorn import ITERATIONS
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.activations import gelu, squared_relu, swiglu
+from megatron.core.transformer.activations import squared_relu, swiglu
 from tests.gpt_cases import LLAMA
 from tests.harness import tp_context
 
@@ -136,7 +137,7 @@ def sinkhorn_matrix(logits: Tensor) -> Tensor:
 
 
 def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:
-    activation = {"swiglu": swiglu, "gelu": gelu, "squared_relu": squared_relu}[config.activation]
+    activation = {"swiglu": swiglu, "gelu": F.gelu, "squared_relu": squared_relu}[config.activation]
     return activation(x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T
 
 

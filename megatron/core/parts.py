@@ -31,6 +31,7 @@ ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", Acti
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
 ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
+ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
 ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
 ACTIVATIONS.register("swiglu", "megatron.core.transformer.activations:build_swiglu", gated=True)
 

@@ -210,7 +210,16 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         value = checkpoint.payload.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
-    return config_of_sections(checkpoint.payload["config"])
+    return config_of_sections(_with_named_gelu(checkpoint.payload["config"]))
+
+
+def _with_named_gelu(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sections in which GeLU has its present name: before --bias-gelu-fusion there was only its tanh approximation."""
+    model = sections.get("model", {})
+    other = model.get("swiglu") or model.get("squared_relu") or model.get("activation_func") not in (None, "gelu")
+    if "bias_gelu_fusion" in model or other:
+        return sections
+    return sections | {"model": model | {"activation_func": "gelu_tanh"}}
 
 
 def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:
@@ -299,6 +308,7 @@ EFFECTIVE = {
     "activation_func": "activation",
     "swiglu": "activation",
     "squared_relu": "activation",
+    "bias_gelu_fusion": "activation",
 }
 
 # Fields that say how a model is computed or watched, and change no result.

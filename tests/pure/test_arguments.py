@@ -146,7 +146,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 "
         "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type ring --openai-gelu --lr 3",
+        "--cp-comm-type ring --quick-geglu --lr 3",
         capsys,
     )
     for line in (
@@ -162,7 +162,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--openai-gelu: asks for this activation function, which is not built; remove it",
+        "--quick-geglu: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.

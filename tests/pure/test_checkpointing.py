@@ -223,6 +223,19 @@ def test_a_checkpoint_without_the_position_of_the_schedule_has_it_at_its_consume
     assert run.load().scheduled_samples == 24
 
 
+def test_gelu_of_checkpoints_from_before_its_exact_form_is_the_tanh_one(tmp_path: Path) -> None:
+    model = replace(GPT, add_bias_linear=False)
+    folder = Run(config(tmp_path, model=replace(model, activation_func="gelu_tanh"))).save(Progress(1, 8))
+    payload = json.loads((folder / "metadata.json").read_text())
+    payload["config"]["model"]["activation_func"] = None
+    del payload["config"]["model"]["bias_gelu_fusion"]
+    (folder / "metadata.json").write_text(json.dumps(payload))
+    list_anew(folder)
+    assert load_model_for_inference(folder)[2].model.activation == "gelu_tanh"
+    with pytest.raises(ValueError, match="--activation-func gelu_tanh in the checkpoint, gelu in the run"):
+        Run(config(tmp_path, model=model)).load()
+
+
 def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
     return changed_fields(RunConfig(model=saved), RunConfig(model=run), ["model"])
 

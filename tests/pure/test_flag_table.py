@@ -27,6 +27,8 @@ def page() -> str:
 def sections(tables: dict) -> Iterator[str]:
     yield "## Read as other flags\n\n`{}` stands for the flag's values.\n\n| flag | read as |\n| --- | --- |"
     yield from (f"| `{flag}` | `{ours}` |" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
+    for flag, (option, before, after) in tables["exchanged"].items():
+        yield f"| `{flag}` | `{option} {after}` in place of `{before}` |"
     yield "\n## Values read as others\n\n| flag | value | read as |\n| --- | --- | --- |"
     for flag, values in sorted(tables["same_values"].items()):
         yield from (f"| `{flag}` | `{value}` | {ours} |" for value, ours in values.items())

@@ -20,7 +20,7 @@ from megatron.core.models.hf.config import config_from_hf, config_to_hf
 from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from tests.gpt_cases import FP64, GPT, LLAMA
-from tests.hf_models import CASES, SIZES
+from tests.hf_models import CASES, GPT2_SIZES, SIZES
 
 transformers = pytest.importorskip("transformers")
 
@@ -147,6 +147,10 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (
+            {"model_type": "gpt2", **GPT2_SIZES, "activation_function": "relu"},
+            "activation_function = 'relu', supported",
+        ),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"model_type": "gemma"}, "'gemma' is not supported"),
@@ -167,10 +171,10 @@ def test_window_in_some_layers_only_is_refused() -> None:
     ("config", "model_type", "message"),
     [
         (GPT, "llama", "normalization = 'LayerNorm'"),
-        (LLAMA, "gpt2", "swiglu = True"),
+        (LLAMA, "gpt2", "activation_func = 'swiglu'"),
         (replace(LLAMA, window_size=3), "llama", "window_size = 3"),
         (replace(LLAMA, qk_layernorm=True), "qwen2", "qk_layernorm = True"),
-        (replace(GPT, squared_relu=True), "gpt2", "squared_relu = True"),
+        (replace(GPT, squared_relu=True), "gpt2", "activation_func = 'squared_relu'"),
     ],
 )
 def test_models_that_a_family_cannot_express(config: TransformerConfig, model_type: str, message: str) -> None:

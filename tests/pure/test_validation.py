@@ -181,6 +181,12 @@ def test_legal(flags: str, world_size: int) -> None:
             "--rotary-seq-len-interpolation-factor 0.0: must be above 0",
         ),
         (
+            "--no-bias-gelu-fusion --swiglu",
+            1,
+            "--no-bias-gelu-fusion: has no effect without GeLU in a model with biases",
+        ),
+        ("--no-bias-gelu-fusion --disable-bias-linear", 1, "--no-bias-gelu-fusion: has no effect without GeLU"),
+        (
             "--reset-position-ids --tokenizer-type ByteTokenizer --position-embedding-type rope",
             1,
             "--reset-position-ids: has no effect without --position-embedding-type learned_absolute",
@@ -327,6 +333,26 @@ def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: i
     """Megatron-LM's widths, except that a model too small for any multiple of 64 gets 64."""
     assert TransformerConfig(hidden_size=hidden_size, swiglu=True).ffn_size == width
     assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("", "gelu_tanh"),
+        ("--disable-bias-linear", "gelu"),
+        ("--no-bias-gelu-fusion", "gelu"),
+        ("--no-bias-gelu-fusion --activation-func gelu_tanh", "gelu_tanh"),
+        ("--activation-func gelu", "gelu"),
+        ("--swiglu", "swiglu"),
+        ("--squared-relu --no-bias-gelu-fusion", "squared_relu"),
+    ],
+)
+def test_gelu_is_exact_without_the_fused_kernel_of_bias_and_gelu(flags: str, name: str) -> None:
+    config = parse_args(argv(flags))
+    resolved = resolve(config, 1)
+    assert config.model.activation == resolved.model.activation == name
+    assert resolved.model.activation_func == (name if "gelu" in name else None)  # checkpoints say which GeLU it was
+    assert not validate(resolved, 1) and resolve(resolved, 1) == resolved
 
 
 def test_resolve_takes_the_larger_vocabulary() -> None:

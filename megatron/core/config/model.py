@@ -96,8 +96,12 @@ class TransformerConfig(MoEConfig, Section):
     squared_relu: bool = False
     """Squared ReLU in the MLP instead of GeLU."""
 
+    bias_gelu_fusion: bool = True
+    """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
+    Without this, or without biases, GeLU is exact (gelu)."""
+
     activation_func: str | None = flag(None, choices=ACTIVATIONS)
-    """Activation function of MLPs and experts; default: that of --swiglu or --squared-relu, else gelu."""
+    """Activation function of MLPs and experts; default: that of --swiglu or --squared-relu, else GeLU."""
 
     attention_module: str = flag("self_attention", choices=ATTENTIONS)
     """Attention sublayer of each layer."""
@@ -236,7 +240,10 @@ class TransformerConfig(MoEConfig, Section):
     @property
     def activation(self) -> str:
         """Name of the activation function."""
-        return self.activation_func or ("swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu")
+        if self.activation_func is not None:
+            return self.activation_func
+        gelu = "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
+        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else gelu
 
     @property
     def gated(self) -> bool:

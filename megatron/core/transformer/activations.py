@@ -28,7 +28,11 @@ def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Ac
 
 
 def build_gelu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return gelu
+    return F.gelu
+
+
+def build_gelu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
+    return gelu_tanh
 
 
 def build_squared_relu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
@@ -39,8 +43,8 @@ def build_swiglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activa
     return partial(swiglu, compiled=ctx.compiled)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GeLU in its tanh form, as GPT-2 has it and as Megatron-LM's fused bias-gelu, its default, computes it."""
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Tanh approximation of GeLU (arXiv:1606.08415, section 2), as in GPT-2."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.parameters import (
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "squared_relu", "swiglu"),
+    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu"),
     "attention_module": ("self_attention",),
     "mlp_module": ("mlp",),
     "layer_module": ("transformer_layer",),

@@ -70,7 +70,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
-    for key, legal in family.only.items():
+    for key, legal in (*family.only.items(), *family.values.items()):
         if hf[key] not in legal:
             yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
     if hf.get("quantization_config") is not None:
@@ -100,7 +100,7 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
-    fields = {ours: hf[key] for key, ours in family.keys.items()}
+    fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
     fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
@@ -160,7 +160,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
     stated = replace(config, **_stated(config))
-    hf |= {key: getattr(stated, ours) for key, ours in family.keys.items()}
+    hf |= {key: _value_in_hf(family, key, getattr(stated, ours)) for key, ours in family.keys.items()}
     hf["tie_word_embeddings"] = config.tied_embeddings
     if family.fixed["position_embedding_type"] == "rope":
         hf |= _rotary_to_hf(config)
@@ -178,6 +178,14 @@ def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
     """Settings of a model that a config.json made of it does not express."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
     return [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+
+
+def _value_in_hf(family: Family, key: str, value: Any) -> Any:
+    """The value of a key of config.json that means `value` of our field; another if there is none."""
+    if key not in family.values:
+        return value
+    values = family.values[key]
+    return next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))
 
 
 def choose_family(config: TransformerConfig) -> str:
@@ -207,6 +215,7 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
 def _stated(config: TransformerConfig) -> dict[str, Any]:
     """Derived defaults of fields as explicit values."""
     return {
+        "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
         "kv_channels": config.head_dim,
         "num_query_groups": config.query_groups,
@@ -224,7 +233,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
     fields = asdict(replace(config, **_stated(config)))
     rotary = config.position_embedding_type == "rope"
-    idle = list(TRAINING_ONLY)
+    idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if rotary else []

@@ -113,6 +113,10 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys of config.json."""
 
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Key of config.json -> its values, the only ones that we support -> those of our field. Of several with the same
+    meaning we write the first one."""
+
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:

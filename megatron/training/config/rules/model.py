@@ -82,6 +82,8 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
     if m.swiglu and m.squared_relu:
         yield Problem.exclusive("--swiglu", None, "--squared-relu")
+    if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
+        yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
