@@ -21,5 +21,5 @@ def tp_context(
 ) -> TPContext:
     """What a layer on the CPU is built with, in the layout `state`; `more` are other fields of `TPContext`."""
     more.setdefault("queue", WeightGradQueue())
-    more.setdefault("experts", ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))))
+    more.setdefault("experts", ExpertAxes.of(state))
     return TPContext(state.tp, sequence_parallel, dtype, torch.device("cpu"), **more)

@@ -52,7 +52,7 @@ def build_layer(
     dtype: torch.dtype = torch.float64,
     sequence_parallel: bool = False,
 ) -> MoELayer:
-    """A layer with random weights that do not depend on the layout, uneven loads in the past and an uneven bias."""
+    """A layer with random weights that do not depend on the layout, and an uneven bias."""
     state = state or ParallelState()
     ctx = tp_context(state, sequence_parallel, dtype)
     config = replace(config, init_method_std=0.4)
@@ -61,15 +61,14 @@ def build_layer(
     balance = layer.router.balance
     with torch.no_grad():
         layer.router.weight.mul_(0.8 / config.init_method_std)
-        balance.load.copy_(torch.arange(1.0, balance.num_experts + 1))
         if balance.expert_bias is not None:
             balance.expert_bias.copy_(torch.linspace(-0.1, 0.1, balance.num_experts))
     return layer
 
 
-def context(samples: int, aux_scale: float | None = None) -> BatchContext:
+def context(samples: int, aux_scale: float | None = None, number: int = 0) -> BatchContext:
     scale = None if aux_scale is None else torch.tensor(aux_scale, dtype=torch.float64)
-    return BatchContext(torch.arange(samples), aux_scale=scale)
+    return BatchContext(torch.arange(samples), aux_scale=scale, number=number)
 
 
 def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,8 +120,9 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         share = unbiased.sum(0) / (k * s)
         auxiliary = count * (share * probabilities.mean(0)).sum(-1).mean()
     else:
-        share = layer.router.balance.load / layer.router.balance.load.sum()
-        auxiliary = count * (share * probabilities.mean((0, 1))).sum()
+        counts = unbiased.sum(0)
+        shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # of the samples up to j
+        auxiliary = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
     z = logits.logsumexp(-1).square().mean()
     return out, config.moe_aux_loss_coeff * auxiliary + config.moe_z_loss_coeff * z, kept
 

@@ -53,6 +53,9 @@ class Batch:
     """Scalar: factor of the gradients of auxiliary losses, which are sums over tokens
     (`megatron.core.moe.load_balancing`); None without auxiliary losses."""
 
+    number: int = 0
+    """Number of the micro-batch in its step."""
+
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
         """A batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
@@ -125,6 +128,9 @@ class BatchContext:
     aux_scale: Tensor | None = None
     """As in `Batch`."""
 
+    number: int = 0
+    """As in `Batch`."""
+
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
         """The context of a batch; the stage adds `rotary` and `mask`."""
@@ -139,6 +145,7 @@ class BatchContext:
             batch.places,
             cache=cache,
             aux_scale=batch.aux_scale,
+            number=batch.number,
         )
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:

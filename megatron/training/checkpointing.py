@@ -70,6 +70,9 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
+FORMER_LOADS = ".mlp.router.load"
+"""Suffix of states of older checkpoints: the loads of experts in earlier steps."""
+
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
 
@@ -382,12 +385,13 @@ def _unused(
     checkpoint: Checkpoint, load_optimizer: bool, optimizer: OptimizerConfig | None = None
 ) -> Callable[[str], bool]:
     """Which keys of a checkpoint are rightly not loaded: a parameter with a main copy is loaded from that, a run may
-    have no use for histories of fp8 scaling, and none for optimizer states of parameters that it freezes."""
+    have no use for histories of fp8 scaling, and none for optimizer states of parameters that it freezes. Loads of
+    experts are not needed any more."""
 
     def unused(key: str) -> bool:
         if key.startswith(OPTIMIZER):
             return not load_optimizer or (optimizer is not None and optimizer.freezes(_parameter_of(key)))
-        if key.endswith(AMAX_HISTORY):
+        if key.endswith((AMAX_HISTORY, FORMER_LOADS)):
             return True
         name = key.removeprefix(MODEL)
         return load_optimizer and optimizer_key(MAIN_PARAM, name) in checkpoint.tensors

@@ -74,7 +74,7 @@ def test_load_and_losses_are_logged_alike_at_every_layout(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("--fp64", 1e-12), ("--bf16", 0.02)])
 def test_resumed_run_goes_on_at_another_layout(tmp_path: Path, precision: str, tolerance: float) -> None:
-    """States are in the checkpoint: the balancing loss of the next step needs the load of the one before."""
+    """The experts' biases are in the checkpoint."""
     flags = f"{SIGMOID} {precision} --log-interval 1 --save-interval 2"
     whole = records("ep2", tmp_path / "whole", flags)
     half = tmp_path / "half"
@@ -83,7 +83,6 @@ def test_resumed_run_goes_on_at_another_layout(tmp_path: Path, precision: str, t
     losses = [record["lm_loss"] for record in whole]
     assert [record["lm_loss"] for record in resumed] == losses[2:]
     found, expected = (Checkpoint(find_checkpoint(tmp_path / name)) for name in ("resumed", "whole"))
-    assert "model.decoder.layers.1.mlp.router.load" in expected.tensors
     assert "model.decoder.layers.1.mlp.router.expert_bias" in expected.tensors
     assert first_difference(found, expected) is None
     for layout in ("one", "tp2-pp2"):

@@ -111,14 +111,10 @@ def test_the_models_exercise_what_they_are_for() -> None:
     plain = train_in_world(1, (BASE + MODELS["mixtral"] + " --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0").split())
     router = "gradient decoder.layers.1.mlp.router.weight"
     first = first_difference(plain, one_process("mixtral"), 1e-6)
-    assert first is not None and first[0].startswith("step 1")  # the z-loss; the balancing loss has no past yet
-    assert not plain[f"step 2 {router}"].equal(one_process("mixtral")[f"step 2 {router}"])
+    assert first is not None and first[0].startswith("step 1")
+    assert not plain[f"step 1 {router}"].equal(one_process("mixtral")[f"step 1 {router}"])
     assert one_process("deepseek")["step 1 state decoder.layers.1.mlp.router.expert_bias"].abs().min() > 0.04
-    load = one_process("many")["step 1 state decoder.layers.0.mlp.router.load"]
     gradient = one_process("many")["step 1 gradient decoder.layers.0.mlp.experts.linear_fc1.weight"]
-    idle = load == 0
-    assert 0 < idle.sum() < 64
-    assert not gradient[idle].any()
-    assert gradient[~idle].flatten(1).any(1).all()
+    assert 0 < gradient.flatten(1).any(1).sum() < 64
     kept = train_in_world(1, (BASE + MODELS["drop"] + " --moe-expert-capacity-factor 100").split())
     assert first_difference(kept, one_process("drop"), 1e-3) is not None

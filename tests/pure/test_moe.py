@@ -18,9 +18,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.moe.layer import MoELayer
-from megatron.core.moe.load_balancing import end_step
+from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import ExpertAxes
 from megatron.planner.flops import model_flops
 from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
@@ -68,29 +69,94 @@ def test_tally_and_states_of_a_step() -> None:
     balance = layer.router.balance
     before = balance.expert_bias.clone()
     for seed in range(2):
-        layer(random_input(DEEPSEEK, seed), context(B, SCALE)).sum().backward()
+        layer(random_input(DEEPSEEK, seed), context(B, SCALE, seed)).sum().backward()
     layer.eval()
     layer(x, context(B, SCALE)).sum().backward()  # an evaluation counts nothing
     (row,) = end_step(balances_of([layer]), Axis())
     counts = row[:8]
     assert counts.sum() == 2 * S * B * DEEPSEEK.moe_router_topk
-    torch.testing.assert_close(balance.load, counts / counts.sum(), rtol=0, atol=0)
     rate = DEEPSEEK.moe_router_bias_update_rate
     torch.testing.assert_close(balance.expert_bias, before + rate * torch.sign(counts.mean() - counts).float())
     assert not balance.tally.any()
 
 
-def test_global_loss_averages_all_steps() -> None:
-    config = replace(MIXTRAL, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
-    layer = build_layer(config)
+def test_the_bias_follows_the_assignments_that_experts_accepted() -> None:
+    """As in Megatron-LM, which drops tokens before it counts. The logged load counts all."""
+    config = replace(DEEPSEEK, moe_expert_capacity_factor=0.7)
+    layer, x = build_layer(config), random_input(config)
     balance = layer.router.balance
-    balance.load.zero_()
-    shares = []
-    for seed in range(3):
-        layer(random_input(config, seed), context(B, SCALE)).sum().backward()
-        (row,) = end_step([balance], Axis())
-        shares.append(row[:8] / row[:8].sum())
-        torch.testing.assert_close(balance.load / balance.load.sum(), torch.stack(shares).mean(0))
+    assert balance.expert_bias is not None
+    before = balance.expert_bias.clone()
+    *_, kept = written_out(config, layer, x)
+    layer(x, context(B, SCALE)).sum().backward()
+    assigned = end_step([balance], Axis())[0, :8]
+    accepted = kept.sum((0, 1))
+    signs = torch.sign(accepted.mean() - accepted)
+    assert (signs != torch.sign(assigned.mean() - assigned)).any()
+    expected = before + config.moe_router_bias_update_rate * signs.float()
+    torch.testing.assert_close(balance.expert_bias.detach(), expected)
+
+
+def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
+    """Of a step's auxiliary loss alone: all micro-batches forward, then all backward, as in GPipe."""
+    layer.router.balance.begin_step()
+    layer.zero_grad()
+    outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]
+    for y in outputs:
+        (y * 0.0).sum().backward()
+    end_step([layer.router.balance], Axis())
+    assert layer.router.weight.grad is not None
+    return layer.router.weight.grad.clone()
+
+
+AUXILIARY = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
+    layer = build_layer(replace(AUXILIARY, moe_router_load_balancing_type=kind))
+    batches = [random_input(AUXILIARY, seed).detach() for seed in range(2)]
+    first, *others = (router_gradient(layer, batches) for _ in range(4))
+    assert first.abs().max() > 1e-3
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_loss_is_that_of_running_means_however_the_batch_is_cut() -> None:
+    """Loads of sample n are those of samples 0 to n: with one sample in a micro-batch, Megatron-LM's running mean."""
+    layer = build_layer(AUXILIARY)
+    x = torch.cat([random_input(AUXILIARY, seed).detach() for seed in range(2)], dim=1)  # six samples
+    logits = x @ layer.router.weight.T
+    probabilities, share, loss = logits.softmax(-1), torch.zeros(8, dtype=torch.float64), torch.zeros(())
+    for n in range(6):
+        counts = torch.bincount(logits[:, n].topk(2).indices.flatten(), minlength=8)
+        share = share + (counts / (2 * S) - share) / (n + 1)
+        loss = loss + 8 * (share * probabilities[:, n].sum(0)).sum()
+    (expected,) = torch.autograd.grad(SCALE * loss, layer.router.weight)
+    for size in (1, 2, 3, 6):
+        found = router_gradient(layer, list(x.split(size, dim=1)))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_recomputation_adds_no_load() -> None:
+    layer, x = build_layer(AUXILIARY), random_input(AUXILIARY).detach()
+    expected = router_gradient(layer, [x])
+    layer.router.balance.begin_step()
+    layer.zero_grad()
+    with torch.no_grad():
+        layer(x, context(B, SCALE))
+    layer(random_input(AUXILIARY, 1).detach(), context(B, SCALE, 1))
+    (layer(x, context(B, SCALE)) * 0.0).sum().backward()
+    assert torch.equal(layer.router.weight.grad, expected)
+
+
+def test_a_schedule_that_runs_micro_batches_in_another_order_is_an_error() -> None:
+    loads = RunningLoads(ExpertAxes())
+    loads.start(1, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="backward pass of micro-batch 1 before the forward pass of micro-batch 0"):
+        loads.shares(1)
+    loads.start(0, torch.tensor([[4.0, 0, 0, 0], [0, 4, 0, 0]]))
+    assert loads.shares(0).tolist() == [[1, 0, 0, 0], [0.5, 0.5, 0, 0]]
+    assert loads.shares(1)[1].tolist() == [6 / 16, 6 / 16, 2 / 16, 2 / 16]
 
 
 def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
@@ -105,15 +171,6 @@ def test_logged_loss_has_the_loads_of_its_own_batch() -> None:
     ) / (S * B * 2)
     torch.testing.assert_close(row[-3], S * B * 8 * (share * mean).sum())
     torch.testing.assert_close(row[-2], logits.logsumexp(-1).square().sum())
-
-
-def test_without_a_past_the_global_loss_has_no_gradient() -> None:
-    config = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0)
-    layer, x = build_layer(config), random_input(config)
-    layer.router.balance.load.zero_()
-    with_loss = gradients(layer, x, layer(x, context(B, SCALE)).sum())
-    without = gradients(layer, x, layer(x, context(B)).sum())
-    assert all(torch.equal(value, without[name]) for name, value in with_loss.items())
 
 
 @pytest.mark.parametrize("favoured", [False, True])
@@ -233,14 +290,14 @@ def test_planned_parameters_are_those_that_train() -> None:
     assert trained == parameter_metas(config)
     states = [p.meta.name for p in model.parameters() if not p.requires_grad]
     layers = [1, 2, 3]
-    assert states == [f"decoder.layers.{i}.mlp.router.{s}" for i in layers for s in ("load", "expert_bias")]
+    assert states == [f"decoder.layers.{i}.mlp.router.expert_bias" for i in layers]
     assert count_parameters(config).total == sum(meta.numel for meta in trained)
 
 
 def test_states_are_not_rounded_to_the_precision_of_the_run() -> None:
     model = GPTModel(moe_model(), ModelParallelConfig(bf16=True))
     kinds = {p.meta.name.rsplit(".", 1)[1]: p.dtype for p in model.parameters() if not p.requires_grad}
-    assert kinds == {"load": torch.float64, "expert_bias": torch.float32}
+    assert kinds == {"expert_bias": torch.float32}
 
 
 def test_published_sizes() -> None:
@@ -280,6 +337,8 @@ def test_model_trains_on_random_tokens() -> None:
         loss.backward()
         optimizer.step()
         end_step(balances_of([model]), Axis())
+        for balance in balances_of([model]):
+            balance.begin_step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
 

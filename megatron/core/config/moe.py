@@ -49,8 +49,9 @@ class MoEConfig:
     moe_router_load_balancing_type: str = flag(
         "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
-    """Scope of the auxiliary loss: the global batch (with the loads of the previous batch), each sequence, or the mean
-    over all batches so far. sinkhorn balances the choice of experts within each sequence instead, without a loss."""
+    """Scope of the auxiliary loss: each sequence (seq_aux_loss), or the samples of the global batch up to each one
+    (aux_loss and global_aux_loss, which are the same here). sinkhorn balances the choice of experts within each
+    sequence instead, without a loss."""
 
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""

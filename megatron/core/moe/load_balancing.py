@@ -8,11 +8,11 @@ Gradients of auxiliary losses are injected during backward, so they carry that n
 first forward pass, and `aux_scale` = backward seed * valid tokens / tokens of the global batch.
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
-f_i the share of assignments to expert i and P_i its mean probability, over the global batch. Its gradient in the first
-micro-batch would need the f of the last one, when the pipeline already runs backward passes. So "aux_loss" takes f from
-the previous global batch, and "global_aux_loss" from all previous ones. This load is part of the model's state, and
-checkpoints hold it. The very first step has none, and no gradient from this loss. "seq_aux_loss" balances each sequence
-by itself and is exact.
+f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), its
+gradient in the first micro-batch would need the f of the last one, when the pipeline already runs backward passes. So
+"aux_loss" and "global_aux_loss" take running means: for the tokens of a sample, f is the load over all samples of the
+global batch up to and including it. The order of samples is that of the data, and not of ranks, so f does not depend on
+how the batch is cut. "seq_aux_loss" balances each sequence by itself.
 """
 
 from __future__ import annotations
@@ -23,15 +23,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce_
+from megatron.core.batch import BatchContext
+from megatron.core.collectives import Pending, all_reduce_, start_all_reduce_
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import router_states
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 
 EXTRA_COLUMNS = 3
 """Entries of a tally that are not per expert: balancing loss, z-loss, dropped assignments."""
+
+PER_EXPERT = 4
+"""Entries of a tally for each expert: assignments, those that were not dropped, assignments without expert bias, and
+probabilities."""
+
+
+class RunningLoads:
+    """Share of each expert in the assignments of the global batch's samples so far, sample by sample.
+
+    The reduction of a micro-batch's counts starts in its forward pass and completes in the backward pass, which needs
+    it. Recomputation of a micro-batch finds the loads of its first pass.
+    """
+
+    def __init__(self, axes: ExpertAxes) -> None:
+        self.stage, self.dp = axes.stage, axes.dp
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a step."""
+        for pending in getattr(self, "_started", {}).values():
+            pending.wait()
+        self._started: dict[int, Pending] = {}
+        self._shares: list[Tensor] = []  # by micro-batch
+        self._total: Tensor | float = 0.0
+
+    def start(self, number: int, counts: Tensor) -> None:
+        """Adds micro-batch `number`: counts [b, E] of this rank's tokens of its samples. Collective over the stage."""
+        if number in self._started or number < len(self._shares):
+            return
+        rows = counts.new_zeros(self.dp.size, *counts.shape)
+        rows[self.dp.rank] = counts
+        self._started[number] = start_all_reduce_(rows, self.stage)
+
+    def shares(self, number: int) -> Tensor:
+        """[b, E] float64 of micro-batch `number`: a row for each of its samples, of all samples up to that one.
+
+        Raises ValueError if the pipeline schedule has not run an earlier micro-batch yet.
+        """
+        while (done := len(self._shares)) <= number:
+            if done not in self._started:
+                raise ValueError(
+                    f"the pipeline schedule runs the backward pass of micro-batch {number} before the forward pass of "
+                    f"micro-batch {done}, whose loads its balancing loss needs: use --moe-router-load-balancing-type "
+                    "seq_aux_loss, or a schedule that keeps the order"
+                )
+            rows = self._started.pop(done).wait().double()  # [dp, b, E], in the order of samples
+            so_far = rows.flatten(0, 1).cumsum(0) + self._total
+            self._total = so_far[-1]
+            own = so_far.view_as(rows)[self.dp.rank]
+            self._shares.append(own / own.sum(-1, keepdim=True))
+        return self._shares[number]
+
+
+class _AgainstRunningLoads(torch.autograd.Function):
+    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. Its value is left at 0: f is not known before
+    the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
+        ctx.loads, ctx.number, ctx.shape = loads, number, probabilities.shape
+        return probabilities.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        share = ctx.loads.shares(ctx.number).to(grads[0].dtype)
+        return (grads[0] * ctx.shape[-1] * share).expand(ctx.shape), None, None
 
 
 class _Attach(torch.autograd.Function):
@@ -67,11 +134,11 @@ class Balance(nn.Module):
         self.z_coefficient = config.moe_z_loss_coeff
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.experts.sequence
-        self.load, *bias = (make_state(meta, dtype, ctx) for meta, dtype in router_states(name, config))
-        """[E] share of assignments in the last global batch; for global_aux_loss summed over all batches."""
-        self.expert_bias = bias[0] if bias else None
-        self.tally = torch.zeros(2 * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Sums over the tokens of the step so far: assignments [E], probabilities [E], extra columns."""
+        self.loads = RunningLoads(ctx.experts)
+        states = [make_state(meta, dtype, ctx) for meta, dtype in router_states(name, config)]
+        self.expert_bias = states[0] if states else None
+        self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
+        """Sums over the tokens of the step so far: `PER_EXPERT` entries [E], extra columns."""
 
     def forward(
         self,
@@ -81,59 +148,66 @@ class Balance(nn.Module):
         chosen: Tensor,
         unbiased: Tensor,
         kept: Tensor | None,
-        scale: Tensor,
+        context: BatchContext,
     ) -> Tensor:
         """Returns `weights` with the auxiliary losses of these tokens attached to their backward.
 
         logits, probabilities [s, b, E]; chosen [s, b, k]. `unbiased` [s, b, k] is the choice without expert bias, which
         the losses compare with the probabilities. kept [s, b, k] is None if no token is dropped.
         """
-        balancing = self.balancing_loss(probabilities, unbiased)
+        assert context.aux_scale is not None
+        assigned = self._assignments(chosen)
+        wanted = assigned if unbiased is chosen else self._assignments(unbiased)
+        balancing = self.balancing_loss(probabilities, wanted.sum(0), context.number)
         z = (logits if self.z_coefficient else logits.detach()).logsumexp(-1).square().sum()
         loss = self.coefficient * balancing + self.z_coefficient * z
         dropped = z.new_zeros(()) if kept is None else (~kept).sum()
         extra = [value.detach().to(torch.float64) for value in (balancing, z, dropped)]
-        per_expert = self._assignments(chosen), probabilities.detach()
+        accepted = assigned if kept is None else self._assignments(chosen, kept)
+        per_expert = assigned, accepted, wanted, probabilities.detach()
         entries = torch.cat([*(x.sum((0, 1), dtype=torch.float64) for x in per_expert), torch.stack(extra)])
-        return _Attach.apply(weights, loss, scale, entries, self.tally)
+        return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
-    def balancing_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """Sum over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all."""
+    def balancing_loss(self, probabilities: Tensor, counts: Tensor, number: int) -> Tensor:
+        """Sum over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all.
+
+        counts [b, E]: assignments of these tokens, of micro-batch `number`. The value is known for sequences only.
+        """
         if self.kind == "seq_aux_loss":
-            counts = all_reduce_(self._assignments(chosen).sum(0), self.sequence)  # [b, E]
-            share = counts.to(probabilities.dtype) / (self.topk * chosen.shape[0] * self.sequence.size)
+            counts = all_reduce_(counts, self.sequence)
+            length = probabilities.shape[0] * self.sequence.size
+            share = counts.to(probabilities.dtype) / (self.topk * length)
             return self.num_experts * (share * probabilities.sum(0)).sum()
-        share = (self.load / self.load.sum().clamp(min=1.0)).to(probabilities.dtype)
-        return self.num_experts * (share * probabilities.sum((0, 1))).sum()
+        if not self.coefficient:
+            return probabilities.new_zeros(())
+        self.loads.start(number, counts)
+        return _AgainstRunningLoads.apply(probabilities, self.loads, number)
 
-    def _assignments(self, chosen: Tensor) -> Tensor:
-        """One-hot choice: chosen [s, b, k] -> [s, b, E]."""
+    def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
+        """One-hot choice: chosen [s, b, k] -> [s, b, E]; of the `kept` [s, b, k] ones only, if given."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
-        return zeros.scatter_(-1, chosen, 1.0)
+        return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
+
+    def begin_step(self) -> None:
+        """Forgets the loads of the step before."""
+        self.loads.clear()
 
     @torch.no_grad()
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Updates load and expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
+        """Updates the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
-        Returns the assignments [E] and the extra columns, with the exact balancing loss of the batch.
+        The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns, with
+        the balancing loss of the batch.
         """
-        states = [self.load] if self.expert_bias is None else [self.load, self.expert_bias]
-        before = [state.clone() for state in states]
-        counts, mass, extra = sums.split((self.num_experts, self.num_experts, EXTRA_COLUMNS))
-        share = counts / counts.sum()
+        *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
+        assigned, accepted, wanted, mass = per_expert
         if self.kind != "seq_aux_loss":
-            extra[0] = self.num_experts * (share * mass).sum()
-        if self.kind == "global_aux_loss":
-            self.load.add_(share)
-        else:
-            self.load.copy_(share)
+            extra[0] = self.num_experts * (wanted / wanted.sum() * mass).sum()
         if self.expert_bias is not None:
-            self.expert_bias.add_(self.bias_rate * torch.sign(counts.mean() - counts))
-        if skip is not None:
-            for state, old in zip(states, before, strict=True):
-                state.copy_(torch.where(skip > 0, old, state))
+            moved = self.expert_bias + self.bias_rate * torch.sign(accepted.mean() - accepted)
+            self.expert_bias.copy_(moved if skip is None else torch.where(skip > 0, self.expert_bias, moved))
         self.tally.zero_()
-        return torch.cat((counts, extra))
+        return torch.cat((assigned, extra))
 
 
 def make_state(meta: ParamMeta, dtype: str, ctx: TPContext) -> nn.Parameter:
@@ -147,10 +221,10 @@ def make_state(meta: ParamMeta, dtype: str, ctx: TPContext) -> nn.Parameter:
 
 @torch.no_grad()
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
-    """Ends an optimizer step: sums tallies over the ranks of the pipeline stage, and updates load and bias.
+    """Ends an optimizer step: sums tallies over the ranks of the pipeline stage, and updates expert biases.
 
-    A skipped step (`skip` is 1) updates neither. Returns assignments and extra columns [layers, E + 3]. Collective over
-    `stage`.
+    A skipped step (`skip` is 1) does not update them. Returns assignments and extra columns [layers, E + 3]. Collective
+    over `stage`.
     """
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
     return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

@@ -20,9 +20,9 @@ def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """What the router keeps beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
     assert config.num_experts is not None
-    kinds = {"load": "float64"} | ({"expert_bias": "float32"} if config.moe_router_enable_expert_bias else {})
-    zeros = Init("zeros")
-    return [(ParamMeta(f"{name}.{kind}", (config.num_experts,), init=zeros), dtype) for kind, dtype in kinds.items()]
+    if not config.moe_router_enable_expert_bias:
+        return []
+    return [(ParamMeta(f"{name}.expert_bias", (config.num_experts,), init=Init("zeros")), "float32")]
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[ParamMeta, ParamMeta]:

@@ -163,7 +163,7 @@ class TopKRouter(nn.Module):
         kept = None if self.capacity_factor is None else self._kept(chosen, weights.detach(), context)
         if self.training and context.aux_scale is not None:
             probabilities = self.scores.probabilities(logits if self.balance.coefficient else logits.detach())
-            weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context.aux_scale)
+            weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context)
         if kept is not None:
             chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)
         return Choice(chosen, weights)

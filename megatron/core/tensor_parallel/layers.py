@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import Start, start_all_gather, start_all_reduce_, start_nothing, start_reduce_scatter
 from megatron.core.fp8.recipes import Fp8Context, build_gemms
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
@@ -50,6 +50,16 @@ class ExpertAxes:
 
     sequence: Axis = field(default_factory=Axis)
     """Ranks that hold parts of the same sequences: "tp_cp"."""
+
+    dp: Axis = field(default_factory=Axis)
+    """Ranks that hold other samples of the same micro-batches."""
+
+    stage: Axis = field(default_factory=Axis)
+    """All ranks of the pipeline stage: `sequence` times `dp`."""
+
+    @classmethod
+    def of(cls, state: ParallelState) -> ExpertAxes:
+        return cls(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp", "dp", "stage")))
 
 
 @dataclass(frozen=True)

@@ -43,15 +43,17 @@ class ExpertLoad:
         that a sum over the world counts everything once."""
 
     def with_scale(self, batches: Sequence[Batch], seed: float, valid_tokens: Tensor, tokens: int) -> list[Batch]:
-        """The micro-batches of a step, with what their auxiliary gradients are multiplied by: `valid_tokens` of the
-        global batch's `tokens` count in its loss."""
+        """Begins a step. Returns its micro-batches, numbered, with what their auxiliary gradients are multiplied by:
+        `valid_tokens` of the global batch's `tokens` count in its loss."""
         if not self.totals.shape[0]:
             return list(batches)
+        for balance in self.balances:
+            balance.begin_step()
         scale = valid_tokens * (seed / tokens)
-        return [replace(batch, aux_scale=scale) for batch in batches]
+        return [replace(batch, aux_scale=scale, number=number) for number, batch in enumerate(batches)]
 
     def end_step(self, skip: Tensor | None = None) -> None:
-        """Moves expert biases and balancing states on, unless `skip` is 1. Collective over the pipeline stage."""
+        """Moves expert biases on, unless `skip` is 1. Collective over the pipeline stage."""
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:

@@ -67,7 +67,7 @@ class GPTModel(nn.Module):
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),
             seed=seed,
-            experts=ExpertAxes(*(state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep", "tp_cp"))),
+            experts=ExpertAxes.of(state),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         self.embedding = Embedding(config, ctx, tied_stages) if first else None
