@@ -25,7 +25,6 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.training import train
 from tests.harness import local_run, run_world
-from tools.inspect_checkpoint import whole
 
 ROWS = 40
 
@@ -62,7 +61,7 @@ def test_a_kill_at_any_moment_leaves_a_loadable_latest(tmp_path: Path) -> None:
         iteration = checkpoint.payload["n"]
         before += 1
         assert not [line for line in said if line.startswith("skipped")]
-        assert (whole(checkpoint, "model.a") == iteration).all()
+        assert (checkpoint.read("model.a") == iteration).all()
     assert before, "at least one run lived long enough to save"
 
 
@@ -83,7 +82,7 @@ def test_what_is_saved_is_what_was_there_when_asked(tmp_path: Path) -> None:
     assert run_world(2, change_while_saving, tmp_path) == [[1, 2, 3, 4, 5, 6]] * 2
     assert sorted(saved_folders(tmp_path)) == [2, 5, 6] and read_latest(tmp_path) == 6
     for number, folder in saved_folders(tmp_path).items():
-        assert (whole(storage.Checkpoint(folder), "model.a") == number).all()
+        assert (storage.Checkpoint(folder).read("model.a") == number).all()
 
 
 def break_disk(times: int, folder: str = "") -> None:
@@ -170,7 +169,7 @@ def test_in_the_background_or_not_the_same_is_saved_and_resumed(tmp_path: Path) 
     for checkpoint in found[1:]:
         assert checkpoint.tensors.keys() == found[0].tensors.keys() and checkpoint.payload["iteration"] == 8
         for key in checkpoint.tensors:
-            assert torch.equal(whole(checkpoint, key), whole(found[0], key)), key
+            assert torch.equal(checkpoint.read(key), found[0].read(key)), key
 
 
 def test_a_run_that_replaces_checkpoints_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def load(root: Path) -> tuple[int | None, list[str]]:
     checkpoint = choose_checkpoint(root, Axis(), said.append)
     if checkpoint is None:
         return None, said
-    assert inspect_checkpoint.whole(checkpoint, "model.a")[0] == checkpoint.payload["n"]
+    assert checkpoint.read("model.a")[0] == checkpoint.payload["n"]
     return checkpoint.payload["n"], said
 
 
