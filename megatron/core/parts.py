@@ -126,5 +126,5 @@ TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
 """A `megatron.core.models.hf.families.Family` for each `model_type` of Hugging Face."""
 
-for _family in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+for _family in ("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")

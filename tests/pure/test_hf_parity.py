@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,23 +21,37 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import config_from_hf, config_to_hf
 from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
-from tests.gpt_cases import FP64, GPT, LLAMA
+from megatron.planner.parameters import count_parameters
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
 from tests.hf_models import CASES, GPT2_SIZES, SIZES
 
 transformers = pytest.importorskip("transformers")
 
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+EAGER = {"attn_implementation": "eager"}
+
+
+class ExactFunctions:
+    """torch.nn.functional with a softmax in the dtype of its operand."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return x.softmax(dim)
 
 
 def random_model(case: str) -> Any:
     """A model of `transformers` in fp64 in which no weight, norm or bias is left at a special value.
 
-    Its RMSNorm, eager softmax and router are fp32 whatever the model's dtype; here all are as precise as the rest.
+    Its RMSNorm, eager softmax and router are fp32 whatever the model's dtype; here all are as precise as the rest. So
+    is BLOOM's GeLU, whose constants have eight digits.
     """
     model_type, settings = CASES[case]
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, **EXACT).double().eval()
+    options = EAGER if model_type == "bloom" else EXACT
+    model = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
@@ -44,6 +60,9 @@ def random_model(case: str) -> Any:
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(route, module.weight, module.top_k)
+        if type(module).__name__ == "BloomGelu":
+            module.forward = partial(F.gelu, approximate="tanh")
+            sys.modules[type(module).__module__].F = ExactFunctions()
     return model
 
 
@@ -133,6 +152,28 @@ def test_published_files_that_leave_keys_out() -> None:
     assert not llama2.tied_embeddings and not llama2.group_query_attention
 
 
+def test_published_files_of_bloom() -> None:
+    """Other spellings of sizes; what was set for its training is of no meaning."""
+    bloom = config_from_hf(
+        {
+            "model_type": "bloom",
+            "attention_softmax_in_fp32": True,
+            "masked_softmax_fusion": True,
+            "n_embed": 14336,
+            "n_inner": None,
+            "n_layer": 70,
+            "num_attention_heads": 112,
+            "offset_alibi": 100,
+            "pretraining_tp": 4,
+            "seq_length": 2048,
+            "slow_but_exact": False,
+            "vocab_size": 250880,
+        }
+    )
+    assert (bloom.head_dim, bloom.ffn_size, bloom.seq_length) == (128, 57344, 2048)
+    assert count_parameters(bloom).total == 176_247_271_424
+
+
 def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     theirs = random_model("gpt2")
     config = config_from_hf(theirs.config.to_dict())
@@ -174,6 +215,9 @@ def test_window_in_some_layers_only_is_refused() -> None:
         (LLAMA, "gpt2", "activation_func = 'swiglu'"),
         (replace(LLAMA, window_size=3), "llama", "window_size = 3"),
         (replace(LLAMA, qk_layernorm=True), "qwen2", "qk_layernorm = True"),
+        (replace(LLAMA, rotary_interleaved=True), "llama", "rotary_interleaved = True"),
+        (STYLES["bloom"], "gpt2", "position_embedding_type = 'alibi', embed_layernorm = True"),
+        (replace(STYLES["bloom"], embed_layernorm=False), "bloom", "embed_layernorm = False"),
         (replace(GPT, squared_relu=True), "gpt2", "activation_func = 'squared_relu'"),
     ],
 )

@@ -124,8 +124,11 @@ def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "llama3":
         fields["use_rope_scaling"] = True
         fields |= {ours: merged[key] for key, ours in LLAMA3_SCALING.items()}
+    elif kind == "linear":
+        fields["rotary_seq_len_interpolation_factor"] = float(merged["factor"])
     elif kind != "default":
-        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are default, llama3")
+        known = "default, linear, llama3"
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
     return fields
 
 
@@ -164,7 +167,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf["tie_word_embeddings"] = config.tied_embeddings
     if family.fixed["position_embedding_type"] == "rope":
         hf |= _rotary_to_hf(config)
-    else:
+    elif "resid_pdrop" in family.keys:
         hf["embd_pdrop"] = config.hidden_dropout
     if "window_size" not in family.fixed and model_type != "gpt2":
         hf["sliding_window"] = config.window_size
@@ -209,6 +212,8 @@ def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.use_rope_scaling:
         hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
         hf["rope_scaling"]["rope_type"] = "llama3"
+    elif config.rotary_seq_len_interpolation_factor:
+        hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return hf
 
 
@@ -236,7 +241,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
-    idle += ["max_position_embeddings"] if rotary else []
+    idle += ["max_position_embeddings"] if rotary or config.alibi else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy"] if config.moe_expert_capacity_factor is None else []

@@ -50,6 +50,21 @@ GPT2_RULES = (
     Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
 )
 
+_BLOOM_LAYER = "transformer.h.{i}"
+
+BLOOM_RULES = (
+    Rule("embedding.word_embeddings.weight", ("transformer.word_embeddings.weight",), "VocabularyRows"),
+    *_norm("embedding.layernorm", "transformer.word_embeddings_layernorm"),
+    *_norm(f"{OUR_LAYER}.input_layernorm", f"{_BLOOM_LAYER}.input_layernorm"),
+    *_linear("self_attention.linear_qkv", f"{_BLOOM_LAYER}.self_attention.query_key_value", "GroupByGroup"),
+    *_linear("self_attention.linear_proj", f"{_BLOOM_LAYER}.self_attention.dense", "Same"),
+    *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", f"{_BLOOM_LAYER}.post_attention_layernorm"),
+    *_linear("mlp.linear_fc1", f"{_BLOOM_LAYER}.mlp.dense_h_to_4h", "Same"),
+    *_linear("mlp.linear_fc2", f"{_BLOOM_LAYER}.mlp.dense_4h_to_h", "Same"),
+    *_norm("decoder.final_layernorm", "transformer.ln_f"),
+    Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
+)
+
 _HF_LAYER = "model.layers.{i}"
 _HEADS = " ".join(f"{_HF_LAYER}.self_attn.{x}_proj" for x in "qkv")
 _GATED = f"{_HF_LAYER}.mlp.gate_proj {_HF_LAYER}.mlp.up_proj"
@@ -136,6 +151,7 @@ def _family(model_type: str, rules: tuple[Rule, ...]) -> Family:
 
 
 GPT2 = _family("gpt2", GPT2_RULES)
+BLOOM = _family("bloom", BLOOM_RULES)
 LLAMA = _family("llama", LLAMA_RULES)
 MISTRAL = _family("mistral", LLAMA_RULES)
 QWEN2 = _family("qwen2", LLAMA_RULES)

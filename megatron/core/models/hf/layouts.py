@@ -141,7 +141,23 @@ class JointHeads(Layout):
         return self.groups.join(parts, groups.stop - groups.start, config.head_dim)[:, heads, channels]
 
 
+class GroupByGroup(Layout):
+    """BLOOM: [heads * 3 * d, ...], head by head its query, key and value, which is our order with one dim for three."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(0, (config.query_groups, -1, config.head_dim))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter.flatten(0, 2),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        groups, heads, channels, *rest = box
+        width = (config.queries_per_group + 2) * config.head_dim
+        rows = tensors[0][(slice(groups.start * width, groups.stop * width), *rest)]
+        return rows.unflatten(0, (groups.stop - groups.start, -1, config.head_dim))[:, heads, channels]
+
+
 LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
-    for kind in (Same, Transposed, VocabularyRows, Stacked, StackedExperts, QueryGroups, JointHeads)
+    for kind in (Same, Transposed, VocabularyRows, Stacked, StackedExperts, QueryGroups, JointHeads, GroupByGroup)
 }
