@@ -79,8 +79,10 @@ class ForeignFlags:
     values_not_built: dict[str, dict[str, str]]
     """Flag -> its value -> the feature that it asks for."""
 
-    def find(self, name: str) -> Entry | None:
-        """What a flag is that no field has; None if nobody knows it."""
+    def find(self, name: str, value: str = "") -> Entry | None:
+        """What a flag is that no field has, alone or with its first value; None if nobody knows it."""
+        if entry := self.entries.get(f"{name} {value}"):
+            return entry
         longest = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len, default="")
         return self.entries.get(name) or self.prefixes.get(longest)
 

@@ -143,7 +143,7 @@ class FlagReader:
     # Flags that no field has
 
     def _foreign(self, name: str, texts: list[str]) -> None:
-        entry = foreign_flags().find(name)
+        entry = foreign_flags().find(name, *texts[:1])
         if entry is None:
             self._unknown(name, texts)
         elif isinstance(entry, SameAs):
@@ -168,7 +168,8 @@ class FlagReader:
     def _same_as(self, name: str, texts: list[str], entry: SameAs) -> None:
         """A flag that stands for others. `{}` stands for its values; without one it takes none."""
         words = entry.flags.split()
-        if ("{}" in words) != bool(texts):
+        fixed = name not in foreign_flags().entries  # the value is part of the entry
+        if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"
             self._refuse(name, texts, rule, f"or use {entry.flags}")
             return
