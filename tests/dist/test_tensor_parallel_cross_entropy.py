@@ -118,3 +118,25 @@ def test_label_outside_the_vocabulary(bad: int) -> None:
     labels[1, 1] = bad
     with pytest.raises(ValueError, match=r"labels must lie in \[0, 27\).*found ids from"):
         vocab_parallel_cross_entropy(logits, labels, Axis(), 27)
+
+
+def with_z_loss(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    tp = initialize_model_parallel(size).tp
+    logits, labels, weights = example(torch.float64, 27)
+    local = mappings.local_slice(logits, tp, -1).clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(local * 1, labels, tp, 27, z_loss_coeff=0.1)
+    (loss * weights).sum().backward()
+    assert local.grad is not None
+    return loss.detach(), mappings.all_gather(local.grad, tp, -1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_z_loss_against_torch(size: int) -> None:
+    logits, labels, weights = example(torch.float64, 27)
+    real = logits.requires_grad_()[..., :27]
+    loss = F.cross_entropy(real.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    loss = loss + 0.1 * real.logsumexp(-1).square()
+    (loss * weights).sum().backward()
+    for rank_loss, rank_grad in run_world(size, with_z_loss):
+        torch.testing.assert_close(rank_loss, loss.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(rank_grad, logits.grad, rtol=1e-12, atol=1e-14)

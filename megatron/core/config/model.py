@@ -115,6 +115,9 @@ class TransformerConfig(MoEConfig, Section):
     loss_func: str = flag("cross_entropy", choices=LOSSES)
     """Loss of each token; training minimizes the mean over tokens."""
 
+    z_loss_coeff: float = 0.0
+    """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
+
     qk_layernorm: bool = False
     """Normalize each query and key head before the rotary embedding."""
 

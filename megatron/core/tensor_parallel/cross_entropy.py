@@ -22,9 +22,11 @@ CHUNK, CPU_CHUNK = 2**24, 2**20
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, compiled: bool = False
+    logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, compiled: bool = False, z_loss_coeff: float = 0.0
 ) -> Tensor:
     """Per-token loss: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
+
+    With `z_loss_coeff` it includes that times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
     Columns from `vocab_size` on are padding: they are left out of the sum, and their gradient is zero. A token whose
     loss is multiplied by zero contributes exactly zero to every gradient. ValueError for a label outside
@@ -35,13 +37,20 @@ def vocab_parallel_cross_entropy(
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not logits._is_view()
-    return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled)
+    return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled, z_loss_coeff)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int, overwrite: bool, compiled: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp: Axis,
+        vocab_size: int,
+        overwrite: bool,
+        compiled: bool,
+        z_loss_coeff: float,
     ) -> Tensor:
         start, stop = local_rows(logits.shape[-1] * tp.size, tp)
         columns = max(0, min(vocab_size, stop) - start)
@@ -55,18 +64,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         total = (sums * (maxima - maximum).exp_()).sum(0)
 
         ctx.save_for_backward(logits, local_labels, elsewhere, maximum, total)
-        ctx.columns, ctx.overwrite, ctx.compiled = columns, overwrite, compiled
-        return total.log() + (maximum - targets.sum(0))
+        ctx.columns, ctx.overwrite, ctx.compiled, ctx.z_loss_coeff = columns, overwrite, compiled, z_loss_coeff
+        loss = total.log() + (maximum - targets.sum(0))
+        return loss + z_loss_coeff * (total.log() + maximum).square() if z_loss_coeff else loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """d loss / d logit = softmax - (1 at the label)"""
+        """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)"""
         logits, local_labels, elsewhere, maximum, total = ctx.saved_tensors
         grad = logits if ctx.overwrite else logits.clone(memory_format=torch.contiguous_format)
         columns, width = ctx.columns, logits.shape[-1]
         at_label = grad_loss.masked_fill(elsewhere, 0.0)
-        per_token = maximum, grad_loss / total, at_label, local_labels
+        of_sum = grad_loss
+        if ctx.z_loss_coeff:
+            of_sum = grad_loss * (1 + 2 * ctx.z_loss_coeff * (total.log() + maximum))
+        per_token = maximum, of_sum / total, at_label, local_labels
         rows = grad.view(-1, width)
         step = _rows_at_a_time(rows, ctx.compiled)
         parts = (values.flatten().split(step) for values in per_token)
@@ -74,7 +87,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             if columns:
                 _gradient_(out[:, :columns], top, factor, g, label, ctx.compiled)
             out[:, columns:].zero_()
-        return grad.detach(), None, None, None, None, None
+        return grad.detach(), None, None, None, None, None, None
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:

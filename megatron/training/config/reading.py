@@ -311,9 +311,11 @@ class FlagReader:
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(flag, its values): all that stands between it and the next flag, or behind its `=`. What stands before the first
-    flag has no values and does not begin with two dashes."""
+    flag has no values and does not begin with two dashes. Blanks that a script quotes are nothing."""
     current: tuple[str, list[str]] | None = None
     for token in argv:
+        if token.isspace():
+            continue
         if token.startswith("--"):
             if current:
                 yield current

@@ -30,8 +30,11 @@ class TokenLoss:
 
 
 class CrossEntropy(TokenLoss):
-    """-log softmax(logits)[label]"""
+    """-log softmax(logits)[label], and the z-loss of --z-loss-coeff."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        assert self.config.vocab_size is not None
-        return vocab_parallel_cross_entropy(logits, labels, self.ctx.tp, self.config.vocab_size, self.ctx.compiled)
+        config, ctx = self.config, self.ctx
+        assert config.vocab_size is not None
+        return vocab_parallel_cross_entropy(
+            logits, labels, ctx.tp, config.vocab_size, ctx.compiled, config.z_loss_coeff
+        )

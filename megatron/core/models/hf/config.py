@@ -20,6 +20,7 @@ TRAINING_ONLY = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "z_loss_coeff",
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
     "seq_length",

@@ -12,9 +12,10 @@ from megatron.training.config.run_config import RunConfig
 def switched_off(c: RunConfig) -> Iterator[tuple[str, Any, Problem]]:
     """(field of ModelParallelConfig, the value it gets, what is said)."""
     p = c.parallel
-    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
-        needed = "--tensor-model-parallel-size above 1"
-        yield "sequence_parallel", False, Problem.no_effect("--sequence-parallel", None, needed)
+    for field in ("sequence_parallel", "tp_comm_overlap") if p.tensor_model_parallel_size == 1 else ():
+        if getattr(p, field):
+            flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
+            yield field, False, Problem.no_effect(flag, None, needed)
     if c.model.num_experts is None:
         for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
             value = getattr(p, field)
