@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.pp, args.num_microbatches) < 1:
         parser.error("--pp and --num-microbatches must be at least 1")
+    if (args.microbatch_group_size_per_virtual_pipeline_stage or args.pp) < args.pp:
+        parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
     if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
         parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
     chunks = args.num_virtual_stages_per_pipeline_rank
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = layout_of(args.pipeline_schedule, args.pp, chunks)
     except ValueError as error:
         parser.error(str(error))
-    lists = pipeline_lists(args.pipeline_schedule, args.pp, args.num_microbatches, chunks)
+    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    lists = pipeline_lists(args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group)
     costs = StageCosts(args.forward, args.input_grad, args.weight_grad, args.comm, activation=1 / layout.chunks)
     found = simulate(lists, costs)
     if args.messages:
@@ -64,6 +67,11 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, help="default: what the schedule takes")
+    parser.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        help="interleaved: micro-batches that pass through a stage before the rank's next one; default: --pp",
+    )
     parser.add_argument("--forward", type=float, default=1.0, help="time of F")
     parser.add_argument("--input-grad", type=float, default=1.0, help="time of I")
     parser.add_argument("--weight-grad", type=float, default=1.0, help="time of W; B takes I + W")

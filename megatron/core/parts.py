@@ -81,6 +81,8 @@ class ScheduleFacts:
     """Stages on a rank, where nobody says how many."""
     any_chunks: bool = False
     """Whether it is called with the number of stages on a rank as a third argument, and takes any."""
+    any_groups: bool = False
+    """Whether it is called with the number of micro-batches in a group as a fourth argument (None: its own choice)."""
     v_shaped: bool = False
     """Whether stages lie on the ranks there and back, so that rank 0 has the first and the last one."""
     splits_backward: bool = False
@@ -93,7 +95,7 @@ PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe")
 PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b")
-PIPELINE_SCHEDULES.register("interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True)
+PIPELINE_SCHEDULES.register("interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True)
 PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
 PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)

@@ -209,7 +209,9 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
     share = [stage.for_weights / max(1, stage.kept) for stage in stages]
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)
     found = []
-    for rank, actions in enumerate(build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks)):
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    lists = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group)
+    for rank, actions in enumerate(lists):
         own = layout.stages_of(rank)
         peak, held = held_at_peak(actions, costs)
         highest = peak_of_actions(actions, stages)

@@ -32,6 +32,7 @@ class Pipeline:
         casts: WeightCasts,
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
+        self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
         self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
         self.executor = PipelineExecutor(
@@ -81,7 +82,8 @@ class Pipeline:
         return self.executor.run(self._actions(len(batches), True), batches)
 
     def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
-        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, self.layout.chunks, evaluate)
+        chunks = self.layout.chunks
+        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group)
         return lists[self.pp.rank]
 
 

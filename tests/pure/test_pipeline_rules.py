@@ -30,6 +30,10 @@ def problems(flags: str, world_size: int) -> list[str]:
         ("--pp 2 --pipeline-schedule zb-h2 --num-virtual-stages-per-pipeline-rank 1", 2),
         ("--pp 4 --decoder-first-pipeline-num-layers 0 --decoder-last-pipeline-num-layers 2", 4),
         ("--pp 2 --decoder-first-pipeline-num-layers 5 --account-for-loss-in-pipeline-split", 2),
+        ("--pp 2 --pipeline-model-parallel-layout Et*3|(t*4|)*2,t*3L", 2),
+        ("--pp 4 --pipeline-model-parallel-layout E||t*14|L", 4),
+        ("--pp 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Et*4|t*4|t*3|t*3L", 2),
+        ("--pp 4 --pipeline-schedule interleaved --microbatch-group-size-per-virtual-pipeline-stage 6", 4),
         ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --grad-reduce-in-bf16 --bf16", 2),
         ("--overlap-grad-reduce --no-use-distributed-optimizer", 2),
         ("--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act", 1),
@@ -108,6 +112,51 @@ def test_legal(flags: str, world_size: int) -> None:
             "--pp 2 --decoder-last-pipeline-num-layers 4 --account-for-loss-in-pipeline-split",
             2,
             "--account-for-loss-in-pipeline-split: has no effect with --decoder-last-pipeline-num-layers, which fixes",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*6L",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*6L: has 13 layers, which must be --num-layers 14; add or "
+            "remove t, or use --num-layers 13",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7|L",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7|L: has 3 stages, which must be a multiple of "
+            "--pipeline-model-parallel-size 2; nearest: 2 stages",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7,m|L",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7,m|L: m asks for multi-token prediction, which is not built; "
+            "remove m",
+        ),
+        (
+            "--pp 2 --pipeline-schedule 1f1b --pipeline-model-parallel-layout E|t*7|t*7|L",
+            2,
+            "--pipeline-model-parallel-layout E|t*7|t*7|L: makes 2 stages per rank, which must be 1 with "
+            "--pipeline-schedule 1f1b; use that number, or --pipeline-schedule interleaved",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7L --decoder-first-pipeline-num-layers 7",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7L: cannot be combined with --decoder-first-pipeline-num-layers",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7L --num-layers-per-virtual-pipeline-stage 7",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7L: cannot be combined with --num-layers-per-virtual-pipeline",
+        ),
+        (
+            "--pp 4 --pipeline-schedule interleaved --microbatch-group-size-per-virtual-pipeline-stage 3",
+            4,
+            "--microbatch-group-size-per-virtual-pipeline-stage 3: must be at least --pipeline-model-parallel-size 4: "
+            "smaller groups would wait for each other; nearest: 4",
+        ),
+        (
+            "--pp 2 --microbatch-group-size-per-virtual-pipeline-stage 4",
+            2,
+            "--microbatch-group-size-per-virtual-pipeline-stage 4: has no effect without several stages per rank",
         ),
         (
             "--recompute-modules mlp",

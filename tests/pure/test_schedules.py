@@ -51,6 +51,15 @@ def test_interleaved_runs_for_any_number_of_microbatches(p, m, v):
     assert_runs(build_schedule("interleaved", p, m, v), PipelineLayout(p, v), m)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 60), st.integers(2, 4), st.integers(0, 12))
+def test_interleaved_runs_with_larger_groups(p, m, v, more):
+    compute = build_schedule("interleaved", p, m, v, p + more)
+    assert_runs(compute, PipelineLayout(p, v), m)
+    if m % (p + more) == 0:
+        assert simulate(compute, StageCosts(1, 1, 1)).makespan == 3 * (m * v + p - 1)
+
+
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4), st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_evaluation_runs_on_any_layout(p, m, v, v_shaped):
@@ -146,6 +155,30 @@ def test_groups_hold_p_or_a_few_more(m, p):
     sizes = [len(group) for group in groups]
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
     assert m < p or p <= min(sizes) <= max(sizes) < 2 * p
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 100))
+def test_groups_are_of_the_size_asked_for_where_the_rest_is_not_too_small(p, more, m):
+    group = p + more
+    sizes = [len(part) for part in groups_of(m, p, group)]
+    assert [i for part in groups_of(m, p, group) for i in part] == list(range(m))
+    if m >= group and (m % group == 0 or m % group >= p):
+        assert sizes == [group] * (m // group) + [m % group] * (m % group > 0)
+    else:
+        assert m < group or group <= min(sizes) <= max(sizes) < group + p
+
+
+def test_interleaved_order_with_groups_by_hand():
+    actions = build_schedule("interleaved", 2, 5, 2, 3)[0]
+    forwards = [(a.stage, a.microbatch) for a in actions if a.kind is Kind.F]
+    assert forwards == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (0, 3), (0, 4), (2, 3), (2, 4)]
+
+
+def test_larger_groups_leave_messages_more_time_and_hold_more():
+    costs = StageCosts(1, 1, 1, comm=0.5)
+    small, large = (simulate(pipeline_lists("interleaved", 4, 24, 2, group=group), costs) for group in (4, 6))
+    assert large.makespan < small.makespan
+    assert large.peak_activations[0] > small.peak_activations[0]
 
 
 def test_a_receive_is_posted_when_its_message_begins_to_be_computed():

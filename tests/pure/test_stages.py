@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.stage_text import layers_of_stages
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, stage_costs, tied_stages
 
@@ -136,6 +137,57 @@ def test_a_costly_head_leaves_the_last_stage_fewer_layers() -> None:
 def test_counts_that_do_not_fit_name_the_flag(pp: int, flags: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--decoder-first-pipeline-num-layers"):
         pipeline_stages(MODEL, parallel(pp, **flags))
+
+
+@pytest.mark.parametrize(
+    ("text", "pp", "expected"),
+    [
+        ("Et*7|t*8|t*8|t*7L", 4, [7, 8, 8, 7]),
+        ("Et*3|(tt|)*12,t*3|L", 1, [3, *[2] * 12, 3, 0]),
+        ("E t*10 | (t*5|)*2 t*10 L", 4, [10, 5, 5, 10]),
+        ("Et*15|t*15L", 2, [15, 15]),
+        ("Ett|((t*3|)*2t|)*3t*7L", 1, [2, *[3, 3, 1] * 3, 7]),
+        ("E|t*30||L", 4, [0, 30, 0, 0]),
+    ],
+)
+def test_stages_by_hand(text: str, pp: int, expected: list[int]) -> None:
+    model = replace(MODEL, num_layers=sum(expected))
+    config = parallel(pp, pipeline_model_parallel_layout=text)
+    assert counts(config, model) == expected
+    stages = pipeline_stages(model, config)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(model.num_layers))
+    assert config.schedule == ("interleaved" if len(expected) > pp else "1f1b")
+    assert pipeline_layout(model, config).chunks == len(expected) // pp
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_any_counts_can_be_written_by_hand(layers: list[int]) -> None:
+    plain = "E" + "|".join("t" * count for count in layers) + "L"
+    short = "E," + "|".join(f"(t)*{count}" for count in layers) + ",L"
+    assert layers_of_stages(plain) == layers_of_stages(short) == tuple(layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "must have E"),
+        ("t|tL", "must have E"),
+        ("tE|tL", "must have E"),
+        ("Et|Et|L", "must have E"),
+        ("Et|Lt", "must have L"),
+        ("Et|t", "must have L"),
+        ("Et|m|L", "m asks for multi-token prediction, which is not built"),
+        ("Et*|L", r"cannot be read at '\*\|L'"),
+        ("Ex|L", "cannot be read at 'x"),
+        ("*3EtL", r"has nothing before \*3 to repeat"),
+        ("E(t|L", "does not close a group"),
+        ("Et)|L", "closes a group that is not open"),
+        ("E(t*9999)*9999L", "has more than 100000 symbols"),
+    ],
+)
+def test_layouts_that_cannot_be_read(text: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        layers_of_stages(text)
 
 
 def test_who_holds_a_tied_embedding() -> None:

@@ -7,6 +7,7 @@ from math import lcm
 
 from megatron.core.config.flag_spec import flag
 from megatron.core.config.precision import PrecisionConfig
+from megatron.core.config.stage_text import layers_of_stages
 from megatron.core.parts import PIPELINE_SCHEDULES
 
 
@@ -57,6 +58,13 @@ class ModelParallelConfig(PrecisionConfig):
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
+    pipeline_model_parallel_layout: str | None = None
+    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, L loss, | next stage, *n repetition of a symbol or
+    group. A multiple of PP of them, dealt to the ranks in turn."""
+
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
+
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
 
@@ -100,7 +108,17 @@ class ModelParallelConfig(PrecisionConfig):
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
         virtual = self.num_virtual_stages_per_pipeline_rank or self.num_layers_per_virtual_pipeline_stage
+        if self.pipeline_model_parallel_layout is not None:
+            virtual = len(self.layers_by_hand or ()) > self.pipeline_model_parallel_size
         return "interleaved" if virtual else "1f1b"
+
+    @property
+    def layers_by_hand(self) -> tuple[int, ...] | None:
+        """Layers of each stage, if --pipeline-model-parallel-layout gives them and is legal."""
+        try:
+            return layers_of_stages(self.pipeline_model_parallel_layout or "")
+        except ValueError:
+            return None
 
     @property
     def model_parallel_size(self) -> int:

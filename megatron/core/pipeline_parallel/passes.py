@@ -95,14 +95,14 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
 
 @lru_cache(maxsize=64)
 def pipeline_lists(
-    schedule: str, p: int, m: int, v: int | None = None, evaluate: bool = False
+    schedule: str, p: int, m: int, v: int | None = None, evaluate: bool = False, group: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
 
     With `evaluate` the forwards alone, on the same layout. Raises ValueError if the schedule does not take v.
     """
     layout = layout_of(schedule, p, v)
-    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks)
+    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks, group)
     try:
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except ValueError as error:

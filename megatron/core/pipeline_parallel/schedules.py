@@ -46,16 +46,17 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     ]
 
 
-def interleaved(p: int, m: int, v: int) -> Schedule:
+def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): v stages on a rank cut the bubble by v.
 
     Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal. Groups are
     never smaller than p, which would leave bubbles inside: from m = p to 2p - 1 there is one, and a rank holds all m.
+    A larger `group` leaves each message more time, and holds more activations.
     """
     if v == 1:
         return one_f_one_b(p, m)
     layout = PipelineLayout(p, v)
-    groups = groups_of(m, p)
+    groups = groups_of(m, p, group)
     lists = []
     for rank in range(p):
         stages = layout.stages_of(rank)
@@ -137,9 +138,13 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: in
     return [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
-def groups_of(m: int, p: int) -> list[range]:
-    """m microbatches in as many groups as there are whole p in m, as even as possible, the largest first."""
-    count = max(1, m // p)
+def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
+    """m microbatches in groups of `group` (default p) and one of the rest if that has p or more; otherwise in as many
+    groups as there are whole ones in m, as even as possible, the largest first."""
+    group = group or p
+    count, rest = max(1, m // group), m % group
+    if m > group and rest >= p:
+        return [range(start, min(start + group, m)) for start in range(0, m, group)]
     size, larger = divmod(m, count)
     starts = [i * size + min(i, larger) for i in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -166,8 +171,13 @@ def splits_backward(schedule: str) -> bool:
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
-def build_schedule(schedule: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """The compute actions of a schedule by name. Raises ValueError as `layout_of` does."""
+def build_schedule(schedule: str, p: int, m: int, v: int | None = None, group: int | None = None) -> Schedule:
+    """The compute actions of a schedule by name; `group` has an effect where micro-batches are grouped.
+
+    Raises ValueError as `layout_of` does.
+    """
     v = layout_of(schedule, p, v).chunks
-    build = PIPELINE_SCHEDULES[schedule]
-    return build(p, m, v) if PIPELINE_SCHEDULES.facts(schedule).any_chunks else build(p, m)
+    build, facts = PIPELINE_SCHEDULES[schedule], PIPELINE_SCHEDULES.facts(schedule)
+    if facts.any_groups:
+        return build(p, m, v, group)
+    return build(p, m, v) if facts.any_chunks else build(p, m)

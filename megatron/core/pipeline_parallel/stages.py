@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.stage_text import layers_of_stages
 from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 FIRST_LAYERS = "--decoder-first-pipeline-num-layers"
+LAYOUT = "--pipeline-model-parallel-layout"
 LAST_LAYERS = "--decoder-last-pipeline-num-layers"
 
 
@@ -32,12 +34,34 @@ def whole_model(config: TransformerConfig) -> Stage:
 
 
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
-    """Where the stages lie. Raises ValueError if the schedule does not take that many stages on a rank."""
+    """Where the stages lie. Raises ValueError if the schedule does not take that many stages on a rank, or if stages
+    given by hand do not fit."""
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
+    text = parallel.pipeline_model_parallel_layout
+    if text is not None:
+        by_hand = stages_by_hand(model, parallel, text)
+        return layout_of(parallel.schedule, pp, len(by_hand) // pp)
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     if chunks is None and per_stage is not None:
         chunks = max(1, -(-model.num_layers // (per_stage * pp)))
     return layout_of(parallel.schedule, pp, chunks)
+
+
+def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text: str) -> tuple[int, ...]:
+    """Layers of each stage in `text`, of --pipeline-model-parallel-layout. Raises ValueError if they do not fit."""
+    pp, named = parallel.pipeline_model_parallel_size, f"{LAYOUT} {text}"
+    try:
+        layers = layers_of_stages(text)
+    except ValueError as error:
+        raise ValueError(f"{named}: {error}") from None
+    if len(layers) % pp:
+        rule = f"has {len(layers)} stages, which must be a multiple of --pipeline-model-parallel-size {pp}"
+        near = max(1, len(layers) // pp) * pp
+        raise ValueError(f"{named}: {rule}; nearest: {near} stages")
+    if sum(layers) != model.num_layers:
+        rule = f"has {sum(layers)} layers, which must be --num-layers {model.num_layers}"
+        raise ValueError(f"{named}: {rule}; add or remove t, or use --num-layers {sum(layers)}")
+    return layers
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
@@ -76,6 +100,8 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 
 def fixed_layers(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
     """Stage -> its number of layers, where the flags say it. Raises ValueError if they do not fit the model."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        return dict(enumerate(stages_by_hand(model, parallel, parallel.pipeline_model_parallel_layout)))
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     _check_fixed(model.num_layers, layout, first, last)
     found: dict[int, int] = {}

@@ -223,7 +223,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none."""
     parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
     costs = stage_costs(config.model, parallel)
-    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group)
     bubble = simulate(schedule, StageCosts(forward=costs, input_grad=costs, weight_grad=costs)).bubble
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
     return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"

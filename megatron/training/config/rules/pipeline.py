@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.model import RECOMPUTED_WITH, TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.stages import FIRST_LAYERS, LAST_LAYERS, fixed_layers, pipeline_layout
+from megatron.core.pipeline_parallel.stages import FIRST_LAYERS, LAST_LAYERS, LAYOUT, fixed_layers, pipeline_layout
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 
@@ -34,19 +36,63 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
         yield Problem(PER_STAGE, per_stage, rule, near)
         return
+    text = p.pipeline_model_parallel_layout
+    if text is not None and (others := list(_beside_layout(p))):
+        yield from (Problem.exclusive(LAYOUT, text, other) for other in others)
+        return
     try:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
-        if per_stage is None:
+        if text is not None:
+            yield _of_layout(p, str(error))
+        elif per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
             made = -(-layers // (per_stage * pp))
             rule = f"makes {made} stage{'s' if made > 1 else ''} per rank, which" + _rule_of(str(error))
             yield Problem(PER_STAGE, per_stage, rule, "remove it, or use --pipeline-schedule interleaved")
         return
-    yield from _enough_layers(layout, layers)
+    if text is None:
+        yield from _enough_layers(layout, layers)
+        yield from _fixed_ends(c, layout)
     yield from _own_schedule(c, layout)
-    yield from _fixed_ends(c, layout)
+    yield from _groups(p, layout)
+
+
+def _beside_layout(p: ModelParallelConfig) -> Iterator[str]:
+    """Flags that say something of the stages, which a layout by hand says already."""
+    for flag, value in (
+        (VIRTUAL, p.num_virtual_stages_per_pipeline_rank),
+        (PER_STAGE, p.num_layers_per_virtual_pipeline_stage),
+        (FIRST_LAYERS, p.decoder_first_pipeline_num_layers),
+        (LAST_LAYERS, p.decoder_last_pipeline_num_layers),
+        ("--account-for-embedding-in-pipeline-split", p.account_for_embedding_in_pipeline_split or None),
+        ("--account-for-loss-in-pipeline-split", p.account_for_loss_in_pipeline_split or None),
+    ):
+        if value is not None:
+            yield flag
+
+
+def _of_layout(p: ModelParallelConfig, message: str) -> Problem:
+    """The problem of stages by hand that cannot be read, do not fit, or are more than the schedule takes."""
+    text = p.pipeline_model_parallel_layout
+    if message.startswith(LAYOUT):
+        rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")
+        return Problem(LAYOUT, text, rule, remedy)
+    chunks = len(p.layers_by_hand or ()) // p.pipeline_model_parallel_size
+    rule = f"makes {chunks} stage{'s' if chunks > 1 else ''} per rank, which" + _rule_of(message)
+    return Problem(LAYOUT, text, rule, "use that number, or --pipeline-schedule interleaved")
+
+
+def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]:
+    group = p.microbatch_group_size_per_virtual_pipeline_stage
+    if group is None:
+        return
+    if layout.chunks == 1 or not PIPELINE_SCHEDULES.facts(p.schedule).any_groups:
+        yield Problem.no_effect(GROUP, group, "several stages per rank and --pipeline-schedule interleaved")
+    elif group < layout.pp:
+        rule = f"must be at least --pipeline-model-parallel-size {layout.pp}: smaller groups would wait for each other"
+        yield Problem(GROUP, group, rule, f"nearest: {layout.pp}")
 
 
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:

@@ -1,0 +1,61 @@
+"""Pipeline stages written by hand: the grammar of --pipeline-model-parallel-layout. No torch.
+
+A stage is a sequence of E (embedding), t (transformer layer) and L (norm, head and loss); | separates stages. A symbol
+or a group in parentheses is repeated by *n: `Et*3|(tt|)*2L` is `Ettt|tt|tt|L`. Commas and spaces are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+
+LONGEST = 100_000
+"""Symbols after repetition; more are a mistake."""
+
+TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
+
+
+def layers_of_stages(text: str) -> tuple[int, ...]:
+    """The number of transformer layers of each stage, by global stage number.
+
+    Raises ValueError with a rule and a remedy, divided by a semicolon, if the text is not legal.
+    """
+    stages = expanded(text).split("|")
+    whole = "".join(stages)
+    if "m" in whole:
+        raise ValueError("m asks for multi-token prediction, which is not built; remove m")
+    if whole.count("E") != 1 or not stages[0].startswith("E"):
+        raise ValueError("must have E, the embedding, once, as the first symbol; use for example Et*3|t*3L")
+    if whole.count("L") != 1 or not stages[-1].endswith("L"):
+        raise ValueError("must have L, the loss, once, as the last symbol; use for example Et*3|t*3L")
+    return tuple(stage.count("t") for stage in stages)
+
+
+def expanded(text: str) -> str:
+    """The text without repetitions, groups, commas and spaces. Raises ValueError as `layers_of_stages` does."""
+    rest = re.sub(r"[,\s]", "", text)
+    open_groups: list[list[str]] = [[]]  # of each open group its items so far, the outermost first
+    at = 0
+    while at < len(rest):
+        token = TOKEN.match(rest, at)
+        if token is None:
+            raise ValueError(f"cannot be read at {rest[at:]!r}; use E, t, L, |, *n and parentheses")
+        symbol, count = token.groups()
+        if symbol == "(":
+            open_groups.append([])
+        elif symbol == ")" and len(open_groups) > 1:
+            group = "".join(open_groups.pop())
+            open_groups[-1].append(group)
+        elif symbol == ")":
+            raise ValueError("closes a group that is not open; remove a )")
+        elif symbol:
+            open_groups[-1].append(symbol)
+        elif not open_groups[-1]:
+            raise ValueError(f"has nothing before {token[0]} to repeat; put it behind a symbol or a group")
+        else:
+            if len(open_groups[-1][-1]) * int(count) > LONGEST:
+                raise ValueError(f"has more than {LONGEST} symbols; use smaller repetitions")
+            open_groups[-1][-1] *= int(count)
+        at = token.end()
+    if len(open_groups) > 1:
+        raise ValueError("does not close a group; add a )")
+    return "".join(open_groups[0])
