@@ -6,7 +6,7 @@ many micro-batches in flight and recompute any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,22 +79,18 @@ class Batch:
         assert self.places is None, "the batch is sharded already"
         spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
         places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
-        return replace(
-            self,
-            tokens=self.tokens[:, places],
-            labels=self.labels[:, places],
-            loss_mask=self.loss_mask[:, places],
-            position_ids=None if self.position_ids is None else self.position_ids[:, places],
-            document_ids=None if self.document_ids is None else self.document_ids[:, places],
-            documents=documents,
-            places=places,
-        )
+        sequences = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+        shards = {name: value[:, places] for name in sequences if (value := getattr(self, name)) is not None}
+        return replace(self, **shards, documents=documents, places=places)
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`. Copies to a GPU do not block."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        moved: dict[str, Any] = {name: copied_to(value, device) for name, value in values if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: copied_to(tensor, device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that hold a tensor."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -137,16 +133,8 @@ class BatchContext:
         documents = batch.documents
         if documents is None and batch.document_ids is not None and cache is None:
             documents = document_starts(batch.document_ids.tolist())
-        return cls(
-            batch.sample_index,
-            batch.position_ids,
-            batch.document_ids,
-            documents,
-            batch.places,
-            cache=cache,
-            aux_scale=batch.aux_scale,
-            number=batch.number,
-        )
+        shared = ("sample_index", "position_ids", "document_ids", "places", "aux_scale", "number")
+        return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
         """x [n, ...] -> [n]: index in their samples of the tokens of x.

@@ -9,8 +9,8 @@ samples' numbers, which go in. `graph_rules` says what cannot be recorded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,7 @@ class GraphedMicrobatches:
 
     def _train_one(self, batch: Batch) -> Tensor:
         if self._inputs is None or self._replay is None:
-            copies: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch)}
+            copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
             inputs = replace(batch, **copies)
             self._loss, self._replay = self.recorder.record(lambda: self.run(inputs, self._seed))
             self._inputs = inputs
@@ -90,15 +90,8 @@ class GraphedMicrobatches:
         return self._loss.clone()
 
 
-def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
-            yield field.name, value
-
-
 def _copy_into(inputs: Batch, batch: Batch) -> None:
-    old, new = dict(_tensors(inputs)), dict(_tensors(batch))
+    old, new = inputs.tensors(), batch.tensors()
     assert old.keys() == new.keys(), f"recorded with {sorted(old)}, now {sorted(new)}"
     assert batch.documents == inputs.documents, "documents are not in a recording"
     for name, tensor in new.items():

@@ -19,6 +19,7 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from tests.harness import run_world, tp_context
 
 S, B, H, F = 8, 2, 16, 32
@@ -30,8 +31,8 @@ class Pair(nn.Module):
 
     def __init__(self, ctx: TPContext) -> None:
         super().__init__()
-        self.fc1 = ColumnParallelLinear("fc1", H, (2, F), ctx, shard_dim=1, bias=True, init=NORMAL)
-        self.fc2 = RowParallelLinear("fc2", F, H, ctx, bias=True, init=NORMAL)
+        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, F), True, NORMAL, shard_dim=1), ctx)
+        self.fc2 = RowParallelLinear(RowLinear("fc2", F, H, True, NORMAL), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.fc1(x).unflatten(-1, (2, -1)).unbind(-2)

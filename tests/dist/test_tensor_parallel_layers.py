@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     TPContext,
     VocabParallelEmbedding,
 )
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, add_product_, add_rows_
 from tests.harness import run_world, tp_context
 
@@ -37,10 +38,10 @@ class Net(nn.Module):
         super().__init__()
         self.tp, self.sharded_sequence = ctx.tp, ctx.sequence_parallel
         self.embedding = VocabParallelEmbedding(ParamMeta("embedding.weight", (V, H), {"tp": 0}, NORMAL), ctx)
-        self.qkv = ColumnParallelLinear("qkv", H, (4, 3, 2), ctx, bias=bias, init=NORMAL)
-        self.proj = RowParallelLinear("proj", 4 * 3 * 2, H, ctx, bias=bias, init=NORMAL)
-        self.fc1 = ColumnParallelLinear("fc1", H, (2, F), ctx, shard_dim=1, bias=bias, init=NORMAL)
-        self.fc2 = RowParallelLinear("fc2", F, H, ctx, bias=bias, init=NORMAL)
+        self.qkv = ColumnParallelLinear(ColumnLinear("qkv", H, (4, 3, 2), bias, NORMAL), ctx)
+        self.proj = RowParallelLinear(RowLinear("proj", 4 * 3 * 2, H, bias, NORMAL), ctx)
+        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, F), bias, NORMAL, shard_dim=1), ctx)
+        self.fc2 = RowParallelLinear(RowLinear("fc2", F, H, bias, NORMAL), ctx)
         tied_weight = self.embedding.weight if tied else None
         self.head = OutputLayer(ParamMeta("head.weight", (V, H), {"tp": 0}, NORMAL), ctx, tied_weight=tied_weight)
 

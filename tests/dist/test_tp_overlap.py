@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.comm_overlap import (
     row_parallel,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
@@ -75,8 +76,8 @@ Layers = tuple[ColumnParallelLinear, RowParallelLinear]
 def build(size: int, overlap: str | None, dtype: torch.dtype, queue: WeightGradQueue) -> tuple[TPContext, Layers]:
     state = initialize_model_parallel(size)
     ctx = tp_context(state, True, dtype, queue=queue, comm_overlap=overlap)
-    column = column_parallel(ctx)("fc1", H, (2, 4 * H), ctx, shard_dim=1, bias=True, init=Init("normal", 1.0))
-    row = row_parallel(ctx)("fc2", 8 * H, H, ctx, bias=True, init=Init("normal", 1.0))
+    column = column_parallel(ColumnLinear("fc1", H, (2, 4 * H), True, Init("normal", 1.0), shard_dim=1), ctx)
+    row = row_parallel(RowLinear("fc2", 8 * H, H, True, Init("normal", 1.0)), ctx)
     parameters = [*column.parameters(), *row.parameters()]
     initialize_parameters_(parameters, 0, state.coords)
     for parameter in parameters:

@@ -38,14 +38,10 @@ class FusedAttention(nn.Module):
         assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
         if mask is not None:  # kernels with a mask need as many key heads as query heads
             k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+        causal, grouped = mask is None and queries == keys, mask is None and heads != groups
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3),
-            k.permute(1, 2, 0, 3),
-            v.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None and queries == keys,
-            scale=self.scale,
-            enable_gqa=mask is None and heads != groups,
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
         )
         return out.permute(2, 0, 1, 3)
 

@@ -18,7 +18,14 @@ from megatron.core.attention.tile_kernels import (
     query_rows,
 )
 from megatron.core.attention.tiles import Tile
-from megatron.core.attention.varlen import FlashCUDAPackedKernel, cumulative_lengths
+from megatron.core.attention.varlen import (
+    FlashCUDAPackedKernel,
+    Lengths,
+    Window,
+    cumulative_lengths,
+    flash_backward,
+    flash_forward,
+)
 
 
 def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernel:
@@ -42,14 +49,9 @@ class FlashCPUKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for tile in tiles:
             causal, mask = self._mask(tile, q)
+            operands = map(_by_head, (query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)))
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _by_head(query_rows(q, tile)),
-                _by_head(key_rows(k, tile)),
-                _by_head(key_rows(v, tile)),
-                0.0,
-                causal,
-                attn_mask=mask,
-                scale=self.scale,
+                *operands, 0.0, causal, attn_mask=mask, scale=self.scale
             )
             yield tile, (out.permute(2, 0, 1, 3), lse.permute(2, 0, 1))
 
@@ -59,17 +61,11 @@ class FlashCPUKernel:
         for tile in tiles:
             causal, mask = self._mask(tile, q)
             lse = query_rows(rows.lse, tile).transpose(0, 1).contiguous()  # [b, n, heads], as the kernel stores it
+            grad, queries, out = (_by_head(query_rows(x, tile)) for x in (rows.grad, q, rows.out))
+            keys, values = (_by_head(key_rows(x, tile)) for x in (k, v))
+            operands = grad, queries, keys, values, out, lse.transpose(1, 2)
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _by_head(query_rows(rows.grad, tile)),
-                _by_head(query_rows(q, tile)),
-                _by_head(key_rows(k, tile)),
-                _by_head(key_rows(v, tile)),
-                _by_head(query_rows(rows.out, tile)),
-                lse.transpose(1, 2),
-                0.0,
-                causal,
-                attn_mask=mask,
-                scale=self.scale,
+                *operands, 0.0, causal, attn_mask=mask, scale=self.scale
             )
             yield tile, (dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3))
 
@@ -88,10 +84,6 @@ def _by_head(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-Window = tuple[int, int]
-"""Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
-
-
 class FlashCUDAKernel:
     """FlashAttention for GPUs in 16 bits: one launch for all tiles with the same window."""
 
@@ -102,18 +94,8 @@ class FlashCUDAKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                _pack(q, group, query_rows),
-                _pack(k, group, key_rows),
-                _pack(v, group, key_rows),
-                *_lengths(group, q),
-                0.0,
-                window == (-1, 0),
-                False,
-                scale=self.scale,
-                window_size_left=window[0],
-                window_size_right=window[1],
-            )
+            qkv = _pack(q, group, query_rows), _pack(k, group, key_rows), _pack(v, group, key_rows)
+            out, lse, *_ = flash_forward(*qkv, _lengths(group, q), window, self.scale)
             outs, lses = _unpack(out, group, q, query_rows), _unpack(lse.t(), group, q, query_rows)
             yield from zip(group, zip(outs, lses, strict=True), strict=True)
 
@@ -121,22 +103,12 @@ class FlashCUDAKernel:
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
         for window, group in _by_window(tiles).items():
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                _pack(rows.grad, group, query_rows),
-                _pack(q, group, query_rows),
-                _pack(k, group, key_rows),
-                _pack(v, group, key_rows),
-                _pack(rows.out, group, query_rows),
-                _pack(rows.lse, group, query_rows).t().contiguous(),
-                *_lengths(group, q),
-                0.0,
-                window == (-1, 0),
-                torch.zeros(2, dtype=torch.uint64, device=q.device),  # random state of dropout, which is off
-                torch.empty(0, device=q.device),
-                scale=self.scale,
-                window_size_left=window[0],
-                window_size_right=window[1],
-            )
+            grad, queries, out, lse = (_pack(x, group, query_rows) for x in (rows.grad, q, rows.out, rows.lse))
+            qkv = queries, _pack(k, group, key_rows), _pack(v, group, key_rows)
+            # Random state of dropout, which is off.
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+            kept = out, lse.t().contiguous(), *unused
+            dq, dk, dv = flash_backward(grad, qkv, kept, _lengths(group, q), window, self.scale)
             dqs = _unpack(dq, group, q, query_rows)
             dks, dvs = (_unpack(x, group, k, key_rows) for x in (dk, dv))
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
@@ -173,8 +145,7 @@ def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) ->
         yield part.unflatten(0, (b, n)).transpose(0, 1)
 
 
-def _lengths(tiles: Sequence[Tile], q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Starts of the packed sequences of queries and of keys [sequences + 1], and the longest of each."""
+def _lengths(tiles: Sequence[Tile], q: Tensor) -> Lengths:
     of_queries, of_keys = [], []
     for tile in tiles:
         samples = q.shape[1] if tile.sample is None else 1

@@ -183,15 +183,8 @@ class TorchKernel:
         if self.dropout is None:
             return None
         d = self.dropout
-        return attention_dropout(
-            torch.ones_like(weights),
-            d.p,
-            d.key,
-            d.sample_index[samples_of(tile)],
-            head_offset=d.head_offset,
-            query_offset=tile.first_query,
-            key_offset=tile.first_key,
-        )
+        ones, samples = torch.ones_like(weights), d.sample_index[samples_of(tile)]
+        return attention_dropout(ones, d.p, d.key, samples, d.head_offset, tile.first_query, tile.first_key)
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:

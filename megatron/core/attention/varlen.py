@@ -45,38 +45,51 @@ class PackedKernel(Protocol):
         """Gradients of q, k and v, from grad [rows, heads, d] and `kept`, which the forward returned."""
 
 
+Lengths = tuple[Tensor, Tensor, int, int]
+"""cu_seqlens of the queries and of the keys, [n + 1] int32, and the rows of the longest sequence of each."""
+
+Window = tuple[int, int]
+"""Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window, scale: float
+) -> tuple[Tensor, ...]:
+    """torch's FlashAttention for GPUs in 16 bits: output [rows, heads, d], log-sum-exp [heads, rows], and two tensors
+    that the backward takes."""
+    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+    causal = window == (-1, 0)
+    return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale, **sizes)[:4]
+
+
+def flash_backward(
+    grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, from grad [rows, heads, d] and what the forward returned."""
+    out, lse, *state = kept
+    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+    return torch.ops.aten._flash_attention_backward(
+        grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=scale, **sizes
+    )
+
+
 class FlashCUDAPackedKernel:
-    """torch's FlashAttention for GPUs in 16 bits."""
+    """FlashAttention for GPUs in 16 bits."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        starts, longest = sequences.starts, sequences.longest
-        out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, sequences.window is None, False, **self._options(sequences)
-        )
-        return out, lse, rng_state, unused
+        return flash_forward(q, k, v, *self._shape(sequences), self.scale)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, rng_state, unused = kept
-        starts, longest = sequences.starts, sequences.longest
-        return torch.ops.aten._flash_attention_backward(
-            grad,
-            *(q, k, v, out, lse),
-            *(starts, starts, longest, longest),
-            0.0,
-            sequences.window is None,
-            rng_state,
-            unused,
-            **self._options(sequences),
-        )
+        return flash_backward(grad, (q, k, v), kept, *self._shape(sequences), self.scale)
 
-    def _options(self, sequences: Sequences) -> dict[str, Any]:
-        left = -1 if sequences.window is None else sequences.window - 1
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+    def _shape(self, sequences: Sequences) -> tuple[Lengths, Window]:
+        starts, longest, window = sequences.starts, sequences.longest, sequences.window
+        return (starts, starts, longest, longest), (-1 if window is None else window - 1, 0)
 
 
 def packed_attention(

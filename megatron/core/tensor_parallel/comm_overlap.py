@@ -26,6 +26,7 @@ from megatron.core.collectives import RingExchange, start_all_gather, start_redu
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
 from megatron.core.tensor_parallel.linear_gemms import matrix_of, rows_of
+from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, add_product_, saved_without_graph
 
 
@@ -180,40 +181,39 @@ class _RowFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-class OverlappedColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` with overlap. Its GEMMs run in the precision of the parameters."""
+class Overlapped:
+    """A linear layer with overlap. Its GEMMs run in the precision of the parameters."""
 
-    def __init__(self, name: str, in_size: int, out_dims: tuple[int, ...], ctx: TPContext, **kwargs: Any) -> None:
+    def __init__(self, linear: Any, ctx: TPContext) -> None:
         assert ctx.fp8 is None and ctx.comm_overlap is not None, "overlapped GEMMs do not run in fp8"
-        super().__init__(name, in_size, out_dims, ctx, **kwargs)
+        super().__init__(linear, ctx)  # type: ignore[call-arg]
         self.overlap = OVERLAPS[ctx.comm_overlap]()
+
+
+class OverlappedColumnParallelLinear(Overlapped, ColumnParallelLinear):
+    """`ColumnParallelLinear` with overlap."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s/t, b, in] -> [s, b, out/t]; W [out/t, in]"""
         return _ColumnFunction.apply(x, self.weight, self.bias, self)
 
 
-class OverlappedRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` with overlap. Its GEMMs run in the precision of the parameters."""
-
-    def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, **kwargs: Any) -> None:
-        assert ctx.fp8 is None and ctx.comm_overlap is not None, "overlapped GEMMs do not run in fp8"
-        super().__init__(name, in_size, out_size, ctx, **kwargs)
-        self.overlap = OVERLAPS[ctx.comm_overlap]()
+class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
+    """`RowParallelLinear` with overlap."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]"""
         return _RowFunction.apply(x, self.weight, self.bias, self)
 
 
-def column_parallel(ctx: TPContext) -> type[ColumnParallelLinear]:
-    """Class of the column-parallel layers of a transformer layer, with or without overlap."""
-    return OverlappedColumnParallelLinear if _overlaps(ctx) else ColumnParallelLinear
+def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
+    """A column-parallel layer of a transformer layer, with or without overlap."""
+    return (OverlappedColumnParallelLinear if _overlaps(ctx) else ColumnParallelLinear)(linear, ctx)
 
 
-def row_parallel(ctx: TPContext) -> type[RowParallelLinear]:
-    """Class of the row-parallel layers of a transformer layer, with or without overlap."""
-    return OverlappedRowParallelLinear if _overlaps(ctx) else RowParallelLinear
+def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
+    """A row-parallel layer of a transformer layer, with or without overlap."""
+    return (OverlappedRowParallelLinear if _overlaps(ctx) else RowParallelLinear)(linear, ctx)
 
 
 def _overlaps(ctx: TPContext) -> bool:

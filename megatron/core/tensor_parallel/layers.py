@@ -12,7 +12,6 @@ sequence parallelism [s/t, b, h].
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.collectives import Start, start_all_gather, start_all_reduce_, start_nothing, start_reduce_scatter
 from megatron.core.fp8.recipes import Fp8Context, build_gemms
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
@@ -142,12 +141,6 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     return parameter
 
 
-def make_linear(metas: list[ParamMeta], ctx: TPContext) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Creates the weight and, if `metas` has one, the bias of a linear layer."""
-    weight, *bias = (make_parameter(meta, ctx) for meta in metas)
-    return weight, bias[0] if bias else None
-
-
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
@@ -204,53 +197,38 @@ class LinearFunction(torch.autograd.Function):
         return (None if dx is None else dx.wait()), dw, db, None, None, None, None
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """Linear layer y = x Wᵀ + bias: its parameters, as `metas` say, its collectives and its GEMMs."""
+
+    def __init__(self, name: str, metas: list[ParamMeta], boundary: Boundary, ctx: TPContext) -> None:
+        super().__init__()
+        weight, *bias = (make_parameter(meta, ctx) for meta in metas)
+        self.weight, self.bias = weight, bias[0] if bias else None
+        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, boundary
+        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias.
 
-    Its parameters are those of `ColumnLinear` with the same arguments. A gated MLP has [2, ffn, h] sharded along dim 1,
-    so that every shard is a rectangle of the whole. The output features of a rank are flattened.
+    A gated MLP has [2, ffn, h] sharded along dim 1, so that every shard is a rectangle of the whole. The output
+    features of a rank are flattened.
     """
 
-    def __init__(
-        self,
-        name: str,
-        in_size: int,
-        out_dims: tuple[int, ...],
-        ctx: TPContext,
-        *,
-        shard_dim: int = 0,
-        bias: bool,
-        init: Init,
-    ) -> None:
-        super().__init__()
-        metas = ColumnLinear(name, in_size, out_dims, bias, init, shard_dim).metas()
-        self.weight, self.bias = make_linear(metas, ctx)
-        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, column_boundary(ctx)
-        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
-        self.local_out_dims = tuple(self.weight.shape[:-1])
-        self.out_features = prod(self.local_out_dims)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
+    # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
+    def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
+        super().__init__(linear.name, linear.metas(), column_boundary(ctx), ctx)
 
 
-class RowParallelLinear(nn.Module):
-    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum.
+class RowParallelLinear(ParallelLinear):
+    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum."""
 
-    Its parameters are those of `RowLinear` with the same arguments.
-    """
-
-    def __init__(self, name: str, in_size: int, out_size: int, ctx: TPContext, *, bias: bool, init: Init) -> None:
-        super().__init__()
-        metas = RowLinear(name, in_size, out_size, bias, init).metas(ctx.sequence_parallel)
-        self.weight, self.bias = make_linear(metas, ctx)
-        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, row_boundary(ctx)
-        self.gemms = build_gemms(name, ctx.fp8, ctx.tp, self.boundary.cuts, ctx.device, ctx.compiled)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]"""
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
+    # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
+    def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
+        super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
 
 
 class EmbeddingFunction(torch.autograd.Function):

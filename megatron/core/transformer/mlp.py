@@ -19,9 +19,9 @@ class MLP(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, ffn_size: int | None = None) -> None:
         super().__init__()
         fc1, fc2 = mlp_linears(name, config, ffn_size or config.ffn_size)
-        self.linear_fc1 = column_parallel(ctx)(**vars(fc1), ctx=ctx)
+        self.linear_fc1 = column_parallel(fc1, ctx)
         self.activation = build_activation(f"{name}.activation", config, ctx)
-        self.linear_fc2 = row_parallel(ctx)(**vars(fc2), ctx=ctx)
+        self.linear_fc2 = row_parallel(fc2, ctx)
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:

@@ -22,21 +22,12 @@ def norm_metas(name: str, size: int, partial_over: tuple[str, ...], *, bias: boo
 
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
     """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, then its key, then its value."""
+    hidden, bias = config.hidden_size, config.add_bias_linear
+    out_dims = (config.query_groups, config.queries_per_group + 2, config.head_dim)
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
-        ColumnLinear(
-            f"{name}.linear_qkv",
-            config.hidden_size,
-            (config.query_groups, config.queries_per_group + 2, config.head_dim),
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            init=Init("normal", config.init_method_std),
-        ),
-        RowLinear(
-            f"{name}.linear_proj",
-            config.query_projection_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init=Init("normal", config.output_init_std),
-        ),
+        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init),
+        RowLinear(f"{name}.linear_proj", config.query_projection_size, hidden, bias, output_init),
     )
 
 

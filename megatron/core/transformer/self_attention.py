@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.queries_per_group = ctx.layer, config.head_dim, config.queries_per_group
         qkv, proj = attention_linears(name, config)
-        self.linear_qkv = column_parallel(ctx)(**vars(qkv), ctx=ctx)
+        self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = (
             build_norm(f"{name}.{norm}", config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER)
             if config.qk_layernorm
@@ -40,7 +40,7 @@ class SelfAttention(nn.Module):
         self.recompute_core = config.recomputes("core_attn")
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
         self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
-        self.linear_proj = row_parallel(ctx)(**vars(proj), ctx=ctx)
+        self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
