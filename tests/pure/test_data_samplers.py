@@ -107,12 +107,6 @@ def test_the_end_of_the_data_is_an_error_and_not_before(workers):
             iterator.next_step(10, 2)
 
 
-def test_a_batch_that_cannot_be_cut_is_refused():
-    iterator = DataIterator(Numbers(10), micro_batch_size=2, dp_size=3)
-    with pytest.raises(ValueError, match=r"--global-batch-size 8 must be a multiple .*= 6; nearest: 6"):
-        iterator.next_step(0, 8)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_sample_reaches_the_step(workers):
     class Broken(Numbers):

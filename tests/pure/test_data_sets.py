@@ -97,10 +97,6 @@ def test_switches_that_need_an_end_of_document_say_so(flag):
         ({"data_path": ("0", ALPHA, "1", ALPHA)}, "weight 0 must be positive"),
         ({"data_path": ("nan", ALPHA)}, "weight nan must be positive"),
         ({"data_path": ("1", ALPHA), "sizes": (None, 0, 0)}, "by weight, so it has no epochs"),
-        ({"data_path": None}, "--data-path: the run has no data; add --data-path"),
-        ({"train_data_path": (ALPHA,)}, "cannot be combined with --train-data-path"),
-        ({"mock_data": True}, "--mock-data: cannot be combined with --data-path"),
-        ({"mock_data": True, "data_path": None, "sizes": (None, 0, 0)}, "--mock-data: synthetic data has no epochs"),
         (
             {"seq_length": 10**6, "sizes": (None, 0, 0)},
             r"have 2420 tokens, too few for one sample of --seq-length 1000000",

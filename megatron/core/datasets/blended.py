@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.gpt_dataset import GPTDataset, TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indices import BlendIndex, build_blend_index, build_exhaustive_blend_index
 
@@ -20,19 +20,19 @@ def normalise(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-class BlendedDataset:
+class BlendedDataset(TextDataset):
     """Draws `size` samples in proportion to `weights`, always from the dataset furthest below its share.
 
     If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
     """
 
     def __init__(
-        self, datasets: Sequence[Dataset], weights: Sequence[float], size: int | None, cache: IndexCache
+        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None, cache: IndexCache
     ) -> None:
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:
             raise ValueError(f"a blend has {len(datasets)} datasets; the limit is {MAX_DATASETS}: merge some of them")
-        self.datasets = list(datasets)
+        self.datasets, self.format = list(datasets), datasets[0].format
         lengths = [len(dataset) for dataset in datasets]
         if size is None:
             self.weights: list[float] | None = None
@@ -45,20 +45,13 @@ class BlendedDataset:
             rule = {"weights": shares, "size": size}
             parts = cache.arrays(BlendIndex._fields, "BlendedDataset", rule, lambda: build_blend_index(shares, size))
         self.index = BlendIndex(*parts)
+        self.samples = len(self.index.dataset)
         self._check_counts(lengths)
         # A longer run with the same weights begins with the same draws, so the fingerprint does not contain the size.
         order = {"weights": self.weights, "sizes": None if self.weights else lengths}
         self.fingerprint = content_hash({**order, "datasets": [dataset.fingerprint for dataset in datasets]})
 
-    def __len__(self) -> int:
-        return len(self.index.dataset)
-
-    def __getitem__(self, index: int) -> Sample:
-        dataset, sample = self._place(index)
-        return dataset[sample]
-
-    def text(self, index: int) -> NDArray[np.int64]:
-        """The seq_length + 1 token ids of a sample."""
+    def _text(self, index: int) -> NDArray[np.int64]:
         dataset, sample = self._place(index)
         return dataset.text(sample)
 
@@ -67,9 +60,7 @@ class BlendedDataset:
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 
-    def _place(self, index: int) -> tuple[Dataset, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def _place(self, index: int) -> tuple[GPTDataset, int]:
         return self.datasets[int(self.index.dataset[index])], int(self.index.sample[index])
 
     def _check_counts(self, lengths: Sequence[int]) -> None:

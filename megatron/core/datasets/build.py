@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import BlendedDataset, normalise
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, SampleFormat
-from megatron.core.datasets.index_cache import IndexCache, array_digest
+from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
@@ -104,14 +104,6 @@ def build_datasets(
 
 def build_gpt(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
     """The splits of indexed datasets in Megatron's files."""
-    if config.per_split and config.data_path:
-        raise ValueError(
-            "--data-path: cannot be combined with --train-data-path, --valid-data-path or --test-data-path; keep one"
-        )
-    if not config.per_split and not config.data_path:
-        raise ValueError(
-            "--data-path: the run has no data; add --data-path PREFIX, or --mock-data for synthetic tokens"
-        )
     builder = _Builder(config, format, seed)
     if config.per_split:
         paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
@@ -145,12 +137,9 @@ def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
     """The splits of made-up data."""
-    if config.data_path or config.per_split:
-        raise ValueError("--mock-data: cannot be combined with --data-path or data paths of splits; keep one kind")
     found: list[Dataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
-        if size is None:
-            raise ValueError(f"--mock-data: synthetic data has no epochs; set the length with {SIZE_FLAGS[split]}")
+        assert size is not None, "synthetic data has no epochs"
         found.append(MockGPTDataset(size, format, seed=seed, split=split) if size else None)
     return Datasets(*found)
 
@@ -159,10 +148,8 @@ class _Builder:
     """Builds splits; opens each indexed dataset once for all of them."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int) -> None:
-        self.config = config
-        self.format = format
-        self.seed = seed
-        self.opened: dict[str, tuple[IndexedDataset, str]] = {}
+        self.config, self.format, self.seed = config, format, seed
+        self.open = cache(IndexedDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
         """Builds a split that has its own data paths. A single prefix is not a blend, even with a weight."""
@@ -202,7 +189,6 @@ class _Builder:
             for prefix, samples in zip(prefixes, wanted, strict=True)
         )
         parts = [dataset for dataset in datasets if dataset is not None]
-        assert len(parts) == len(datasets)
         lengths = [len(part) for part in parts]
         if weights is None:
             total = None if size is None else min(size, sum(lengths))
@@ -210,9 +196,9 @@ class _Builder:
 
     def _one(
         self, split: str, prefix: str, shares: Sequence[float], number: int, samples: int | None
-    ) -> Dataset | None:
+    ) -> GPTDataset | None:
         prefix, share = split_share(prefix)
-        indexed, digest = self._open(prefix)
+        indexed = self.open(prefix)
         if share is None:
             documents = split_documents(shares, len(indexed))[number]
         elif len(shares) == 1:
@@ -226,16 +212,8 @@ class _Builder:
             if samples == 0:
                 return None
             raise ValueError(self._no_documents(split, prefix, len(indexed), shares, number))
-        return GPTDataset(
-            indexed,
-            documents,
-            samples,
-            self.format,
-            seed=self.seed,
-            split=split,
-            cache=self._cache(prefix),
-            lengths_digest=digest,
-        )
+        files = self._cache(prefix)
+        return GPTDataset(indexed, documents, samples, self.format, seed=self.seed, split=split, cache=files)
 
     def _no_documents(self, split: str, prefix: str, total: int, shares: Sequence[float], number: int) -> str:
         if total == 0:
@@ -247,12 +225,6 @@ class _Builder:
             f"the {total} documents of {prefix}; raise it to at least {100 / total:.3g} %, set it to 0 for no "
             f"{split} data, or use its own files with --{split}-data-path"
         )
-
-    def _open(self, prefix: str) -> tuple[IndexedDataset, str]:
-        if prefix not in self.opened:
-            indexed = IndexedDataset(prefix)
-            self.opened[prefix] = indexed, array_digest(indexed.lengths)
-        return self.opened[prefix]
 
     def _cache(self, prefix: str) -> IndexCache:
         beside = Path(prefix).parent / "cache" / "GPTDataset_indices"

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.index_cache import IndexCache, array_digest, content_hash
+from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epochs
 
@@ -143,7 +143,6 @@ class GPTDataset(TextDataset):
         seed: int,
         split: str = "train",
         cache: IndexCache,
-        lengths_digest: str | None = None,
     ) -> None:
         self.indexed = indexed
         self.format = format
@@ -154,7 +153,7 @@ class GPTDataset(TextDataset):
         self.samples = self.plan.samples
         # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
         order = {
-            "lengths": lengths_digest or array_digest(indexed.lengths),
+            "lengths": indexed.lengths_digest,
             "documents": [documents.start, documents.stop],
             "epochs": self.plan.epochs,
             "final_epoch_apart": self.plan.final_apart,

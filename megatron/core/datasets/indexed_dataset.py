@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.index_cache import array_digest
 from megatron.core.fsync import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -85,6 +87,11 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)
+
+    @cached_property
+    def lengths_digest(self) -> str:
+        """Hash of the lengths of all sequences."""
+        return array_digest(self.lengths)
 
     @property
     def num_documents(self) -> int:
@@ -280,9 +287,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finalize()
         else:
@@ -335,8 +340,7 @@ def _checked(tokens: Sequence[int] | NDArray, dtype: np.dtype) -> NDArray:
 
 def _append(out: BinaryIO, path: str) -> None:
     with open(path, "rb") as source:
-        while block := source.read(8 * BLOCK):
-            out.write(block)
+        shutil.copyfileobj(source, out, 8 * BLOCK)
 
 
 def _sync(stream: BinaryIO) -> None:

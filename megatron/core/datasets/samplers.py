@@ -92,11 +92,7 @@ class DataIterator:
         Consecutive steps are prefetched, whatever their batch sizes. Any other start is legal too.
         Raises ValueError if the dataset ends before the step does.
         """
-        if global_batch_size % self.row:
-            raise ValueError(
-                f"--global-batch-size {global_batch_size} must be a multiple of micro-batch-size * data-parallel size "
-                f"= {self.row}; nearest: {max(1, round(global_batch_size / self.row)) * self.row}"
-            )
+        assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size
         if end > len(self.dataset):
             raise ValueError(
