@@ -15,6 +15,7 @@ ranks add up: one message instead of two. Both add the ranks' terms in order of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,26 +33,23 @@ EXCHANGED_BYTES = 2**20
 """Largest operand of an all-reduce between two ranks on CPU that is done by one exchange."""
 
 
+@dataclass(eq=False)
 class Pending:
     """Result of a collective in flight. It keeps the operands alive until `wait()`."""
 
-    def __init__(
-        self,
-        result: Tensor,
-        work: dist.Work | None = None,
-        operand: Tensor | None = None,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self._result, self._work, self._operand, self._finish = result, work, operand, finish
+    result: Tensor
+    work: dist.Work | None = None
+    operand: Tensor | None = None
+    finish: Callable[[], object] | None = None
 
     def wait(self) -> Tensor:
         """Completes the collective and returns its result. Further calls return it again."""
-        if self._work is not None:
-            self._work.wait()
-            if self._finish is not None:
-                self._finish()
-            self._work = self._operand = self._finish = None
-        return self._result
+        if self.work is not None:
+            self.work.wait()
+            if self.finish is not None:
+                self.finish()
+            self.work = self.operand = self.finish = None
+        return self.result
 
 
 Start = Callable[[Tensor, Axis], Pending]

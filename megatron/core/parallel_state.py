@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch.distributed as dist
 
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 
 SINGLE_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
@@ -109,31 +110,29 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
     use_tp_pp_dp_mapping: bool = False,
-    timeout: timedelta | None = None,
-    make_global: bool = True,
 ) -> ParallelState:
     """Builds all process groups of a layout over the ranks of torch.distributed's default group.
 
-    Collective: all ranks call it with the same arguments. With `make_global`, the readers below answer from the result.
+    Collective: all ranks call it with the same arguments. The readers below answer from the result.
     Raises ValueError if the sizes do not divide the world.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    model = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
-    if world_size % model:
-        raise ValueError(f"world size {world_size} is not a multiple of tp * pp * cp = {model}")
-    dims = ParallelDims(
-        tp=tensor_model_parallel_size,
-        pp=pipeline_model_parallel_size,
-        cp=context_parallel_size,
-        dp=world_size // model,
-        ep=expert_model_parallel_size,
-        expt_tp=expert_tensor_parallel_size or tensor_model_parallel_size,
-        tp_pp_dp=use_tp_pp_dp_mapping,
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
     )
-    state = build_parallel_state(dims, rank, timeout)
-    if make_global:
-        set_global_state(state)
-    return state
+    return build_groups(config)
+
+
+def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) -> ParallelState:
+    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives."""
+    dims = ParallelDims.from_config(config, dist.get_world_size())
+    global _STATE
+    _STATE = build_parallel_state(dims, dist.get_rank(), timeout)
+    return _STATE
 
 
 def build_parallel_state(
@@ -174,12 +173,6 @@ def build_parallel_state(
 
 
 _STATE: ParallelState | None = None
-
-
-def set_global_state(state: ParallelState | None) -> None:
-    """Sets the state that the readers below answer from; None clears it."""
-    global _STATE
-    _STATE = state
 
 
 def get_parallel_state() -> ParallelState:

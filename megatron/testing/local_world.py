@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, Path(folder), os.getpid(), timeout, fn, args))
+            context.Process(
+                target=_rank_main,
+                args=(rank, world_size, Path(folder), os.getpid(), timeout, partial(fn, rank, world_size, *args)),
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -88,15 +92,7 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)  # it ended before
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    parent: int,
-    timeout: float,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _rank_main(rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], Any]) -> None:
     _die_with_parent(parent)
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
@@ -110,8 +106,7 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        result = fn(rank, world_size, *args)
-        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(job()))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

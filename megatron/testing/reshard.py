@@ -7,6 +7,7 @@ through the code of checkpoints.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.run import TrainingRun
@@ -92,17 +93,16 @@ class Checkpoints:
 def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: Mapping[str, Saved]) -> Visit:
     found = Visit()
     with local_run(config, rank, world_size) as run:
+        checkpointer = Checkpointer(config, run.runtime.state, run.stages, run.optimizer)
         if train:
             train_step(run, Interval())
-            save_checkpoint(config, run.runtime.state, run.stages, run.optimizer, run.progress)
+            checkpointer.save(run.progress)
             found.trained = state_fragments(run, NOW)
             found.counters = (run.progress.iteration, run.progress.consumed_samples, run.optimizer.step_count)
         for name, source in sources.items():
             forget(run)
-            options = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
-            progress = load_checkpoint(
-                options, run.runtime.state, run.stages, run.optimizer, data_fingerprint=run.data.fingerprint
-            )
+            loads = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
+            progress = replace(checkpointer, config=loads).load(data_fingerprint=run.data.fingerprint)
             fragments = state_fragments(run, NOW)
             found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(source.truth, f))]
             counters = (progress.iteration, progress.consumed_samples, run.optimizer.step_count)
@@ -138,10 +138,6 @@ def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
     return [key for key, mask in seen.items() if not mask.all()]
 
 
-def kinds(truth: Snapshot) -> dict[str, int]:
+def kinds(truth: Snapshot) -> Counter[str]:
     """How many tensors of each kind a snapshot of the state has: {"weight": 76, "exp_avg": 76, ...}."""
-    counts: dict[str, int] = {}
-    for key in truth.tensors:
-        kind = key.split()[1]
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
+    return Counter(key.split()[1] for key in truth.tensors)

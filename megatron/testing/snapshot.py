@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.boxes import boxes_of_flat_range
-from megatron.core.parallel_state import ParallelState
+from megatron.core.collectives import all_reduce_
+from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
@@ -127,9 +128,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
         found.extend(_gradients(run, label))
 
     train_step(run, interval, before_update=before_update)
-    totals = interval.losses[0].clone()
-    if run.runtime.launch.world_size > 1:
-        torch.distributed.all_reduce(totals)
+    totals = all_reduce_(interval.losses[0].clone(), run.runtime.state.world)
     found.append(_scalar(label, "loss", (totals[0] / totals[1]).item()))
     found.append(_scalar(label, "grad_norm", interval.results[0].grad_norm))
     return found + state_fragments(run, label)
@@ -190,39 +189,38 @@ def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _parameters(run: TrainingRun) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, int]]]:
-    places = _places(run)
-    for param in run.ddp.params:
-        meta = param.meta  # type: ignore[attr-defined]
-        offset, shape = meta.box(run.runtime.state.coords)
-        assert tuple(param.shape) == shape
-        yield param, offset, places[meta.name]
+def _shard(run: TrainingRun, label: Label, phase: str, meta: ParamMeta, values: Tensor, *place: int) -> Fragment:
+    """`values` of this rank's part of a parameter, such as its gradient."""
+    offset, shape = meta.box(run.runtime.state.coords)
+    assert tuple(values.shape) == shape
+    order = label.order(phase, *place)
+    return Fragment(f"{label} {phase} {meta.name}", meta.global_shape, offset, values.clone(), order)
 
 
 def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     run.optimizer.finish_param_sync()
-    for param, offset, place in _parameters(run):
-        meta, order = param.meta, label.order("weight", *place)
-        yield Fragment(f"{label} weight {meta.name}", meta.global_shape, offset, param.detach().clone(), order)
+    params: list[Any] = run.ddp.params
+    places = _places(run)
+    for param in params:
+        yield _shard(run, label, "weight", param.meta, param.detach(), *places[param.meta.name])
     for model in run.stages.values():
-        for name, (param, meta) in model.named_metas().items():
+        for param, meta in model.named_metas().values():
             if not param.requires_grad:  # frozen, or updated by other rules than the optimizer's
-                offset, _ = meta.box(run.runtime.state.coords)
-                order = label.order("state")
-                yield Fragment(f"{label} state {name}", meta.global_shape, offset, param.detach().clone(), order)
+                yield _shard(run, label, "state", meta, param.detach())
 
 
 def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
-    for param, offset, (stage, i) in _parameters(run):
-        meta, order = param.meta, label.order("gradient", -stage, -i)  # the backward goes from the end
-        yield Fragment(f"{label} gradient {meta.name}", meta.global_shape, offset, param.main_grad.clone(), order)
+    params: list[Any] = run.ddp.params
+    places = _places(run)
+    for param in params:
+        stage, i = places[param.meta.name]  # the backward goes from the end
+        yield _shard(run, label, "gradient", param.meta, param.main_grad, -stage, -i)
 
 
 def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
-    state: ParallelState = run.runtime.state
     places = _places(run)
     for piece in run.optimizer.sharded_state():
-        offset, shape = piece.meta.box(state.coords)
+        offset, shape = piece.meta.box(run.runtime.state.coords)
         for box in boxes_of_flat_range(offset, shape, piece.start, piece.stop):
             values = piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape).clone()
             order = label.order("moment", *places[piece.meta.name])

@@ -75,13 +75,9 @@ def _end(run: TrainingRun, verdict: Verdict) -> NoReturn:
         run.saver.wait()
         before = replace(run.progress, iteration=step.iteration - 1, consumed_samples=step.first_sample)
         try:
-            folder = save_step(
-                SavedStep(step, verdict.result.loss_scale, finding),
-                run.data.train.next_step(step.first_sample, step.samples),
-                run.saver.contents(before),
-                run.config,
-                run.runtime.state,
-            )
+            saved = SavedStep(step, verdict.result.loss_scale, finding)
+            batches = run.data.train.next_step(step.first_sample, step.samples)
+            folder = save_step(saved, batches, run.saver.checkpointer, before)
             message += f"\nthe step, and the state before it, are in {folder}: python tools/replay_step.py {folder}"
         except CheckpointError as error:
             print(f"{socket.gethostname()}: the step was not saved: {error}", file=sys.stderr, flush=True)

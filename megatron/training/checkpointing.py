@@ -9,7 +9,7 @@ seed it was saved with, at any layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_key,
     optimizer_state,
 )
-from megatron.core.dist_checkpointing.storage import (
-    LATEST,
-    Checkpoint,
-    read_latest,
-    save,
-)
+from megatron.core.dist_checkpointing.storage import LATEST, Checkpoint, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import TRAINING_ONLY
@@ -52,21 +47,9 @@ from megatron.training.config.flags import (
     value_of,
     values_by_section,
 )
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
-
-__all__ = [
-    "build_saver",
-    "changed_fields",
-    "checkpoint_contents",
-    "load_checkpoint",
-    "load_model_for_inference",
-    "load_whole_model",
-    "read_latest",
-    "save_checkpoint",
-    "saved_config",
-]
 
 FORMAT_VERSION = 1
 
@@ -77,98 +60,86 @@ PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
 
 
-def checkpoint_contents(
-    config: RunConfig,
-    state: ParallelState,
-    stages: Mapping[int, nn.Module],
-    optimizer: DistributedOptimizer,
-    progress: Progress,
-    metrics: Mapping[str, float | None] | None = None,
-) -> tuple[StateDict, dict[str, Any]]:
-    """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
+@dataclass(frozen=True)
+class Checkpointer:
+    """What a checkpoint of a run holds, on one rank: saves it, and loads it. All methods are collective."""
 
-    `metrics`: what was measured at this iteration, for retention to choose by.
-    """
-    optimizer.finish_param_sync()
-    tensors = model_state(stages.values(), state)
-    if config.checkpoint.save_optim:
-        tensors |= optimizer_state(optimizer.sharded_state(), state, config.optimizer.use_distributed_optimizer)
-    payload = {
-        "format_version": FORMAT_VERSION,
-        "torch_version": torch.__version__,
-        **asdict(progress),
-        "metrics": dict(metrics or {}),
-        "layout": asdict(state.dims) | {"use_distributed_optimizer": config.optimizer.use_distributed_optimizer},
-        "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
-        "rng": {"seed": config.training.seed},
-        "config": values_by_section(config),
-    }
-    return tensors, payload
+    config: RunConfig
+    state: ParallelState
+    stages: Mapping[int, nn.Module]
+    optimizer: DistributedOptimizer
+
+    def contents(
+        self, progress: Progress, metrics: Mapping[str, float | None] | None = None
+    ) -> tuple[StateDict, dict[str, Any]]:
+        """(tensors, the rest) of a checkpoint of `progress.iteration`. The tensors are the live ones.
+
+        `metrics`: what was measured at this iteration, for retention to choose by.
+        """
+        config, optimizer, zero = self.config, self.optimizer, self.config.optimizer.use_distributed_optimizer
+        optimizer.finish_param_sync()
+        tensors = model_state(self.stages.values(), self.state)
+        if config.checkpoint.save_optim:
+            tensors |= optimizer_state(optimizer.sharded_state(), self.state, zero)
+        payload = {
+            "format_version": FORMAT_VERSION,
+            "torch_version": torch.__version__,
+            **asdict(progress),
+            "metrics": dict(metrics or {}),
+            "layout": asdict(self.state.dims) | {"use_distributed_optimizer": zero},
+            "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
+            "rng": {"seed": config.training.seed},
+            "config": values_by_section(config),
+        }
+        return tensors, payload
+
+    def save(self, progress: Progress) -> Path:
+        """Writes a checkpoint of `progress.iteration` into --save and makes it the latest.
+
+        Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
+        """
+        assert self.config.checkpoint.save is not None
+        return save(Path(self.config.checkpoint.save), progress.iteration, *self.contents(progress), self.state.world)
+
+    def load(self, say: Callable[[str], None] = lambda line: None, data_fingerprint: str | None = None) -> Progress:
+        """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and
+        the optimizer, and says which were skipped and why.
+
+        Returns where the run stands: at the start if there is no checkpoint or under --finetune. Raises ValueError, on
+        every rank, if the checkpoint does not fit the run, or the run's data, of which `data_fingerprint` tells, is not
+        what its data position refers to.
+        """
+        config, options = self.config, self.config.checkpoint
+        checkpoint = _choose(config, self.state.world, say)
+        if checkpoint is None:
+            return Progress(data_fingerprint=data_fingerprint)
+        load_optimizer = options.load_optim and not options.finetune
+        if converted(checkpoint) and load_optimizer:
+            load_optimizer = False
+            say(f" {checkpoint.folder} was converted from another format and has weights only: the optimizer starts fresh")
+        _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
+        pieces = self.optimizer.sharded_state()
+        targets = load_targets(self.stages.values(), pieces, self.state, checkpoint.tensors, load_optimizer)
+        targets = _without_new_histories(targets, checkpoint)
+        if load_optimizer:
+            targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
+        checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
+        if load_optimizer:
+            _load_counters(checkpoint, self.optimizer)
+        progress = Progress() if options.finetune else _progress(checkpoint.payload)
+        progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
+        progress.loaded_from = str(checkpoint.folder)
+        return progress
 
 
-def save_checkpoint(
-    config: RunConfig,
-    state: ParallelState,
-    stages: Mapping[int, nn.Module],
-    optimizer: DistributedOptimizer,
-    progress: Progress,
-) -> Path:
-    """Writes a checkpoint of `progress.iteration` into --save and makes it the latest. Collective over the world.
-
-    Raises CheckpointError on every rank if it could not be written; the latest checkpoint is then the one before.
-    """
-    assert config.checkpoint.save is not None
-    tensors, payload = checkpoint_contents(config, state, stages, optimizer, progress)
-    return save(Path(config.checkpoint.save), progress.iteration, tensors, payload, state.world)
-
-
-def build_saver(config: RunConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
+def build_saver(options: CheckpointConfig, world: Axis, progress: Progress) -> CheckpointSaver | None:
     """The writer of the run's checkpoints; None without --save. Collective over the world."""
-    options = config.checkpoint
     if options.save is None:
         return None
     retention = Retention(options.keep_last, options.keep_every, options.save_retain_best)
     saver = CheckpointSaver(Path(options.save), world, background=options.async_save, retention=retention)
     saver.held += [Path(progress.loaded_from)] if progress.loaded_from else []
     return saver
-
-
-def load_checkpoint(
-    config: RunConfig,
-    state: ParallelState,
-    stages: Mapping[int, nn.Module],
-    optimizer: DistributedOptimizer,
-    say: Callable[[str], None] = lambda line: None,
-    data_fingerprint: str | None = None,
-) -> Progress:
-    """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and the
-    optimizer, and says which were skipped and why.
-
-    Collective over the world. Returns where the run stands: at the start if there is no checkpoint or under
-    --finetune. Raises ValueError, on every rank, if the checkpoint does not fit the run, or the run's data, of which
-    `data_fingerprint` tells, is not what its data position refers to.
-    """
-    options = config.checkpoint
-    checkpoint = _choose(config, state.world, say)
-    if checkpoint is None:
-        return Progress(data_fingerprint=data_fingerprint)
-    load_optimizer = options.load_optim and not options.finetune
-    if converted(checkpoint) and load_optimizer:
-        load_optimizer = False
-        say(f" {checkpoint.folder} was converted from another format and has weights only: the optimizer starts fresh")
-    _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
-    targets = load_targets(stages.values(), optimizer.sharded_state(), state, checkpoint.tensors, load_optimizer)
-    targets = _without_new_histories(targets, checkpoint)
-    if load_optimizer:
-        targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
-    unused = _unused(checkpoint, load_optimizer, config.optimizer)
-    checkpoint.load(targets, state.world, ignore=unused)
-    if load_optimizer:
-        _load_counters(checkpoint, optimizer)
-    progress = Progress() if options.finetune else _progress(checkpoint.payload)
-    progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
-    progress.loaded_from = str(checkpoint.folder)
-    return progress
 
 
 def load_model_for_inference(
@@ -230,15 +201,11 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     if options.load is None:
         return None
     checkpoint = choose_checkpoint(Path(options.load), world, say)
-    if checkpoint is None and options.finetune:
+    flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
+    if checkpoint is None and (options.finetune or options.exit_on_missing_checkpoint):
         raise ValueError(
-            f"--finetune needs a checkpoint, and --load {options.load} holds none (there is no {LATEST} in it): "
-            "correct the path, or drop --finetune to start anew"
-        )
-    if checkpoint is None and options.exit_on_missing_checkpoint:
-        raise ValueError(
-            f"--load {options.load} holds no checkpoint (there is no {LATEST} in it): "
-            "correct the path, or drop --exit-on-missing-checkpoint to start anew"
+            f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
+            f"correct the path, or drop {flag} to start anew"
         )
     return checkpoint
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.casts import FIRST_CAPABILITY
-from megatron.core.parallel_state import ParallelState, initialize_model_parallel
+from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
 from megatron.training.config.output_paths import unwritable
@@ -187,19 +187,6 @@ def give_back_memory(device: torch.device) -> None:
     trim = getattr(_C_LIBRARY, "malloc_trim", None) if device.type == "cpu" else None
     if trim is not None:
         trim(0)
-
-
-def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) -> ParallelState:
-    """Builds the process groups of a configuration, after `init_process_group`. Collective over the world."""
-    return initialize_model_parallel(
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
-        config.expert_model_parallel_size,
-        config.expert_tensor_parallel_size,
-        config.use_tp_pp_dp_mapping,
-        timeout=timeout,
-    )
 
 
 def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:

@@ -12,6 +12,7 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -35,21 +36,13 @@ class Pipeline:
         self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
         self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
-        self.executor = PipelineExecutor(
-            stages,
-            self.layout,
-            self.pp,
-            hidden_shape=hidden_shape(config, runtime.state.tp.size),
-            dtype=getattr(torch, config.parallel.params_dtype),
-            device=runtime.device,
-            queue=queue,
-            casts=casts,
-            lanes=runtime.state.lanes,
-        )
+        shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
+        p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
+        self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts)
         self.graph: GraphedMicrobatches | None = None
         if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
-            warm_up, dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
-            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, dtype)
+            warm_up, main_dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
+            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, main_dtype)
 
     @property
     def loss_rank(self) -> int:

@@ -7,15 +7,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
-from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, checkpoint_folder, saved_folders
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.training.checkpointing import build_saver, checkpoint_contents
-from megatron.training.config.run_config import RunConfig
+from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime
 from megatron.training.progress import Progress
@@ -24,29 +19,16 @@ from megatron.training.progress import Progress
 class RunSaver:
     """Saves checkpoints of a run and reports on them. Without --save it does nothing. Collective."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        runtime: Runtime,
-        stages: Mapping[int, GPTModel],
-        optimizer: DistributedOptimizer,
-        progress: Progress,
-    ) -> None:
-        self.options = config.checkpoint
-        self.writer = build_saver(config, runtime.state.world, progress)
+    def __init__(self, checkpointer: Checkpointer, runtime: Runtime, progress: Progress) -> None:
+        self.options = checkpointer.config.checkpoint
+        self.writer = build_saver(self.options, runtime.state.world, progress)
         """None without --save."""
-        self._config, self._runtime, self._stages, self._optimizer = config, runtime, stages, optimizer
-        self._progress = progress
+        self.checkpointer, self._runtime, self._progress = checkpointer, runtime, progress
         self.exporter: HFExporter | None = None
         """None without --export-hf-interval."""
-        if self.writer is not None and self.options.export_hf_interval is not None:
-            self.exporter = HFExporter(config, self.writer.held)
 
-    def contents(
-        self, progress: Progress, metrics: Mapping[str, float | None] | None = None
-    ) -> tuple[StateDict, dict[str, Any]]:
-        """(tensors, the rest) of a checkpoint at `progress`."""
-        return checkpoint_contents(self._config, self._runtime.state, self._stages, self._optimizer, progress, metrics)
+        if self.writer is not None and self.options.export_hf_interval is not None:
+            self.exporter = HFExporter(checkpointer.config, self.writer.held)
 
     def prepare(self) -> None:
         """Allocates staging memory if checkpoints are saved during the run. Warns if --save holds checkpoints of
@@ -60,7 +42,7 @@ class RunSaver:
                 + ("" if self.options.load else "; to resume from the latest, add --load")
             )
         if self.writer is not None and self.options.save_interval:
-            self.writer.prepare(self.contents(self._progress)[0])
+            self.writer.prepare(self.checkpointer.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
         """Starts a checkpoint of the present iteration; with --no-async-save it is written on return."""
@@ -70,7 +52,7 @@ class RunSaver:
         if self.exporter is not None:  # learns of the save before, whose checkpoint retention must then not delete
             self.writer.wait()
             self.report()
-        self.writer.save(iteration, *self.contents(self._progress, metrics))
+        self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))
         if self.writer.background:
             stalled = time.perf_counter() - start
             self._runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s")

@@ -11,11 +11,12 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.freeze import freeze_parameters
-from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.conversion.start import load_start
@@ -86,7 +87,8 @@ def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamSchedu
     training = config.training
     assert training.global_batch_size is not None
     iterations = train_iters if training.train_samples is None else None
-    return OptimizerParamScheduler(config.optimizer, training.global_batch_size, iterations, training.train_samples)
+    length = ScheduleLength.of(config.optimizer, training.global_batch_size, iterations, training.train_samples)
+    return OptimizerParamScheduler(config.optimizer, length)
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
@@ -105,12 +107,13 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         ddp = DistributedDataParallel(
             config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer
         )
-        optimizer = build_optimizer(config.optimizer, ddp, state)
+        optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         scheduler = build_scheduler(config, train_iters)
     with phases("checkpoint"):
-        progress = load_start(config, state, stages, optimizer, runtime.say, data.fingerprint)
+        checkpointer = Checkpointer(config, state, stages, optimizer)
+        progress = load_start(checkpointer, runtime.say, data.fingerprint)
         scaling.refresh()
-        saver = RunSaver(config, runtime, stages, optimizer, progress)
+        saver = RunSaver(checkpointer, runtime, progress)
     if config.logging.sample_log:
         path = Path(config.logging.sample_log)
         data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megatron.core.datasets.samplers import DataIterator
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.check_replicas import check_replicas
 from megatron.training.diagnosis.straggler import GRAD_SYNC
-from megatron.training.evaluation import evaluate_split
+from megatron.training.evaluation import evaluate
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
 from megatron.training.initialize import (
@@ -67,7 +66,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     requests = watchdog.requests
     watchdog.status.executor = run.pipeline.executor
     watchdog.begin("opening the logs")
-    log = RunLog(config, runtime, progress.iteration, run.train_iters, resources)
+    log = RunLog(run, resources)
     runtime.say(str(runtime.phases))
     _say_where_it_starts(config, progress, runtime.say)
     run.saver.prepare()
@@ -180,16 +179,6 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     interval.learning_rate = lr
     interval.batch_size = step.samples
     interval.samples += step.samples
-
-
-def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) -> None:
-    """Evaluates the data of `valid` or `test` and logs the loss. Collective."""
-    record = evaluate_split(split, iterator, run.progress.iteration, run.config, run.runtime, run.pipeline)
-    if record is not None:
-        run.measured[f"{split}_loss"] = record[f"{split}_loss"]
-        log.write(record)
-        for callback in run.callbacks:
-            callback.on_evaluation(run.view, split, record)
 
 
 def save(run: TrainingRun) -> None:

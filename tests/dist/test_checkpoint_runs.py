@@ -13,10 +13,10 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import Checkpointer
 from megatron.training.progress import Progress
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from tests.gpt_cases import STYLES
@@ -51,7 +51,7 @@ def build(config: RunConfig, state: ParallelState) -> tuple[dict[int, GPTModel],
     model = GPTModel(config.model, config.parallel, state, layers=layers, first=stage == 0, last=stage == last)
     zero = config.optimizer.use_distributed_optimizer
     ddp = DistributedDataParallel(config.ddp, config.parallel, state, [model], zero)
-    return {stage: model}, build_optimizer(config.optimizer, ddp, state)
+    return {stage: model}, DistributedOptimizer(config.optimizer, ddp, state)
 
 
 def train_and_save(rank: int, world_size: int, layout: Layout, style: str, bf16: bool, root: Path) -> None:
@@ -64,16 +64,17 @@ def train_and_save(rank: int, world_size: int, layout: Layout, style: str, bf16:
         offset, shape = param.meta.box(state.coords)
         param.main_grad.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
     optimizer.step(1e-2, 0.01)
-    save_checkpoint(config, state, stages, optimizer, Progress(4, 32, data_fingerprint="d"))
+    Checkpointer(config, state, stages, optimizer).save(Progress(4, 32, data_fingerprint="d"))
 
 
 def load_and_save(rank: int, world_size: int, layout: Layout, style: str, bf16: bool, old: Path, new: Path) -> int:
     config = layout.config(style, bf16, load=str(old), save=str(new))
     state = initialize_model_parallel(layout.tp, layout.pp)
     stages, optimizer = build(config, state)
-    progress = load_checkpoint(config, state, stages, optimizer)
+    checkpointer = Checkpointer(config, state, stages, optimizer)
+    progress = checkpointer.load()
     assert progress == Progress(4, 32, data_fingerprint="d")
-    save_checkpoint(config, state, stages, optimizer, progress)
+    checkpointer.save(progress)
     return optimizer.step_count
 
 

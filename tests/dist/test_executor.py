@@ -11,6 +11,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, build_parallel_state
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of, splits_backward
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
@@ -101,30 +102,20 @@ def grads_of(stages) -> dict[str, Tensor]:
 def run_pipeline(rank: int, world: int, schedule: str, m: int, v: int, seed: float, lanes: bool = False):
     state = build_parallel_state(ParallelDims(pp=world), rank, lanes=lanes)
     assert len({lane.group for lane in state.lanes}) == (4 if lanes else 1)
-    pp = state.pp
     layout, queue = layout_of(schedule, world, v), WeightGradQueue()
     stages = make_stages(layout.stages_of(rank), layout.num_stages, queue)
-    trace: list = []
-    executor = PipelineExecutor(
-        stages,
-        layout,
-        pp,
-        hidden_shape=HIDDEN,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        queue=queue,
-        lanes=state.lanes,
-        trace=trace,
-    )
+    ran: list = []
+    p2p = PipelineP2P(state.pp, HIDDEN, torch.float64, torch.device("cpu"), lanes=state.lanes)
+    executor = PipelineExecutor(stages, layout, p2p, queue)
+    executor.after = ran.append
     evaluated = executor.run(pipeline_lists(schedule, world, m + 1, v, evaluate=True)[rank], make_batches(m + 1))
     assert all(grad is None for grad in grads_of(stages).values())
-    trace.clear()
+    ran.clear()
     give_main_grads(stages)
     added_in = note_who_adds(stages, executor)
     actions = pipeline_lists(schedule, world, m, v)[rank]
     losses = executor.run(actions, make_batches(m), loss_scale_seed=seed)
-    assert [action for action, _, _ in trace] == list(actions)
-    assert all(stop >= start for _, start, stop in trace)
+    assert ran == list(actions)
     assert added_in <= {Kind.W if splits_backward(schedule) else Kind.B}
     return losses, grads_of(stages), evaluated
 
@@ -179,14 +170,8 @@ def fail_in_a_stage(rank: int, world: int):
         def forward(self, hidden, batch):
             raise ArithmeticError("no such number")
 
-    executor = PipelineExecutor(
-        {0: Broken(0, 1, WeightGradQueue())},
-        layout_of("1f1b", 1),
-        Axis(),
-        hidden_shape=HIDDEN,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-    )
+    p2p = PipelineP2P(Axis(), HIDDEN, torch.float64, torch.device("cpu"))
+    executor = PipelineExecutor({0: Broken(0, 1, WeightGradQueue())}, layout_of("1f1b", 1), p2p)
     executor.run(pipeline_lists("1f1b", 1, 1)[0], make_batches(1))
 
 

@@ -42,7 +42,7 @@ def _state_in_fake_world(dims: ParallelDims, rank: int) -> ps.ParallelState:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
     try:
-        state = ps.initialize_model_parallel(dims.tp, dims.pp, use_tp_pp_dp_mapping=dims.tp_pp_dp, make_global=False)
+        state = ps.initialize_model_parallel(dims.tp, dims.pp, use_tp_pp_dp_mapping=dims.tp_pp_dp)
         for name in ("tp", "pp", "dp"):
             axis = state.axis(name)
             assert axis.group is not None and axis.group.size() == axis.size == dims.size(name)
@@ -97,7 +97,7 @@ def test_all_ranks_make_their_groups_together(
 
 def test_sizes_that_do_not_divide_the_world_are_refused() -> None:
     def refused(rank: int, world_size: int) -> str:
-        with pytest.raises(ValueError, match="world size 2 is not a multiple") as error:
+        with pytest.raises(ValueError, match="world size 2 must be a multiple") as error:
             ps.initialize_model_parallel(4)
         return str(error.value)
 

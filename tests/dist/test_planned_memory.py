@@ -12,7 +12,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
 from megatron.core.optimizer.freeze import freeze_parameters
@@ -46,7 +46,7 @@ def compare(
     parameters = [parameter for parameter in built.parameters() if parameter.requires_grad]
     freeze_parameters([built], optimizer, state.world)
     ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer)
-    shards = build_optimizer(optimizer, ddp, state).shards
+    shards = DistributedOptimizer(optimizer, ddp, state).shards
     plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)
     own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
     allocated = (

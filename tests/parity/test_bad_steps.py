@@ -137,7 +137,8 @@ def poison(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
         readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
         token, sample = max(readers.items(), key=lambda item: item[1])
         table.data[token] = math.nan
-        run.optimizer.reload_main_from_params()
+        for shard in run.optimizer.shards:
+            shard.main.data.copy_(shard.bucket.owned_params)
         train_step(run, Interval())
         with pytest.raises(BadStepError) as error:
             settle(run)

@@ -19,19 +19,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
-from megatron.core.dist_checkpointing.storage import save
+from megatron.core.dist_checkpointing.storage import read_latest, save
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing import (
-    changed_fields,
-    checkpoint_contents,
-    load_checkpoint,
-    load_model_for_inference,
-    read_latest,
-    save_checkpoint,
-)
+from megatron.training.checkpointing import Checkpointer, changed_fields, load_model_for_inference
 from megatron.training.config.run_config import CheckpointConfig, RunConfig, TrainingConfig
 from megatron.training.progress import Progress
 from tests.gpt_cases import GPT, LLAMA, random_batch
@@ -55,7 +48,7 @@ class Run:
         ddp = DistributedDataParallel(
             config.ddp, config.parallel, STATE, list(self.stages.values()), config.optimizer.use_distributed_optimizer
         )
-        self.optimizer = build_optimizer(config.optimizer, ddp, STATE)
+        self.optimizer = DistributedOptimizer(config.optimizer, ddp, STATE)
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -65,10 +58,10 @@ class Run:
         self.optimizer.step(1e-2, 0.01)
 
     def save(self, progress: Progress) -> Path:
-        return save_checkpoint(self.config, STATE, self.stages, self.optimizer, progress)
+        return Checkpointer(self.config, STATE, self.stages, self.optimizer).save(progress)
 
     def load(self) -> Progress:
-        return load_checkpoint(self.config, STATE, self.stages, self.optimizer)
+        return Checkpointer(self.config, STATE, self.stages, self.optimizer).load()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}
@@ -118,7 +111,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     assert Run(replace(config(tmp_path), checkpoint=CheckpointConfig())).load() == Progress()
     with pytest.raises(ValueError, match="drop --exit-on-missing-checkpoint"):
         Run(config(tmp_path, exit_on_missing_checkpoint=True)).load()
-    with pytest.raises(ValueError, match=r"--finetune needs a checkpoint, and --load .* holds none"):
+    with pytest.raises(ValueError, match=r"--finetune needs a checkpoint, and --load .* holds no checkpoint"):
         Run(config(tmp_path, finetune=True)).load()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ValueError, match="must hold the number of an iteration"):
@@ -238,7 +231,7 @@ def test_gelu_of_checkpoints_from_before_its_exact_form_is_the_tanh_one(tmp_path
 
 def test_loads_of_experts_in_older_checkpoints_are_left_out(tmp_path: Path) -> None:
     run = Run(config(tmp_path))
-    tensors, payload = checkpoint_contents(run.config, STATE, run.stages, run.optimizer, Progress(1, 8))
+    tensors, payload = Checkpointer(run.config, STATE, run.stages, run.optimizer).contents(Progress(1, 8))
     tensors["model.decoder.layers.0.mlp.router.load"] = torch.ones(8, dtype=torch.float64)
     save(tmp_path, 1, tensors, payload, STATE.world)
     assert run.load().iteration == 1

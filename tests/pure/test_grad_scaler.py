@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicLossScaler, build_loss_scaler
 
@@ -43,18 +41,3 @@ def test_which_scaler_a_run_gets():
     fixed = build_loss_scaler(OptimizerConfig(loss_scale=128.0), fp16=True)
     assert feed(fixed, [1, 1, 1]) == [128, 128, 128]
     assert build_loss_scaler(OptimizerConfig(), fp16=True).scale == 2.0**32
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"min_loss_scale": 0.0}, "--min-loss-scale"),
-        ({"initial_loss_scale": 0.5}, "--min-loss-scale"),
-        ({"loss_scale_window": 0}, "--loss-scale-window"),
-        ({"hysteresis": 0}, "--hysteresis"),
-        ({"loss_scale": -1.0}, "--loss-scale"),
-    ],
-)
-def test_bad_flags(flags, named):
-    with pytest.raises(ValueError, match=named):
-        build_loss_scaler(OptimizerConfig(**flags), fp16=True)

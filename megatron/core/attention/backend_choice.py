@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 
 WARM_UP, REPEATS = 3, 10
@@ -71,8 +72,7 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis) -> C
 def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
     """Times each run on every rank; the slowest rank counts. Collective over the world."""
     seconds = torch.tensor([_time(run, clock) for run in runs.values()], dtype=torch.float64, device=device)
-    if world.size > 1:
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=world.group)
+    all_reduce_(seconds, world, dist.ReduceOp.MAX)
     return Choice(dict(zip(runs, seconds.tolist(), strict=True)))
 
 

@@ -46,10 +46,7 @@ INDEX = ".metadata"
 
 T = TypeVar("T")
 
-UNREADABLE = (
-    *(OSError, ValueError, EOFError, pickle.UnpicklingError),
-    *(AttributeError, LookupError, TypeError, RecursionError),
-)
+MALFORMED = (ValueError, EOFError, AttributeError, LookupError, TypeError, RecursionError, pickle.UnpicklingError)
 """Exceptions raised by malformed pickles and JSON."""
 
 
@@ -166,7 +163,7 @@ class Checkpoint:
                 for key, entry in found.items()
             }
             covered = {key: sum(prod(chunk.sizes) for chunk in entry.chunks) for key, entry in found.items()}
-        except UNREADABLE as error:
+        except (OSError, *MALFORMED) as error:
             raise ValueError(f"{folder} is not a readable checkpoint: {type(error).__name__}: {error}") from error
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
@@ -366,32 +363,21 @@ class _IndexReader(dcp.FileSystemReader):
         return self._index
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    ALLOWED = frozenset(
-        {
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "BytesStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "Metadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),
-        }
-    )
+INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+"""Module -> the names in it that an index of tensors may contain."""
 
+
+class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.ALLOWED:
+        if name in INDEX_NAMES.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found

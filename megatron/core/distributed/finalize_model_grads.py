@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collectives import all_reduce_
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.parallel_state import Axis, ParallelState
 
@@ -40,9 +41,7 @@ def finalize_model_grads(
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
     """Valid tokens of the global batch, on every rank: the count of pipeline rank `loss_rank`, summed over data- and
     context-parallel ranks. Scalar float64."""
-    total = num_tokens.detach().to(torch.float64, copy=True)
-    if state.dp_cp.size > 1:
-        dist.all_reduce(total, group=state.dp_cp.group)
+    total = all_reduce_(num_tokens.detach().to(torch.float64, copy=True), state.dp_cp)
     if state.pp.size > 1:
         dist.broadcast(total, src=state.pp.ranks[loss_rank], group=state.pp.group)
     return total

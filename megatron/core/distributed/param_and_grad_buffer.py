@@ -27,19 +27,12 @@ class Bucket:
     over a rank's micro-batches keeps the gradients' precision; only the sum over ranks has that of `reduce_dtype`.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        params: Tensor,
-        grads: Tensor,
-        axis: Axis,
-        shard_grads: bool,
-        reduce_dtype: torch.dtype,
-    ) -> None:
-        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
-        self.params = params[layout.start : layout.stop]
-        self.grads = grads[layout.start : layout.stop]
-        self.shard_range = layout.shard(axis.rank)
+    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
+        self.layout, self.axis, self.reduce_dtype = layout, buffer.axis, buffer.reduce_dtype
+        self.shard_grads = shard_grads = buffer.shard_grads
+        self.params = buffer.param_data[layout.start : layout.stop]
+        self.grads = buffer.grad_data[layout.start : layout.stop]
+        self.shard_range = layout.shard(self.axis.rank)
         first, last = self.shard_range[0] - layout.start, self.shard_range[1] - layout.start
         self.param_shard, self.grad_shard = self.params[first:last], self.grads[first:last]
         self.owned_range = self.shard_range if shard_grads else (layout.start, layout.stop)
@@ -115,7 +108,7 @@ class ParamAndGradBuffer:
         reduce_dtype: torch.dtype,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
-        self.layout = layout
+        self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
         sample = params[layout.params[0].index]
         self.param_data = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
         self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=sample.device)
@@ -126,5 +119,4 @@ class ParamAndGradBuffer:
             view.copy_(param.data)
             param.data = view
             param.main_grad = self.grad_data[place.start : place.stop].view(param.shape)  # type: ignore[attr-defined]
-        whole = (self.param_data, self.grad_data, axis, shard_grads, reduce_dtype)
-        self.buckets = [Bucket(bucket, *whole) for bucket in layout.buckets]
+        self.buckets = [Bucket(bucket, self) for bucket in layout.buckets]

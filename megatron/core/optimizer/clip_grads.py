@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collectives import all_reduce_
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.parallel_state import ParallelState
 
@@ -45,8 +45,7 @@ class GradNorm:
         rank too; they count for the overflow as well."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         summed = squares if sums is None else torch.cat([squares, sums.to(squares)])
-        if self.world.size > 1:
-            dist.all_reduce(summed, group=self.world.group)
+        all_reduce_(summed, self.world)
         return summed[0].sqrt(), (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 
     def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:

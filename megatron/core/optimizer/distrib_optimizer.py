@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
-from megatron.core.optimizer.grad_scaler import LossScaler, build_loss_scaler
+from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
@@ -97,13 +97,16 @@ class DistributedOptimizer:
     """The optimizer that --optimizer names, over the main-precision shards of one rank.
 
     Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
-    values, or call `reload_main_from_params` once they have.
+    values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
     """
 
-    def __init__(
-        self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, scaler: LossScaler
-    ) -> None:
-        self.config, self.ddp, self.scaler = config, ddp, scaler
+    def __init__(self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> None:
+        if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
+            raise ValueError(
+                f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
+                f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
+            )
+        self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
         self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         states = OPTIMIZERS.facts(config.optimizer).states
         self.shards = [
@@ -111,7 +114,6 @@ class DistributedOptimizer:
         ]
         self._rule: Optimizer = OPTIMIZERS[config.optimizer](config, self.shards)
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        self._skipped = torch.zeros_like(self._updates)
 
     @torch.no_grad()
     def step(
@@ -133,8 +135,9 @@ class DistributedOptimizer:
             torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
         self._rule.step(lr, weight_decay, skip, self._updates)
         self._updates += 1.0 - skip
-        self._skipped += skip
-        self._start_param_sync()
+        for shard in self.shards:
+            shard.write_params()
+        self.ddp.start_param_sync()
         if not self.ddp.config.overlap_param_gather:
             self.finish_param_sync()
         result = StepResult(norm, overflow, (skip, spike), sums, self.scaler.scale, self.scaler.can_fall)
@@ -152,11 +155,6 @@ class DistributedOptimizer:
         return self.scaler.scale
 
     @property
-    def skipped_steps(self) -> int:
-        """Steps since the start or load that updated nothing. Waits for the device."""
-        return int(self._skipped.item())
-
-    @property
     def step_count(self) -> int:
         """Updates made so far, in Adam's bias correction too; skipped steps do not count. Waits for the device."""
         return int(self._updates.item())
@@ -167,41 +165,11 @@ class DistributedOptimizer:
         self._rule.set_step_count(value)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Live views of everything this rank owns; load in place, set `step_count`, then
-        `reload_params_from_main`. Main parameters are left out where the parameters are the main parameters."""
+        """Live views of everything this rank owns; load in place, set `step_count`. Main
+        parameters are left out where the parameters are the main parameters."""
         self.finish_param_sync()
         return [piece for shard in self.shards for piece in shard.pieces()]
-
-    @torch.no_grad()
-    def reload_params_from_main(self) -> None:
-        """Makes the parameters, on all ranks, the rounded main parameters. Collective."""
-        self.finish_param_sync()
-        self._start_param_sync()
-        self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
         """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""
         self.ddp.finish_param_sync()
-
-    def _start_param_sync(self) -> None:
-        for shard in self.shards:
-            shard.write_params()
-        self.ddp.start_param_sync()
-
-    @torch.no_grad()
-    def reload_main_from_params(self) -> None:
-        """Makes the main parameters the parameters, after those alone were loaded or initialised."""
-        for shard in self.shards:
-            shard.read_params()
-
-
-def build_optimizer(
-    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState
-) -> DistributedOptimizer:
-    """The optimizer of a run, with its loss scaler."""
-    if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
-        raise ValueError(
-            f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
-            f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
-        )
-    return DistributedOptimizer(config, ddp, state, build_loss_scaler(config, ddp.parallel_config.fp16))

@@ -11,8 +11,6 @@ class LossScaler:
     dynamic = False
 
     def __init__(self, scale: float = 1.0) -> None:
-        if scale <= 0:
-            raise ValueError(f"--loss-scale {scale} must be positive")
         self.scale = scale
 
     @property
@@ -41,13 +39,6 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, initial_scale: float, min_scale: float, window: int, hysteresis: int) -> None:
         super().__init__(initial_scale)
-        if not 0 < min_scale <= initial_scale:
-            raise ValueError(
-                f"--min-loss-scale {min_scale} must be positive and at most --initial-loss-scale {initial_scale}"
-            )
-        for name, value in (("--loss-scale-window", window), ("--hysteresis", hysteresis)):
-            if value < 1:
-                raise ValueError(f"{name} {value} must be at least 1")
         self.min_scale, self.window, self.hysteresis = min_scale, window, hysteresis
         self.good_steps = 0
         self.allowance = hysteresis

@@ -38,11 +38,6 @@ class OptimizerShard:
         if not self.aliased:
             self.bucket.owned_params.copy_(self.main)
 
-    def read_params(self) -> None:
-        """This rank's part of the parameters into the main parameters."""
-        if not self.aliased:
-            self.main.copy_(self.bucket.owned_params)
-
     def pieces(self) -> Iterator[OptimizerPiece]:
         """Live views of the state, one for each kind of state and owned part of a parameter."""
         tensors: dict[str, Tensor] = ({} if self.aliased else {"main_param": self.main}) | self.states

@@ -111,50 +111,24 @@ def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, le
 
 
 class OptimizerParamScheduler:
-    """Gives (lr, weight decay) at `num_steps` consumed samples, the scheduler's only state.
+    """Learning rate and weight decay at a number of consumed samples. It has no state.
 
-    Raises ValueError if the flags make no schedule.
+    `config` is validated. Raises ValueError if the warm-up or the final anneal does not fit the length of the run.
     """
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        global_batch_size: int,
-        train_iters: int | None = None,
-        train_samples: int | None = None,
-    ) -> None:
-        self.config = config
-        self.length = ScheduleLength.of(config, global_batch_size, train_iters, train_samples)
-        self.max_lr = _check(config, self.length)
+    def __init__(self, config: OptimizerConfig, length: ScheduleLength) -> None:
+        _check(config, length)
+        self.config, self.length = config, length
         self._schedule: LrSchedule = LR_SCHEDULES[config.lr_decay_style]
         self.start_wd = config.weight_decay if config.start_weight_decay is None else config.start_weight_decay
         self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
-        if config.weight_decay_incr_style == "constant" and self.start_wd != self.end_wd:
-            raise ValueError(
-                f"--weight-decay-incr-style constant needs --start-weight-decay {self.start_wd} to equal "
-                f"--end-weight-decay {self.end_wd}; choose linear or cosine for a ramp"
-            )
-        self.num_steps = 0
-
-    def step(self, increment: int) -> None:
-        """Counts `increment` more samples."""
-        self.num_steps += increment
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next update."""
-        return self.lr_at(self.num_steps)
-
-    @property
-    def weight_decay(self) -> float:
-        """Weight decay of the next update."""
-        return self.weight_decay_at(self.num_steps)
 
     def lr_at(self, samples: int) -> float:
         """Learning rate of the update that follows `samples` consumed samples."""
         config, length = self.config, self.length
         if length.warmup > 0 and samples <= length.warmup:
-            return config.lr_warmup_init + (self.max_lr - config.lr_warmup_init) * samples / length.warmup
+            assert config.lr is not None
+            return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / length.warmup
         where = f"--lr-decay-style {config.lr_decay_style} at {samples} consumed samples"
         try:
             lr = self._schedule(samples, length, config)
@@ -171,24 +145,9 @@ class OptimizerParamScheduler:
             return self.end_wd
         return self.start_wd + WEIGHT_DECAY_RAMP[style](samples / self.length.total) * (self.end_wd - self.start_wd)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"num_steps": self.num_steps}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Takes up the count; the shape of the schedule is the configuration's."""
-        self.num_steps = state["num_steps"]
-
-
-def _check(config: OptimizerConfig, length: ScheduleLength) -> float:
-    """The peak learning rate, once the flags are known to make a schedule."""
-    if config.lr is None:
-        raise ValueError("--lr is not set: give the peak learning rate")
-    if not 0 <= config.min_lr <= config.lr:
-        raise ValueError(f"--min-lr {config.min_lr} must be between 0 and --lr {config.lr}")
-    if not config.lr_warmup_init <= config.lr:
-        raise ValueError(f"--lr-warmup-init {config.lr_warmup_init} must be at most --lr {config.lr}")
-    if length.decay <= 0:
-        raise ValueError(f"the learning rate must decay over a positive length, not {length.decay:g} samples")
+def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
+    """Checks the lengths, which validation cannot where the data decide how long the run is."""
     if length.warmup >= length.decay:
         raise ValueError(
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "
@@ -199,4 +158,3 @@ def _check(config: OptimizerConfig, length: ScheduleLength) -> float:
             f"--lr-decay-style WSD needs a final anneal (--lr-wsd-decay-iters or -samples) above 0 and at most "
             f"the decay length of {length.decay:g} samples, not {length.anneal:g}"
         )
-    return config.lr

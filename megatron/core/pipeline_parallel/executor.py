@@ -6,7 +6,6 @@ is all in the list (`passes.pipeline_lists`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,11 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from megatron.core.fp8.recipes import WeightCasts
-from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
-from megatron.core.pipeline_parallel.simulator import Timed
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 
@@ -38,8 +35,8 @@ class PipelineExecutor:
 
     `stages` maps the global number of each local stage to its module: `module(hidden | None, batch)` returns hidden
     [s(/tp), b, h], and on the last stage the loss sum of the microbatch, a scalar. The first stage is given None.
-    `hidden_shape` and `dtype` are those of every message. Lists with I and W need the `queue` that the linear
-    layers of the stages leave their weight gradients in. `casts` are the stages' copies of weights, kept for a run.
+    `p2p` carries the messages. Lists with I and W need the `queue` that the linear layers of the stages leave their
+    weight gradients in. `casts` are the stages' copies of weights, kept for a run.
 
     An output is kept only until it is sent: the backward needs its place in the autograd graph, not its values.
     """
@@ -48,22 +45,14 @@ class PipelineExecutor:
         self,
         stages: Mapping[int, nn.Module],
         layout: PipelineLayout,
-        pp: Axis,
-        *,
-        hidden_shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        p2p: PipelineP2P,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
-        lanes: Sequence[Axis] = (),
-        trace: list[Timed] | None = None,
     ) -> None:
+        pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
-        self.stages, self.layout, self.pp, self.queue = stages, layout, pp, queue
+        self.stages, self.layout, self.pp, self.p2p, self.queue = stages, layout, pp, p2p, queue
         self.casts = casts or WeightCasts()
-        self.p2p = PipelineP2P(pp, hidden_shape, dtype, device, lanes=lanes)
-        self.trace = trace
-        """Where given, gets each action and the host times at which it began and ended."""
         self.current: Action | None = None
         """The action being run, for whoever reports a hang."""
         self.message_from: int | None = None
@@ -120,7 +109,6 @@ class PipelineExecutor:
 
     def _run_one(self, action: Action) -> None:
         self.current = action
-        start = time.perf_counter()
         try:
             with record_function(str(action)):
                 self._handlers[action.kind](action)
@@ -128,8 +116,6 @@ class PipelineExecutor:
             error.add_note(f"pipeline rank {self.pp.rank} was running {action}")
             raise
         self.after(action)
-        if self.trace is not None:
-            self.trace.append(Timed(action, start, time.perf_counter()))
         self.current = None
 
     def _forward(self, action: Action) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,25 +24,24 @@ from torch import Tensor
 
 from megatron.core.parallel_state import Axis
 
+MAX_IN_FLIGHT = 8
 
-class Receive:
+
+class Receive(NamedTuple):
     """A receive under way."""
 
-    def __init__(
-        self, work: dist.Work | None, buffer: Tensor, device: torch.device, timeout: timedelta | None = None
-    ) -> None:
-        self._work, self._buffer, self._device, self._timeout = work, buffer, device, timeout
+    work: dist.Work | None
+    buffer: Tensor
+    """Where it arrives."""
 
-    @property
-    def buffer(self) -> Tensor:
-        """Where it arrives."""
-        return self._buffer
+    device: torch.device
+    timeout: timedelta | None
 
     def wait(self) -> Tensor:
         """The message, for use on the current stream."""
-        if self._work is not None:
-            _wait(self._work, self._timeout)
-        return self._buffer.to(self._device)
+        if self.work is not None:
+            _wait(self.work, self.timeout)
+        return self.buffer.to(self.device)
 
 
 class PipelineP2P:
@@ -52,7 +52,7 @@ class PipelineP2P:
     they take, of the same ranks as `pp`; without, all go over `pp`.
 
     A message that is being sent keeps its memory until the send is done: finished ones are let go at every later send,
-    and no more than `max_in_flight` are kept.
+    and no more than `MAX_IN_FLIGHT` are kept.
     """
 
     def __init__(
@@ -61,13 +61,11 @@ class PipelineP2P:
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        max_in_flight: int = 8,
         lanes: Sequence[Axis] = (),
     ) -> None:
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
         self.pp, self.shape, self.dtype, self.device = pp, tuple(shape), dtype, device
-        self.max_in_flight = max_in_flight
         self.timeout: timedelta | None = None
         """How long gloo may wait for a message, in place of what the group was made with. NCCL asks the group."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
@@ -79,7 +77,7 @@ class PipelineP2P:
         assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
         message = message.to(self._wire_device).contiguous()
-        self._let_go(self.max_in_flight - 1)
+        self._let_go(MAX_IN_FLIGHT - 1)
         work = dist.isend(message, self.pp.ranks[peer], group=self._lane(tag, self.pp.rank).group, tag=tag)
         self._sends.append((work, message))
 

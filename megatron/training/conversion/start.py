@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from megatron.core.dist_checkpointing.state_dict import MODEL, load_targets
 from megatron.core.dist_checkpointing.storage import on_first_rank
@@ -15,49 +14,37 @@ from megatron.core.models.hf.config import config_from_hf
 from megatron.core.models.hf.files import is_hf_folder
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.weights import HFWeights
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpointing import load_checkpoint
-from megatron.training.config.run_config import RunConfig
+from megatron.training.checkpointing import Checkpointer
 from megatron.training.conversion.dcp_format import holds_checkpoint
 from megatron.training.progress import Progress
 
 
 def load_start(
-    config: RunConfig,
-    state: ParallelState,
-    stages: Mapping[int, nn.Module],
-    optimizer: DistributedOptimizer,
-    say: Callable[[str], None] = lambda line: None,
-    data_fingerprint: str | None = None,
+    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data_fingerprint: str | None = None
 ) -> Progress:
     """Loads what --load names into parameters and optimizer, and returns where the run stands. Collective.
 
     A Hugging Face folder gives the weights of iteration 0. If --save holds checkpoints already, the run resumes from
     these, so that the same command resumes it; --finetune starts again. Raises ValueError if something does not fit.
     """
+    config, world = checkpointer.config, checkpointer.state.world
     options, load = config.checkpoint, config.checkpoint.load
-    if load is None or not on_first_rank(lambda: is_hf_folder(Path(load)), state.world):
-        return load_checkpoint(config, state, stages, optimizer, say, data_fingerprint)
+    if load is None or not on_first_rank(lambda: is_hf_folder(Path(load)), world):
+        return checkpointer.load(say, data_fingerprint)
     save = options.save
-    if save and not options.finetune and on_first_rank(lambda: holds_checkpoint(Path(save)), state.world):
+    if save and not options.finetune and on_first_rank(lambda: holds_checkpoint(Path(save)), world):
         say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
         resumed = replace(config, checkpoint=replace(options, load=save))
-        return load_checkpoint(resumed, state, stages, optimizer, say, data_fingerprint)
-    load_hf_weights(config, state, stages, optimizer, Path(load))
+        return replace(checkpointer, config=resumed).load(say, data_fingerprint)
+    load_hf_weights(checkpointer, Path(load))
     say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
     return Progress(data_fingerprint=data_fingerprint)
 
 
 @torch.no_grad()
-def load_hf_weights(
-    config: RunConfig,
-    state: ParallelState,
-    stages: Mapping[int, nn.Module],
-    optimizer: DistributedOptimizer,
-    path: Path,
-) -> None:
+def load_hf_weights(checkpointer: Checkpointer, path: Path) -> None:
     """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder."""
+    config, state = checkpointer.config, checkpointer.state
     folder = HFFolder(path)
     theirs = config_from_hf(folder.config)
     if theirs.vocab_size != config.model.vocab_size:
@@ -67,7 +54,8 @@ def load_hf_weights(
         )
     weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
     on_first_rank(weights.check_tied_head, state.world)
-    targets = load_targets(stages.values(), optimizer.sharded_state(), state, (), load_optimizer=False)
+    pieces = checkpointer.optimizer.sharded_state()
+    targets = load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False)
     for key, target in targets.items():
         name = key.removeprefix(MODEL)
         for offset, data in target.boxes if name in weights.placements else ():

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.collectives import all_reduce_
+from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.param_meta import ParamMeta
 
 # Multipliers of the hash: consecutive multiples of an odd number near 2^64 / golden ratio, made odd.
 _GOLDEN = -7046029254386353131
@@ -51,7 +53,8 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
         different = _different(torch.stack([hashes[i] for i in along]), state.axis(name))
         if different is not None and message is None:
             message = _describe(replicas[along[different]], name, state)
-    _raise_together(message, state.world)
+    if messages := [found for found in gather(message, state.world) if found is not None]:
+        raise ReplicaError(messages[0])
     return len(replicas)
 
 
@@ -59,26 +62,16 @@ def replicas_of(
     modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
     """Parameters, then optimizer state, in the same order on all ranks of a group."""
-    for module in modules:
-        for param in module.parameters():
-            meta: ParamMeta = param.meta  # type: ignore[attr-defined]
-            yield from _replica(f"parameter {meta.name}", param.detach(), meta, True, state)
+    params: list[Any] = [param for module in modules for param in module.parameters()]
+    tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in params]
     whole = not optimizer.config.use_distributed_optimizer
-    for piece in optimizer.sharded_state():
-        yield from _replica(f"{piece.key} of {piece.meta.name}", piece.data, piece.meta, whole, state)
-
-
-def _replica(
-    label: str, values: Tensor, meta: ParamMeta, data_replicated: bool, state: ParallelState
-) -> Iterator[Replica]:
-    axes = list(meta.replica_axes)
-    if data_replicated:
-        axes.append(meta.data_axis)
-    if len(set(meta.shared_stages)) > 1:
-        axes.append("embd")
-    axes = [axis for axis in axes if state.axis(axis).size > 1]
-    if axes:
-        yield Replica(label, values, tuple(axes))
+    tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in optimizer.sharded_state()]
+    for label, values, meta, data_replicated in tensors:
+        axes = [*meta.replica_axes, meta.data_axis] if data_replicated else list(meta.replica_axes)
+        if len(set(meta.shared_stages)) > 1:
+            axes.append("embd")
+        if axes := [axis for axis in axes if state.axis(axis).size > 1]:
+            yield Replica(label, values, tuple(axes))
 
 
 def bit_hash(x: Tensor) -> Tensor:
@@ -101,9 +94,7 @@ def _bits(x: Tensor) -> Tensor:
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
     """Index of the first hash that is not the same on all ranks of the axis."""
-    low, high = hashes.clone(), hashes.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=axis.group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
+    low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None
 
@@ -123,17 +114,3 @@ def _describe(replica: Replica, name: str, state: ParallelState) -> str:
         f"differ, the first at {place} of the local tensor: {shown}. Ranks have diverged: go back to a checkpoint from "
         "before and look at what reduces this tensor's gradient"
     )
-
-
-def _raise_together(message: str | None, world: Axis) -> None:
-    if world.size > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        failed = torch.tensor([message is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if not failed.item():
-            return
-        messages: list[str | None] = [None] * world.size
-        dist.all_gather_object(messages, message)
-        message = next(text for text in messages if text is not None)
-    if message is not None:
-        raise ReplicaError(message)

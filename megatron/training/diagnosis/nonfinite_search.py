@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,9 +88,6 @@ class Finding:
             f"(rank {self.rank}, pipeline stage {self.stage}), micro-batch {self.microbatch}, {samples}; {made}; "
             f"weights: {weights}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:

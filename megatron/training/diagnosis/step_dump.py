@@ -16,20 +16,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Sample
 from megatron.core.datasets.samplers import MicroBatch
-from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.storage import CheckpointError, gather, on_first_rank, save
-from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.arguments import save_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.nonfinite_search import Finding
-from megatron.training.progress import Step
+from megatron.training.progress import Progress, Step
 
 FINDING, CONFIG, SAMPLES = "finding.json", "run_config.yaml", "samples-*.npz"
 
@@ -43,9 +41,6 @@ class SavedStep:
     finding: Finding | None
     """None if every value was finite when the step was run again."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
     @classmethod
     def read(cls, folder: Path) -> SavedStep:
         """Raises ValueError if the folder holds no step."""
@@ -57,20 +52,14 @@ class SavedStep:
             raise ValueError(f"{folder} holds no saved step: {FINDING}: {error}") from error
 
 
-def save_step(
-    saved: SavedStep,
-    batches: Sequence[MicroBatch],
-    checkpoint: tuple[StateDict, dict[str, Any]],
-    config: RunConfig,
-    state: ParallelState,
-) -> Path:
+def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Checkpointer, before: Progress) -> Path:
     """Writes a step without effect into --save and returns its folder. Collective.
 
-    `batches` are the step's samples on this data-parallel rank, `checkpoint` is (tensors, the rest) of the run before
-    the step. Raises CheckpointError, on every rank, if a rank cannot write.
+    `batches` are the step's samples on this data-parallel rank, `before` is where the run was before the step. Raises
+    CheckpointError, on every rank, if a rank cannot write.
     """
+    config, state, step, world = checkpointer.config, checkpointer.state, saved.step, checkpointer.state.world
     assert config.checkpoint.save is not None
-    step, world = saved.step, state.world
     folder = Path(config.checkpoint.save) / "nan" / f"iter_{step.iteration:07d}"
     on_first_rank(partial(_begin, folder, config, saved), world)
     problem = None
@@ -78,7 +67,7 @@ def save_step(
         problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")
     if problems := [found for found in gather(problem, world) if found]:
         raise CheckpointError(problems[0])
-    save(folder, step.iteration - 1, *checkpoint, world)
+    save(folder, before.iteration, *checkpointer.contents(before), world)
     return folder
 
 
@@ -87,7 +76,7 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     save_config(config, folder / CONFIG)
-    (folder / FINDING).write_text(step.to_json())
+    (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
 def _write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:

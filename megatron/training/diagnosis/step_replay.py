@@ -46,9 +46,7 @@ def replay(
     if problems := validate(config, ranks):
         raise ValueError("\n".join(map(str, problems)))
     if ranks == 1:
-        set_determinism(config)
-        runtime = Runtime(Launch(), choose_device(parallel, Launch()), ParallelState())
-        return _search(config, runtime, folder, saved, prepare)
+        return _replay_on_rank(0, 1, config, folder, saved, prepare)
     return run_world(ranks, _replay_on_rank, config, folder, saved, prepare, timeout=3600.0)[0]
 
 
@@ -77,20 +75,17 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 def _replay_on_rank(
     rank: int, world_size: int, config: RunConfig, folder: Path, saved: SavedStep, prepare: Prepare | None
 ) -> Finding | None:
-    return _search(config, local_runtime(config, rank, world_size), folder, saved, prepare)
-
-
-def _search(
-    config: RunConfig, runtime: Runtime, folder: Path, saved: SavedStep, prepare: Prepare | None
-) -> Finding | None:
+    set_determinism(config)
+    if world_size == 1:
+        runtime = Runtime(Launch(), choose_device(config.parallel, Launch()), ParallelState())
+    else:
+        runtime = local_runtime(config, rank, world_size)
     run = build_run(config, runtime)
     run.data.close()
+    dp, micro_batch_size = runtime.state.dp, config.training.micro_batch_size
+    samples = SavedSamples(folder)
     run.data.train = DataIterator(
-        SavedSamples(folder),
-        micro_batch_size=config.training.micro_batch_size,
-        dp_rank=runtime.state.dp.rank,
-        dp_size=runtime.state.dp.size,
-        name="saved",
+        samples, micro_batch_size=micro_batch_size, dp_rank=dp.rank, dp_size=dp.size, name="saved"
     )
     if prepare is not None:
         prepare(run)

@@ -12,7 +12,6 @@ Nothing here waits for the device: events are read once they have passed.
 from __future__ import annotations
 
 import functools
-import socket
 import statistics
 import threading
 import time
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.storage import gather
-from megatron.core.parallel_state import Axis
 from megatron.training.config.run_config import LoggingConfig
 
 GRAD_SYNC = "grad_sync"
@@ -122,11 +119,6 @@ def straggler_record(table: Sequence[Sequence[float]], steps: int, config: Loggi
         record[f"straggler_{phase}_ratio"] = ratio
         record[f"straggler_{phase}"] = [list(entry) for entry in found]
     return record
-
-
-def hosts_of_ranks(world: Axis) -> list[str]:
-    """Host name of each rank. Collective."""
-    return gather(socket.gethostname(), world)
 
 
 def straggler_line(record: dict[str, Any], hosts: Sequence[str]) -> list[str]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
+from megatron.core.collectives import all_reduce_
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.planner.flops import flops_per_token
 from megatron.training.diagnosis.step_guard import is_nan
@@ -61,9 +61,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
     gathered = [losses.flatten(), run.experts.take(), run.user_metrics.take(), run.sums.take(), of_ranks.flatten()]
-    summed = torch.cat(gathered)
-    if world > 1:
-        dist.all_reduce(summed)
+    summed = all_reduce_(torch.cat(gathered), runtime.state.world)
     table, expert_load, user_metrics, sums, of_ranks = summed.split([part.numel() for part in gathered])
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
     steps = len(interval.results)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from tqdm import tqdm
 
+from megatron.core.dist_checkpointing.storage import gather
 from megatron.training.config.arguments import flat_values, save_config
-from megatron.training.config.run_config import RunConfig
-from megatron.training.diagnosis.straggler import hosts_of_ranks, straggler_line
+from megatron.training.diagnosis.straggler import straggler_line
 from megatron.training.hooks import METRICS
-from megatron.training.initialize import Runtime
 from megatron.training.metrics import megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
+from megatron.training.run import TrainingRun
 
 CONFIG_FILE = "run_config.yaml"
 
@@ -26,11 +27,10 @@ class RunLog:
     their host names. Everything is closed with `resources`, or when the process ends by a failure.
     """
 
-    def __init__(
-        self, config: RunConfig, runtime: Runtime, iteration: int, train_iters: int, resources: ExitStack
-    ) -> None:
-        self._runtime, self._train_iters, self._options = runtime, train_iters, config.logging
-        self._hosts = hosts_of_ranks(runtime.state.world) if config.logging.log_straggler else []
+    def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
+        config, runtime, iteration = run.config, run.runtime, run.progress.iteration
+        self._runtime, self._train_iters, self._options = runtime, run.train_iters, config.logging
+        self._hosts = gather(socket.gethostname(), runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []
         self._bar: tqdm | None = None
         if not runtime.is_main:
@@ -44,7 +44,7 @@ class RunLog:
             resources.callback(sink.close)
             runtime.watchdog.failures.at_exit.append(sink.close)
         if sys.stderr.isatty():
-            self._bar = tqdm(total=train_iters, initial=iteration, unit="it", dynamic_ncols=True)
+            self._bar = tqdm(total=run.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
             resources.callback(self._bar.close)
 
     def write(self, record: Record) -> None:

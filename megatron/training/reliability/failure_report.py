@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -58,13 +57,6 @@ class Failure:
 
     advice: str
     code: int = ExitCode.FAILED
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        return cls(**json.loads(text))
 
     @classmethod
     def of(cls, error: BaseException, rank: int, who: str, phase: str) -> Failure:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -118,6 +119,13 @@ class Request:
     why: str
 
 
+T = TypeVar("T")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(asdict(value))
+
+
 class Board:
     """A rank's view of the store."""
 
@@ -126,11 +134,15 @@ class Board:
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self._beats = 0
-        store.set(f"peer/{launch.rank}", json.dumps(asdict(self.me)))
+        store.set(f"peer/{launch.rank}", _json(self.me))
 
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _read(self, key: str, kind: Callable[..., T]) -> T | None:
+        text = self.get(key)
+        return kind(**json.loads(text)) if text else None
 
     def get_all(self, name: str) -> dict[int, str]:
         """Rank -> value, of the ranks that have one."""
@@ -167,20 +179,18 @@ class Board:
 
     def post_cause(self, failure: Failure) -> Failure:
         """Makes `failure` the report unless there is one; returns what is."""
-        return Failure.from_json(self._store.compare_set("cause", "", failure.to_json()).decode())
+        return Failure(**json.loads(self._store.compare_set("cause", "", _json(failure)).decode()))
 
     def cause(self) -> Failure | None:
-        text = self.get("cause")
-        return Failure.from_json(text) if text else None
+        return self._read("cause", Failure)
 
     def post_report(self, failure: Failure) -> None:
         """Tells the other ranks that the report is printed, and what it says."""
-        self._store.set("told", failure.to_json())
+        self._store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
         """The report that was printed."""
-        text = self.get("told")
-        return Failure.from_json(text) if text else None
+        return self._read("told", Failure)
 
     def say_place(self, standing: Standing) -> None:
         """Says where this rank was when it saw the cause."""
@@ -207,11 +217,10 @@ class Board:
 
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""
-        self._store.compare_set(f"ask/{number}", "", json.dumps(asdict(request)))
+        self._store.compare_set(f"ask/{number}", "", _json(request))
 
     def asked(self, number: int) -> Request | None:
-        text = self.get(f"ask/{number}")
-        return Request(**json.loads(text)) if text else None
+        return self._read(f"ask/{number}", Request)
 
     def say_position(self, number: int, tick: int) -> None:
         self._store.set(f"at/{number}/{self.launch.rank}", str(tick))
