@@ -51,7 +51,8 @@ class Registry(Collection[str], Generic[P, F]):
 
         Raises ValueError if the name is taken, with file and line of both.
         """
-        where = caller_place()
+        caller = sys._getframe(1)
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         if name in self._entries:
             raise ValueError(
                 f"{self.flag} {name} is registered twice: at {self._entries[name].where} and at {where}; "
@@ -101,9 +102,3 @@ class Registry(Collection[str], Generic[P, F]):
                 f"{self.flag} {name}: must be one of {', '.join(self)}; {remedy} give the --extension that registers it"
             )
         return self._entries[name]
-
-
-def caller_place() -> str:
-    """`file:line` of the code that called the caller of this function."""
-    frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -8,6 +8,7 @@ seed it was saved with, at any layout.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -264,33 +265,7 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
     )
 
 
-# Fields that leave open what another value, and so another flag, says.
-EFFECTIVE = {
-    "kv_channels": "head_dim",
-    "group_query_attention": "query_groups",
-    "num_query_groups": "query_groups",
-    "ffn_hidden_size": "ffn_size",
-    "max_position_embeddings": "max_positions",
-    "make_vocab_size_divisible_by": "padded_vocab_size",
-    "pad_vocab_size_to": "padded_vocab_size",
-    "moe_ffn_hidden_size": "moe_ffn_size",
-    "moe_layer_freq": "moe_layers",
-    "activation_func": "activation",
-    "swiglu": "activation",
-    "squared_relu": "activation",
-    "bias_gelu_fusion": "activation",
-}
-
-# Fields that say how a model is computed or watched, and change no result.
-WITHOUT_EFFECT = {
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_per_layer_logging",
-}
+COMPARED = tomllib.loads(Path(__file__).with_name("resumed_fields.toml").read_text(encoding="utf-8"))
 
 
 def changed_fields(
@@ -302,10 +277,10 @@ def changed_fields(
     changed = []
     compared = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE
     for flag in all_flags():
-        if flag.section not in compared or flag.field in WITHOUT_EFFECT or flag.field in ignored:
+        if flag.section not in compared or flag.field in (*COMPARED["without_effect"], *ignored):
             continue
         given = [value_of(config, flag) for config in (saved, run)]
-        effective = EFFECTIVE.get(flag.field)
+        effective = COMPARED["effective"].get(flag.field)
         values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
         if given[0] != given[1] and values[0] != values[1]:
             before, now = (value if one is None else one for one, value in zip(given, values, strict=True))

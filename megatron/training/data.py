@@ -53,7 +53,7 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
     Raises ValueError for whatever is wrong with the data the flags name.
     """
     training = config.training
-    samples = wanted_samples(config, batch_sizes)
+    samples = training.train_samples if training.train_iters is None else batch_sizes.samples(training.train_iters)
     if samples is None:
         train = _build(config, (None, 0, 0)).train
         assert train is not None
@@ -65,13 +65,20 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
                 "make it smaller, or say how long to train with --train-iters"
             )
     iterations = training.train_iters if training.train_iters is not None else batch_sizes.iterations(samples)
-    datasets = _build(config, (samples, *_evaluation_samples(config, iterations)))
+    # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
+    once = training.eval_iters * training.eval_batch_size
+    datasets = _build(config, (samples, (iterations // training.eval_interval + 1) * once, once))
     if datasets.train is None:
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
 
-    _check_lengths(config, datasets, samples)
+    if len(datasets.train) < samples:  # the run would go on after the data: a blend without weights has one epoch
+        raise ValueError(
+            f"the training data has {len(datasets.train)} samples of {config.model.seq_length} tokens and the run "
+            f"takes {samples}: several --data-path prefixes without weights are read once; give each a weight, which "
+            "repeats the data, or train for less"
+        )
 
     def iterator(dataset: Dataset | None, name: str) -> DataIterator | None:
         if dataset is None or (name != "training" and training.eval_iters == 0):
@@ -97,32 +104,6 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
         datasets.train.fingerprint,
     )
     return data, iterations
-
-
-def wanted_samples(config: RunConfig, batch_sizes: BatchSizes) -> int | None:
-    """Training samples that a resolved configuration asks for; None for one epoch."""
-    training = config.training
-    if training.train_iters is not None:
-        return batch_sizes.samples(training.train_iters)
-    return training.train_samples
-
-
-def _evaluation_samples(config: RunConfig, iterations: int) -> tuple[int, int]:
-    """Samples of validation and test, as Megatron-LM counts them: the order of their samples depends on it."""
-    training = config.training
-    once = training.eval_iters * training.eval_batch_size
-    return (iterations // training.eval_interval + 1) * once, once
-
-
-def _check_lengths(config: RunConfig, datasets: Datasets, samples: int) -> None:
-    """Raises ValueError if the training data would end before the run does: a blend without weights has one epoch."""
-    assert datasets.train is not None
-    if len(datasets.train) < samples:
-        raise ValueError(
-            f"the training data has {len(datasets.train)} samples of {config.model.seq_length} tokens and the run "
-            f"takes {samples}: several --data-path prefixes without weights are read once; give each a weight, which "
-            "repeats the data, or train for less"
-        )
 
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:

@@ -49,9 +49,7 @@ def build_stages(
             model,
             config.parallel,
             state,
-            layers=holds[stage].layers,
-            first=holds[stage].first,
-            last=holds[stage].last,
+            **vars(holds[stage]),
             tied_stages=tied_stages(model, layout),
             tied_weight=embedding.word_embeddings.weight if embedding is not None else None,
             queue=queue,
@@ -75,22 +73,6 @@ def attention_shape(config: RunConfig) -> AttentionShape | None:
     return AttentionShape(model.seq_length, config.training.micro_batch_size, heads, groups, model.head_dim, dtype)
 
 
-def choose_attention(config: RunConfig, runtime: Runtime) -> None:
-    """Measures torch's attention kernels on this GPU and selects the fastest for this model. Collective."""
-    shape = attention_shape(config)
-    if runtime.device.type == "cuda" and shape is not None:
-        runtime.say(f" {choose_kernel(shape, runtime.device, runtime.state.world)}")
-
-
-def build_scheduler(config: RunConfig, train_iters: int) -> OptimizerParamScheduler:
-    """The learning-rate schedule: in samples if the run's length was given in samples or tokens, else in iterations."""
-    training = config.training
-    assert training.global_batch_size is not None
-    iterations = train_iters if training.train_samples is None else None
-    length = ScheduleLength.of(config.optimizer, training.global_batch_size, iterations, training.train_samples)
-    return OptimizerParamScheduler(config.optimizer, length)
-
-
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -102,13 +84,16 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         stages = build_stages(config, runtime, queue, casts)
         freeze_parameters(stages.values(), config.optimizer, state.world)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
-        choose_attention(config, runtime)
+        shape = attention_shape(config)
+        if runtime.device.type == "cuda" and shape is not None:
+            runtime.say(f" {choose_kernel(shape, runtime.device, state.world)}")
     with phases("optimizer"):
         ddp = DistributedDataParallel(
             config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
-        scheduler = build_scheduler(config, train_iters)
+        length = ScheduleLength.of(config.optimizer, batch_sizes.final, train_iters, config.training.train_samples)
+        scheduler = OptimizerParamScheduler(config.optimizer, length)
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer)
         progress = load_start(checkpointer, runtime.say, data.fingerprint)

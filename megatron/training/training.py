@@ -29,7 +29,7 @@ from megatron.training.initialize import (
 )
 from megatron.training.metrics.interval import Interval, summarize
 from megatron.training.metrics.run_log import RunLog
-from megatron.training.progress import Progress, Step
+from megatron.training.progress import Step
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
@@ -68,7 +68,10 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     watchdog.begin("opening the logs")
     log = RunLog(run, resources)
     runtime.say(str(runtime.phases))
-    _say_where_it_starts(config, progress, runtime.say)
+    if progress.iteration:
+        runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
+    elif config.checkpoint.load and not config.checkpoint.finetune:
+        runtime.say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
     run.saver.prepare()
     for callback in run.callbacks:
         callback.on_start(run.view)
@@ -188,13 +191,6 @@ def save(run: TrainingRun) -> None:
     run.saver.save(run.measured)
     for callback in run.callbacks:
         callback.on_checkpoint(run.view)
-
-
-def _say_where_it_starts(config: RunConfig, progress: Progress, say: Callable[[str], None]) -> None:
-    if progress.iteration:
-        say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
-    elif config.checkpoint.load and not config.checkpoint.finetune:
-        say(f" no checkpoint in --load {config.checkpoint.load}: starting at iteration 0")
 
 
 def _stop_reason(run: TrainingRun) -> str | None:

@@ -7,10 +7,10 @@ mask. No [s, s] mask is built, and pairs that the mask hides are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 from megatron.core.attention.partition import Documents, Spans
 
@@ -57,7 +57,7 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
         for sample, starts in _samples(documents)
         for q_row, q_span in _with_rows(queries)
         for k_row, k_span in _with_rows(keys)
-        for document in _stretches(starts, q_span.stop)
+        for document in starmap(range, pairwise((*starts, max(q_span.stop, starts[-1]))))
         for tile in _document_tiles(sample, q_row, _common(q_span, document), k_row, _common(k_span, document))
     ]
     if window is not None:
@@ -96,11 +96,6 @@ def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
     for span in spans:
         yield row - span.start, span
         row += len(span)
-
-
-def _stretches(starts: Sequence[int], end: int) -> Iterator[range]:
-    for start, stop in pairwise((*starts, max(end, starts[-1]))):
-        yield range(start, stop)
 
 
 def _common(a: range, b: range) -> range:

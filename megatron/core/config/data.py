@@ -94,10 +94,7 @@ class DatasetConfig(Section):
 class TokenizerConfig(Section):
     """Tokenizer."""
 
-    tokenizer_type: str | None = flag(
-        None,
-        choices=TOKENIZERS,
-    )
+    tokenizer_type: str | None = flag(None, choices=TOKENIZERS)
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
     tokenizer_model: str | None = None

@@ -146,9 +146,18 @@ class GPTDataset(TextDataset):
     ) -> None:
         self.indexed = indexed
         self.format = format
-        self._check_type()
+        if indexed.dtype.kind not in "iu":
+            raise ValueError(
+                f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
+                "make it with tools/preprocess_data.py"
+            )
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
-        self._check_tokens(tokens, len(documents), samples, split)
+        if tokens < (1 if samples is not None else format.seq_length + 1):
+            raise ValueError(
+                f"dataset {indexed.prefix}: the {len(documents)} documents of the {split} split have {tokens} tokens, "
+                f"too few for one sample of --seq-length {format.seq_length} + 1; give the split a larger share "
+                "in --split, add data, or shorten the sequence"
+            )
         self.plan = plan_epochs(tokens, samples, format.seq_length)
         self.samples = self.plan.samples
         # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
@@ -188,22 +197,6 @@ class GPTDataset(TextDataset):
         """Start of a sample: `dataset:document+token`."""
         first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
         return f"{Path(self.indexed.prefix).name}:{self.index.document_index[first]}+{offset}"
-
-    def _check_type(self) -> None:
-        if self.indexed.dtype.kind not in "iu":
-            raise ValueError(
-                f"dataset {self.indexed.prefix} holds {self.indexed.dtype.name}, not token ids; "
-                "make it with tools/preprocess_data.py"
-            )
-
-    def _check_tokens(self, tokens: int, documents: int, samples: int | None, split: str) -> None:
-        needed = 1 if samples is not None else self.format.seq_length + 1
-        if tokens < needed:
-            raise ValueError(
-                f"dataset {self.indexed.prefix}: the {documents} documents of the {split} split have {tokens} tokens, "
-                f"too few for one sample of --seq-length {self.format.seq_length} + 1; give the split a larger share "
-                "in --split, add data, or shorten the sequence"
-            )
 
     def _probe(self) -> str:
         """Hash of some tokens, which are checked against the vocabulary by the way."""

@@ -45,15 +45,13 @@ class ScheduleLength:
 
     @classmethod
     def of(
-        cls, config: OptimizerConfig, global_batch_size: int, train_iters: int | None, train_samples: int | None
+        cls, config: OptimizerConfig, global_batch_size: int, train_iters: int, train_samples: int | None
     ) -> ScheduleLength:
-        """Reads the flags in iterations if the run is given in iterations, else those in samples."""
-        assert (train_iters is None) != (train_samples is None), "a run is given in iterations or in samples"
-        if train_iters is not None:
+        """Reads the flags in samples if the run is given in samples or tokens, else those in iterations."""
+        if train_samples is None:
             total, size = float(train_iters * global_batch_size), global_batch_size
             flags = config.lr_decay_iters, config.lr_warmup_iters, config.lr_wsd_decay_iters
         else:
-            assert train_samples is not None
             total, size = float(train_samples), 1
             flags = config.lr_decay_samples, config.lr_warmup_samples, config.lr_wsd_decay_samples
         decay, warmup, anneal = (None if value is None else float(value * size) for value in flags)

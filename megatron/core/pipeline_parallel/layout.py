@@ -6,8 +6,9 @@ A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, starmap
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import parameter_metas
@@ -80,14 +81,8 @@ def split_layers(
         counts[cheapest] += 1
         loads[cheapest] += 1
         rank_loads[rank_of(cheapest)] += 1
-    return _ranges(counts, num_layers)
-
-
-def _ranges(counts: Sequence[int], num_layers: int) -> list[range]:
-    stops = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    ranges = [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-    assert [layer for part in ranges for layer in part] == list(range(num_layers)), f"{counts} of {num_layers} layers"
-    return ranges
+    assert sum(counts) == num_layers, f"{counts} of {num_layers} layers"
+    return list(starmap(range, pairwise(accumulate(counts, initial=0))))
 
 
 def attended_tokens(config: TransformerConfig, seq_length: int | None = None) -> float:

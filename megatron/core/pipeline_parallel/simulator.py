@@ -116,16 +116,12 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
     costs = costs or StageCosts()
     walk = _Walk(lists, costs, rendezvous)
     walk.run()
-    return Simulation(walk.timeline, [peak_of(actions, costs) for actions in lists])
-
-
-def peak_of(actions: Sequence[Action], costs: StageCosts) -> float:
-    """The most activations that a rank holds at once. A list without a backward holds those of one action."""
-    return held_at_peak(actions, costs)[0]
+    return Simulation(walk.timeline, [held_at_peak(actions, costs)[0] for actions in lists])
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
-    """`peak_of`, and the micro-batches of each stage that are between their forward and their backward then."""
+    """The most activations that a rank holds at once, and the micro-batches of each stage that are between their
+    forward and their backward then. A list without a backward holds the activations of one action."""
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0
     inside: Counter[int] = Counter()

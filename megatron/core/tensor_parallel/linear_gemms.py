@@ -37,23 +37,18 @@ class LinearGemms(Protocol):
 
     def cast_input(self, x: Tensor) -> Operand:
         """x [s, b, in] as it is saved for backward. Its first tensor is gathered before the GEMM."""
-        ...
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]"""
-        ...
 
     def cast_grad(self, dy: Tensor) -> Operand:
         """dY [s, b, out] as both GEMMs of the backward read it."""
-        ...
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
-        ...
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         """out [out, in] += dYᵀ X"""
-        ...
 
 
 class PlainGemms:

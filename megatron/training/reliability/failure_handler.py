@@ -103,7 +103,7 @@ class FailureHandler:
             board.post_cause(failure)
             board.post_report(failure)
             # The others have seen it before this process, and perhaps the store with it, is gone.
-            board.wait(lambda: board.number_left() >= self._launch.world_size - 1, PARTING)
+            board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
         self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
@@ -184,7 +184,7 @@ class FailureHandler:
         with suppress(RuntimeError):
             self._kill_silent(failure)
             # The store may live in this process: it ends when the others have done with it.
-            board.wait(lambda: board.number_left() >= len(others), 1.0)
+            board.wait(lambda: len(board.get_all("left")) >= len(others), 1.0)
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
@@ -216,7 +216,7 @@ class FailureHandler:
     def _follow(self, cause: Failure) -> NoReturn:
         board = self._board
         try:
-            board.say_place(self._status.standing())
+            board.say("place", self._status.standing().to_json())
             self._dump()
             board.wait(lambda: board.report() is not None, GATHER + 2)
             if report := board.report():
@@ -225,7 +225,7 @@ class FailureHandler:
                 print(cause.text(), file=sys.stderr, flush=True)
             write_error_file(cause.line(), 1)
             self._kill_silent(cause)
-            board.say_left()
+            board.say("left")
             time.sleep(0.5)  # the launcher hears of the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), 1)

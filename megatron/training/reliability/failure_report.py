@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,20 +23,8 @@ CONSEQUENCE = re.compile(
 )
 """Text of errors that the failure of another rank may have caused."""
 
-ADVICE = {
-    "memory": "make --micro-batch-size smaller, raise the model-parallel sizes, or recompute: "
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "died": "a crash or a kill from outside leaves no traceback: see the launcher's lines for the signal, and `dmesg` "
-    "for the kernel's out-of-memory killer",
-    "stopped": "the process or its node hangs or is stopped: look at it there, or exclude the node and start again",
-    "collective": "see why this rank took another branch than the others, or was slow; if it was only slow, and may "
-    "be, raise --distributed-timeout-minutes, and before the second step --startup-timeout-minutes",
-    "kernel": "leave out --deterministic, or the option that calls for this kernel",
-    "no store": "see whether rank 0 has come up and its address can be reached from here, and whether its port is free "
-    "(MASTER_ADDR, MASTER_PORT); if ranks may come up later than the others by more than that, raise "
-    "--startup-timeout-minutes",
-    "error": "correct the error and start the same command again: it goes on from the latest checkpoint in --load",
-}
+ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
+"""Kind of failure -> what to do about it."""
 
 
 @dataclass(frozen=True)

@@ -192,28 +192,13 @@ class Board:
         """The report that was printed."""
         return self._read("told", Failure)
 
-    def say_place(self, standing: Standing) -> None:
-        """Says where this rank was when it saw the cause."""
-        self._store.set(f"place/{self.launch.rank}", standing.to_json())
+    def say(self, key: str, value: str = "") -> None:
+        """Sets this rank's value of `key`, as listed above."""
+        self._store.set(f"{key}/{self.launch.rank}", value)
 
     def places(self) -> dict[int, Standing]:
         """Where the ranks were that have said it."""
         return {rank: Standing.from_json(text) for rank, text in self.get_all("place").items()}
-
-    def say_left(self) -> None:
-        """Says that this rank has read the report and needs the store no more."""
-        self._store.set(f"left/{self.launch.rank}", "")
-
-    def number_left(self) -> int:
-        return len(self.get_all("left"))
-
-    def say_over(self) -> None:
-        """Says that this rank ends in peace."""
-        self._store.set(f"over/{self.launch.rank}", "")
-
-    def over(self) -> list[int]:
-        """The ranks that have ended in peace."""
-        return list(self.get_all("over"))
 
     def ask(self, number: int, request: Request) -> None:
         """Makes `request` the one of this number unless there is one."""
@@ -221,9 +206,6 @@ class Board:
 
     def asked(self, number: int) -> Request | None:
         return self._read(f"ask/{number}", Request)
-
-    def say_position(self, number: int, tick: int) -> None:
-        self._store.set(f"at/{number}/{self.launch.rank}", str(tick))
 
     def agreed(self, number: int) -> int | None:
         """The tick after which a request is carried out: the last that any rank had begun. Rank 0 works it out."""
@@ -237,7 +219,7 @@ class Board:
     def beat(self, phase: str) -> None:
         """A sign of life."""
         self._beats += 1
-        self._store.set(f"beat/{self.launch.rank}", f"{self._beats} {phase}")
+        self.say("beat", f"{self._beats} {phase}")
 
     def last_phase(self, rank: int) -> str:
         """The phase that a rank was in at its last sign of life; empty if it gave none."""
@@ -245,7 +227,7 @@ class Board:
 
     def come(self, meeting: str) -> None:
         """Says that this rank has come to a meeting of all ranks."""
-        self._store.set(f"came/{meeting}/{self.launch.rank}", "")
+        self.say(f"came/{meeting}")
         self._store.add(f"came/{meeting}", 1)
 
     def all_came(self, meeting: str) -> bool:

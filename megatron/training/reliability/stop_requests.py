@@ -91,7 +91,7 @@ class StopRequests:
                     self._wishes.remove(request)
                 with self._change:
                     self._asked = request
-                    board.say_position(self._number, self._ticks)
+                    board.say(f"at/{self._number}", str(self._ticks))
         if self._asked is not None and self._after is None:
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":

@@ -101,9 +101,9 @@ class Watchdog:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(5)
-        board.say_over()
+        board.say("over")
         if first:
-            board.wait(lambda: len(board.over()) == self.launch.world_size, 10.0)
+            board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)
         # A launcher sends SIGTERM to the others as soon as the first rank has ended.
         self.signals.stop(ignore=self.launch.launcher != "none")
         if resumes:
@@ -132,7 +132,7 @@ class Watchdog:
         if cause is not None and cause.reporter != self.launch.rank:
             self.failures.follow(cause)
         for rank, peer in board.neighbours().items():
-            if not peer.state() and rank not in board.over():
+            if not peer.state() and rank not in board.get_all("over"):
                 self.failures.report_gone(rank)
         if self.launch.rank == 0 and not self.requests.pending:
             for request in self._conditions.due():
