@@ -34,7 +34,9 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointSaver, torch
     state = initialize_model_parallel()
     part = torch.zeros(ROWS, 3)
     tensors = {"model.a": ShardedBoxes((2 * ROWS, 3), [((rank * ROWS, 0), part)])}
-    return CheckpointSaver(root, state.world, pause=0.0, **options), part, tensors
+    saver = CheckpointSaver(root, state.world, **options)
+    saver.pause = 0.0
+    return saver, part, tensors
 
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float) -> None:

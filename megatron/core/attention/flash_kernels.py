@@ -38,36 +38,26 @@ def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_di
     return TorchKernel(scale)
 
 
-class FlashCPUKernel:
-    """torch's flash attention for CPUs, exact in fp64."""
+class FlashCPUKernel(TorchKernel):
+    """torch's flash attention for CPUs, exact in fp64. Without dropout."""
 
-    needs_places, most_queries, packed = False, None, None
+    needs_places, most_queries = False, None
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
+        causal, mask = self._mask(tile, q)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(_by_head, (q, k, v)), 0.0, causal, attn_mask=mask, scale=self.scale
+        )
+        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
-        for tile in tiles:
-            causal, mask = self._mask(tile, q)
-            operands = map(_by_head, (query_rows(q, tile), key_rows(k, tile), key_rows(v, tile)))
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *operands, 0.0, causal, attn_mask=mask, scale=self.scale
-            )
-            yield tile, (out.permute(2, 0, 1, 3), lse.permute(2, 0, 1))
-
-    def backward(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
-    ) -> Iterator[tuple[Tile, Gradients]]:
-        for tile in tiles:
-            causal, mask = self._mask(tile, q)
-            lse = query_rows(rows.lse, tile).transpose(0, 1).contiguous()  # [b, n, heads], as the kernel stores it
-            grad, queries, out = (_by_head(query_rows(x, tile)) for x in (rows.grad, q, rows.out))
-            keys, values = (_by_head(key_rows(x, tile)) for x in (k, v))
-            operands = grad, queries, keys, values, out, lse.transpose(1, 2)
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *operands, 0.0, causal, attn_mask=mask, scale=self.scale
-            )
-            yield tile, (dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3))
+    def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
+        causal, mask = self._mask(tile, q)
+        lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)  # in memory [b, n, heads], as the kernel stores it
+        operands = *map(_by_head, (rows.grad, q, k, v, rows.out)), lse
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *operands, 0.0, causal, attn_mask=mask, scale=self.scale
+        )
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:

@@ -123,7 +123,7 @@ class TorchKernel:
     """
 
     needs_places, packed = True, None
-    most_queries = 1024
+    most_queries: int | None = 1024
 
     def __init__(self, scale: float, dropout: Dropout | None = None, slopes: Tensor | None = None) -> None:
         self.scale, self.dropout, self.slopes = scale, dropout, slopes

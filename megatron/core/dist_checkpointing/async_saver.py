@@ -45,19 +45,13 @@ class CheckpointSaver:
     `held`: checkpoints that retention must not delete, such as the one that the run was loaded from.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        world: Axis,
-        *,
-        background: bool = True,
-        retention: Retention | None = None,
-        attempts: int = 3,
-        pause: float = 2.0,
-    ) -> None:
+    attempts = 3
+    pause = 2.0
+    """Seconds between two attempts."""
+
+    def __init__(self, root: Path, world: Axis, *, background: bool = True, retention: Retention | None = None) -> None:
         self.root, self.background = root, background
         self.retention, self.held = retention or Retention(), list[Path]()
-        self.attempts, self.pause = attempts, pause
         self._world = world
         if world.size > 1:  # a group of its own, as two threads must not share one
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))

@@ -15,28 +15,25 @@ from megatron.core.transformer.parameters import norm_metas
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalised in fp32."""
 
+    has_bias = True
+
     def __init__(
         self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        metas = norm_metas(name, size, partial_over, bias=True)
-        self.weight, self.bias = (make_parameter(meta, ctx) for meta in metas)
+        metas = norm_metas(name, size, partial_over, bias=self.has_bias)
+        weight, *bias = (make_parameter(meta, ctx) for meta in metas)
+        self.weight, self.bias = weight, bias[0] if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(LayerNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467); 16-bit inputs in fp32."""
 
-    def __init__(
-        self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
-    ) -> None:
-        super().__init__()
-        self.shape, self.eps = (size,), config.norm_epsilon
-        (meta,) = norm_metas(name, size, partial_over, bias=False)
-        self.weight = make_parameter(meta, ctx)
+    has_bias = False
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.shape, self.weight, self.eps)
