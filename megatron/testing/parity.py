@@ -246,10 +246,9 @@ def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
 
 def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
     """The verdict on a layout's snapshot beside that of one process."""
-    if only := [key for key in reference.tensors if key not in snapshot.tensors]:
-        return replace(row, verdict="differs", why=f"{only[0]}: missing at this layout, as are {len(only) - 1} others")
-    if more := [key for key in snapshot.tensors if key not in reference.tensors]:
-        return replace(row, verdict="differs", why=f"{more[0]}: missing on one process, as are {len(more) - 1} others")
+    for one, other, where in ((reference, snapshot, "at this layout"), (snapshot, reference, "on one process")):
+        if only := [key for key in one.tensors if key not in other.tensors]:
+            return replace(row, verdict="differs", why=f"{only[0]}: missing {where}, as are {len(only) - 1} others")
 
     def exactly() -> Iterator[tuple[str, float]]:
         """Infinite differences of replicas that differ, and of initial weights of which a bit does."""

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_key, optimizer_state
-from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint, save
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, open_checkpoint, save
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.optimizer_piece import OptimizerPiece
@@ -146,7 +147,7 @@ def load_all_at(rank: int, world_size: int, layout: Layout, root: Path) -> int:
     state, wanted, wanted_pieces = parts(layout, fill=True)
     for folder in sorted(root.iterdir()):
         stage, pieces = contents(state, layout, fill=False)
-        checkpoint = open_checkpoint(find_checkpoint(folder), state.world)
+        checkpoint = open_checkpoint(candidates(folder).folders[0], state.world)
         has_main = optimizer_key("main_param", TIED) in checkpoint.tensors
         ignored = {f"model.{key.split('.', 2)[2]}" for key in checkpoint.tensors if "main_param" in key}
         targets = load_targets([stage], pieces, state, checkpoint.tensors, load_optimizer=True)
@@ -177,7 +178,7 @@ def test_every_layout_loads_every_other(saved: Path, layout: Layout) -> None:
 def test_each_element_is_written_once(saved: Path) -> None:
     every = {meta.name: meta for stage in metas(3).values() for meta in stage}
     for layout in LAYOUTS:
-        folder = find_checkpoint(saved / layout.name)
+        folder = candidates(saved / layout.name).folders[0]
         kinds = ["exp_avg", "exp_avg_sq"] + (["main_param"] if layout.dtype == torch.bfloat16 else [])
         keys = [f"model.{name}" for name in every] + [optimizer_key(kind, name) for kind in kinds for name in every]
         tensors = Checkpoint(folder).tensors
@@ -197,7 +198,7 @@ def save_model_only(rank: int, world_size: int, layout: Layout, root: Path) -> N
 
 def load_weights_alone(rank: int, world_size: int, layout: Layout, root: Path) -> None:
     state, stage, pieces = parts(layout, fill=False)
-    checkpoint = Checkpoint(find_checkpoint(root))
+    checkpoint = Checkpoint(candidates(root).folders[0])
     targets = load_targets([stage], pieces, state, checkpoint.tensors, load_optimizer=False)
     checkpoint.load(targets, state.world)
     for piece in pieces:
@@ -216,7 +217,7 @@ def test_weights_alone_fill_main_parameters_too(tmp_path: Path) -> None:
 def test_without_a_process_group(saved: Path) -> None:
     for name in ("tp2-pp1-dp3-zero-float32", "tp2-pp1-dp2-zero-bfloat16"):
         stage = Stage(metas(1)[0], ParallelState(), torch.float32, fill=False)
-        checkpoint = Checkpoint(find_checkpoint(saved / name))
+        checkpoint = Checkpoint(candidates(saved / name).folders[0])
         targets = load_targets([stage], [], ParallelState(), checkpoint.tensors, load_optimizer=False)
         checkpoint.load(targets, Axis(), ignore=lambda key: key.startswith("optimizer."))
         dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
@@ -229,7 +230,7 @@ def misfit(rank: int, world_size: int, root: Path) -> str:
     state = initialize_model_parallel()
     name = f"of_rank_{rank}" if rank == 0 else "b"
     module = Stage([ParamMeta(name, (3,))], state, torch.float32, fill=True)
-    checkpoint = Checkpoint(find_checkpoint(root))
+    checkpoint = Checkpoint(candidates(root).folders[0])
     with pytest.raises(ValueError, match="does not fit") as error:
         checkpoint.load(model_state([module], state), state.world)
     return str(error.value)
@@ -273,7 +274,7 @@ def test_a_killed_save_leaves_the_latest_loadable(
     with pytest.raises(RuntimeError):
         run_world(2, save_and_die, tmp_path, method, suffix, iteration)
     assert storage.read_latest(tmp_path) == left
-    folder = find_checkpoint(tmp_path)
+    folder = candidates(tmp_path).folders[0]
     assert json.loads((folder / "metadata.json").read_text()) == {}
     run_world(1, load_weights_alone, Layout(), tmp_path)
     run_world(2, save_model_only, Layout(dp=2), tmp_path)  # and what was left is cleared away

@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.optimizer import OptimizerConfig
-from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -93,5 +94,5 @@ def test_a_chain_of_layouts_keeps_every_bit(tmp_path: Path, style: str, bf16: bo
         assert run_world(world, load_and_save, layout, style, bf16, tmp_path / before, tmp_path / name) == [1] * world
         before = name
     for name in LAYOUTS:
-        found, expected = find_checkpoint(tmp_path / name), find_checkpoint(tmp_path / "trained")
+        found, expected = candidates(tmp_path / name).folders[0], candidates(tmp_path / "trained").folders[0]
         assert first_difference(Checkpoint(found), Checkpoint(expected)) is None, name

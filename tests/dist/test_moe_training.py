@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.testing.snapshot import relative_difference, train_in_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
@@ -82,7 +83,7 @@ def test_resumed_run_goes_on_at_another_layout(tmp_path: Path, precision: str, t
     resumed = records("ep2", tmp_path / "resumed", f"{flags} --load {half}")
     losses = [record["lm_loss"] for record in whole]
     assert [record["lm_loss"] for record in resumed] == losses[2:]
-    found, expected = (Checkpoint(find_checkpoint(tmp_path / name)) for name in ("resumed", "whole"))
+    found, expected = (Checkpoint(candidates(tmp_path / name).folders[0]) for name in ("resumed", "whole"))
     assert "model.decoder.layers.1.mlp.router.expert_bias" in expected.tensors
     assert first_difference(found, expected) is None
     for layout in ("one", "tp2-pp2"):

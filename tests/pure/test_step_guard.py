@@ -73,9 +73,8 @@ def test_the_mean_forgets() -> None:
 def test_an_overflow_that_a_lower_loss_scale_mends_is_no_nan(
     loss: float, overflow: bool, can_fall: bool, nan: bool
 ) -> None:
-    flag = scalar(float(overflow))
-    sums = torch.tensor([loss, 1.0], dtype=torch.float64)
-    result = StepResult(scalar(math.inf), flag, (flag, scalar(0.0)), sums, 2.0, can_fall)
+    values = torch.tensor([math.inf, overflow, overflow, 0.0, loss, 1.0], dtype=torch.float64)
+    result = StepResult(values, 2.0, can_fall)
     assert is_nan(result) is nan
     assert result.skipped is overflow
 

@@ -247,10 +247,7 @@ def _draw_side_by_side(
 
 
 def _draw(
-    weights: Sequence[float],
-    draws: range,
-    taken: NDArray[np.float64] | None = None,
-    limits: Sequence[int] | None = None,
+    weights: Sequence[float], draws: range, taken: NDArray[np.float64], limits: Sequence[int] | None = None
 ) -> NDArray[np.int16]:
     """Applies the rule one draw at a time.
 
@@ -258,7 +255,6 @@ def _draw(
     """
     share = np.array(weights, np.float64)
     limit = np.full(len(weights), np.inf) if limits is None else np.array(limits, np.float64)
-    taken = np.zeros(len(weights)) if taken is None else taken
     error = np.empty(len(weights), np.float64)
     choice = np.empty(len(draws), np.int16)
     share[taken >= limit] = -np.inf

@@ -45,7 +45,7 @@ class HostStaging:
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
         devices = {data.device for data in every if data.is_cuda}
-        self._reserve(sum(_padded(data) for data in every), pin=bool(devices))
+        self._reserve(sum(map(_padded, every)), pin=bool(devices))
         staged, at = {}, 0
         for key, found in boxes.items():
             copies = []
@@ -66,9 +66,8 @@ class HostStaging:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
-            if (
-                int(cudart.cudaHostRegister(address, size, 0)) == 0
-            ):  # else the buffer stays pageable: slower, still correct
+            # Where it fails, the buffer stays pageable: slower, still correct.
+            if int(cudart.cudaHostRegister(address, size, 0)) == 0:
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 
     def release(self) -> None:

@@ -114,17 +114,6 @@ def saved_folders(root: Path) -> dict[int, Path]:
     return found
 
 
-def find_checkpoint(path: Path) -> Path | None:
-    """Finds the checkpoint that `path` means: itself, or the latest of a folder; None if there is none."""
-    if (path / METADATA).exists():
-        return path
-    iteration = read_latest(path)
-    if iteration is None:
-        return None
-    # A name that ends in .old belongs to a checkpoint that was being replaced: see _publish.
-    return saved_folders(path).get(iteration, checkpoint_folder(path, iteration))
-
-
 @dataclass(frozen=True)
 class TensorInfo:
     """Shape, dtype and number of boxes of a tensor in a checkpoint."""
@@ -282,7 +271,7 @@ def _publish(root: Path, iteration: int, scratch: Path, payload: dict[str, Any],
     final = checkpoint_folder(root, iteration)
     replaced = final.with_suffix(".old")
     if final.exists() or final.is_symlink():
-        # A rename cannot replace a folder that is not empty. find_checkpoint knows the name used in between.
+        # A rename cannot replace a folder that is not empty. saved_folders knows the name used in between.
         with suppress(FileNotFoundError):
             remove(replaced)
         final.rename(replaced)

@@ -41,10 +41,7 @@ class RowMap:
         return RowMap(self.adjoint, self.forward)
 
     def then(self, after: RowMap) -> RowMap:
-        return RowMap(
-            lambda x: after.forward(self.forward(x)),
-            lambda y: self.adjoint(after.adjoint(y)),
-        )
+        return RowMap(lambda x: after.forward(self.forward(x)), lambda y: self.adjoint(after.adjoint(y)))
 
 
 @dataclass(frozen=True)

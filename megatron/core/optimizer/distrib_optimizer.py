@@ -26,24 +26,17 @@ from megatron.core.parts import OPTIMIZERS
 
 
 class StepResult:
-    """What a step did. Reading a value waits until the device has come as far as this step, and no further."""
+    """What a step did. Reading a value waits until the device has come as far as this step, and no further.
 
-    def __init__(
-        self,
-        norm: Tensor,
-        overflow: Tensor,
-        verdict: tuple[Tensor, Tensor],
-        sums: Tensor,
-        loss_scale: float,
-        scale_can_fall: bool,
-    ) -> None:
-        skip, spike = verdict
-        self.skip = skip
+    `values`: [norm, overflow, skip, spike, *sums] float64 on the device.
+    """
+
+    def __init__(self, values: Tensor, loss_scale: float, scale_can_fall: bool) -> None:
+        self.skip = values[2]
         """`skipped` as a float64 scalar on the device."""
         self.loss_scale = loss_scale
         """Loss scale that the step's gradients were computed with."""
         self._scale_can_fall = scale_can_fall
-        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
         self._values: Tensor | list[float] = values.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if values.is_cuda else None
         if self._copied is not None:
@@ -140,7 +133,8 @@ class DistributedOptimizer:
         self.ddp.start_param_sync()
         if not self.ddp.config.overlap_param_gather:
             self.finish_param_sync()
-        result = StepResult(norm, overflow, (skip, spike), sums, self.scaler.scale, self.scaler.can_fall)
+        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
+        result = StepResult(values, self.scaler.scale, self.scaler.can_fall)
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
         return result

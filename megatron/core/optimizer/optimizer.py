@@ -60,13 +60,7 @@ class Optimizer:
         self.config, self.shards = config, shards
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        states: Mapping[str, Tensor],
-        lr: float,
-        weight_decay: float,
-        step: Tensor,
+        self, param: Tensor, grad: Tensor, states: Mapping[str, Tensor], lr: float, weight_decay: float, step: Tensor
     ) -> None:
         """Updates `param` and `states` in place. All are 1-D and equally long, in the main dtype (fp32).
 

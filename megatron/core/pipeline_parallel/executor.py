@@ -26,10 +26,6 @@ def _nothing(action: Action) -> None:
     pass
 
 
-def _untimed(phase: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class PipelineExecutor:
     """The stages of one rank, and the messages between them and other ranks.
 
@@ -59,7 +55,7 @@ class PipelineExecutor:
         """The rank of the world whose message it waits for."""
         self.after: Callable[[Action], None] = _nothing
         """Called after each action, for diagnosis."""
-        self.timed: Callable[[str], AbstractContextManager[None]] = _untimed
+        self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages."""
         self._handlers = {
             Kind.F: self._forward,

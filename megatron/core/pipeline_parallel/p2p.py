@@ -56,12 +56,7 @@ class PipelineP2P:
     """
 
     def __init__(
-        self,
-        pp: Axis,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        lanes: Sequence[Axis] = (),
+        self, pp: Axis, shape: Sequence[int], dtype: torch.dtype, device: torch.device, lanes: Sequence[Axis] = ()
     ) -> None:
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4

@@ -36,9 +36,8 @@ class ExpertLoad:
                     if isinstance(module, MoELayer):
                         found[rows[layer.number]] = module.router.balance  # type: ignore[index]
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
-        self.totals = torch.zeros(
-            len(rows), (config.num_experts or 0) + EXTRA_COLUMNS, dtype=torch.float64, device=device
-        )
+        columns = (config.num_experts or 0) + EXTRA_COLUMNS
+        self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
         """Sums over the interval, of this rank's layers and on the first rank of the stage only: elsewhere zero, so
         that a sum over the world counts everything once."""
 
@@ -57,9 +56,8 @@ class ExpertLoad:
         if self.balances:
             sums = end_step(self.balances, self.stage, skip)
             if self.stage.first:
-                self.totals[self.rows] += torch.where(
-                    torch.isfinite(sums), sums, 0.0
-                )  # of a skipped step they may not be
+                # Of a skipped step they may not be finite.
+                self.totals[self.rows] += torch.where(torch.isfinite(sums), sums, 0.0)
 
     def forget_step(self) -> None:
         """Drops what a step that will not be ended has tallied."""
