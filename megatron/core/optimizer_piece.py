@@ -5,10 +5,12 @@ The optimizer exports pieces, and checkpoints save and load them; neither import
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.param_meta import ParamMeta
 
 
@@ -30,3 +32,9 @@ class OptimizerPiece:
 
     def __post_init__(self) -> None:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
+
+    def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
+        """(offset in the global tensor, live view of the box) of the boxes that make up the piece, on the rank at
+        `coords`."""
+        flat = boxes_of_flat_range(*self.meta.box(coords), self.start, self.stop)
+        return [(box.offset, self.data[box.start - self.start : box.stop - self.start].view(box.shape)) for box in flat]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.collectives import all_reduce_
 from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_run import local_run
@@ -220,12 +219,9 @@ def _gradients(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
     places = _places(run)
     for piece in run.optimizer.sharded_state():
-        offset, shape = piece.meta.box(run.runtime.state.coords)
-        for box in boxes_of_flat_range(offset, shape, piece.start, piece.stop):
-            values = piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape).clone()
-            order = label.order("moment", *places[piece.meta.name])
-            key = f"{label} {piece.key} {piece.meta.name}"
-            yield Fragment(key, piece.meta.global_shape, box.offset, values, order)
+        name, shape, order = piece.meta.name, piece.meta.global_shape, label.order("moment", *places[piece.meta.name])
+        for offset, values in piece.boxes(run.runtime.state.coords):
+            yield Fragment(f"{label} {piece.key} {name}", shape, offset, values.clone(), order)
 
 
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from megatron.core.boxes import boxes_of_flat_range
 from megatron.core.dist_checkpointing.sharded_tensor import LocalBox, ShardedBoxes
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
@@ -44,7 +43,7 @@ def optimizer_state(pieces: Iterable[OptimizerPiece], state: ParallelState, data
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:
         key = optimizer_key(piece.key, piece.meta.name)
-        entries.add(key, piece.meta, _piece_boxes(piece, state), writers.mine(key, piece.meta))
+        entries.add(key, piece.meta, piece.boxes(state.coords), writers.mine(key, piece.meta))
     return entries.state_dict()
 
 
@@ -72,35 +71,25 @@ def load_targets(
     for piece in pieces:
         name = piece.meta.name
         if piece.key == MAIN_PARAM:
-            entries.add(weight_key(name), piece.meta, _piece_boxes(piece, state))
+            entries.add(weight_key(name), piece.meta, piece.boxes(state.coords))
         elif load_optimizer:
-            entries.add(optimizer_key(piece.key, name), piece.meta, _piece_boxes(piece, state))
+            entries.add(optimizer_key(piece.key, name), piece.meta, piece.boxes(state.coords))
     return entries.state_dict()
 
 
 def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta, Tensor]]:
     """Yields (meta, parameter) for every parameter of the modules, once for a shared one."""
-    seen: set[int] = set()
-    for module in modules:
-        for name, param in module.named_parameters():
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            meta = getattr(param, "meta", None)
-            assert isinstance(meta, ParamMeta), f"parameter {name} of {type(module).__name__} carries no ParamMeta"
-            yield meta, param
+    every = {id(param): (name, param) for module in modules for name, param in module.named_parameters()}
+    for name, param in every.values():
+        meta = getattr(param, "meta", None)
+        assert isinstance(meta, ParamMeta), f"parameter {name} carries no ParamMeta"
+        yield meta, param
 
 
 def _whole(meta: ParamMeta, param: Tensor, state: ParallelState) -> LocalBox:
     offset, shape = meta.box(state.coords)
     assert tuple(param.shape) == shape, f"{meta.name}: local shape {tuple(param.shape)}, expected {shape}"
     return offset, param
-
-
-def _piece_boxes(piece: OptimizerPiece, state: ParallelState) -> list[LocalBox]:
-    offset, shape = piece.meta.box(state.coords)
-    boxes = boxes_of_flat_range(offset, shape, piece.start, piece.stop)
-    return [(box.offset, piece.data[box.start - piece.start : box.stop - piece.start].view(box.shape)) for box in boxes]
 
 
 class _Entries:

@@ -55,6 +55,7 @@ class GPTModel(nn.Module):
         super().__init__()
         parallel, state = parallel or ModelParallelConfig(), state or ParallelState()
         layers = tuple(range(config.num_layers) if layers is None else layers)
+        assert all(0 <= number < config.num_layers for number in layers), f"{layers} of {config.num_layers}"
         ctx = TPContext(
             tp=state.tp,
             sequence_parallel=parallel.sequence_parallel,
@@ -80,16 +81,10 @@ class GPTModel(nn.Module):
             OutputLayer(output_meta(config, tied_stages), ctx, tied_weight=tied_weight) if last else None
         )
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
-        self._assert_built(layers)
-        if initialize:
-            initialize_parameters_(list(self.parameters()), seed, state.coords)
-
-    def _assert_built(self, layers: tuple[int, ...]) -> None:
-        built = tuple(layer.number for layer in self.decoder.layers)
-        assert built == layers, f"asked for layers {layers}, built {built}"
-        assert all(0 <= number < self.config.num_layers for number in layers), f"{layers} of {self.config.num_layers}"
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
+        if initialize:
+            initialize_parameters_(list(self.parameters()), seed, state.coords)
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
         """Every parameter of this stage with its tag, by name in the whole model."""
