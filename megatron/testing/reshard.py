@@ -19,7 +19,7 @@ from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import Fragment, Label, Snapshot, assemble, state_fragments
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, train_step
 
@@ -73,9 +73,7 @@ class Checkpoints:
         home = self.root / name
         if train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=str(home)))
-        config = resolve(config, world_size)
-        if problems := validate(config, world_size):
-            raise ValueError("\n".join(map(str, problems)))
+        config = resolve_legal(config, world_size)
         wanted = {source: self.saved[source] for source in sources}
         visits: list[Visit] = run_world(world_size, _visit, config, train, wanted)
         if train:

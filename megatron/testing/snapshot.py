@@ -24,7 +24,7 @@ from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, train_step
 
@@ -93,10 +93,7 @@ def train_in_world(
     [samples, s, h], the outputs of the embedding and of each layer. Raises ValueError for an illegal configuration,
     RuntimeError with the traceback of a rank that fails, TimeoutError with all stacks.
     """
-    config = resolve(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
-    problems = validate(config, world_size)
-    if problems:
-        raise ValueError("\n".join(map(str, problems)))
+    config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     results = run_world(world_size, _train_on_rank, config, steps, activations, unseen, timeout=timeout)
     return assemble([fragment for fragments in results for fragment in fragments])
 

@@ -27,16 +27,9 @@ class FlagSpec:
     """Takes one value, and may be given several times; the field holds a tuple."""
 
 
-def flag(
-    default: Any,
-    *aliases: str,
-    name: str | None = None,
-    choices: Collection[str] | None = None,
-    many: bool = False,
-    repeats: bool = False,
-) -> Any:
-    """A dataclass field that carries a `FlagSpec`."""
-    return field(default=default, metadata={"flag": FlagSpec(name, aliases, choices, many, repeats)})
+def flag(default: Any, *aliases: str, **spec: Any) -> Any:
+    """A dataclass field that carries a `FlagSpec` of these aliases and further fields."""
+    return field(default=default, metadata={"flag": FlagSpec(aliases=aliases, **spec)})
 
 
 T = TypeVar("T")

@@ -46,6 +46,14 @@ def _findings(config: RunConfig, world_size: int) -> list[Problem]:
     return problems
 
 
+def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
+    """`resolve` of a configuration that can run. Raises ValueError with every problem, one a line."""
+    config = resolve(config, world_size)
+    if problems := validate(config, world_size):
+        raise ValueError("\n".join(map(str, problems)))
+    return config
+
+
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
     """The configuration with derived values filled in; what is given stays as it is, also where it is illegal.
 

@@ -16,7 +16,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args, save_config
 from megatron.training.config.run_config import CheckpointConfig, ChecksConfig, LoggingConfig, RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.diagnosis.nonfinite_search import Finding, search
 from megatron.training.diagnosis.step_dump import CONFIG, SavedSamples, SavedStep
 from megatron.training.initialize import Runtime, choose_device, local_runtime, set_determinism
@@ -42,9 +42,7 @@ def replay(
         parallel.model_parallel_size,
         parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp,
     )
-    config = resolve(config, ranks)
-    if problems := validate(config, ranks):
-        raise ValueError("\n".join(map(str, problems)))
+    config = resolve_legal(config, ranks)
     if ranks == 1:
         return _replay_on_rank(0, 1, config, folder, saved, prepare)
     return run_world(ranks, _replay_on_rank, config, folder, saved, prepare, timeout=3600.0)[0]
