@@ -117,7 +117,8 @@ class Checkpointer:
         load_optimizer = options.load_optim and not options.finetune
         if converted(checkpoint) and load_optimizer:
             load_optimizer = False
-            say(f" {checkpoint.folder} was converted from another format and has weights only: the optimizer starts fresh")
+            what = "was converted from another format and has weights only"
+            say(f" {checkpoint.folder} {what}: the optimizer starts fresh")
         _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
         pieces = self.optimizer.sharded_state()
         targets = load_targets(self.stages.values(), pieces, self.state, checkpoint.tensors, load_optimizer)

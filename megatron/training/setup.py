@@ -92,7 +92,9 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
-        length = ScheduleLength.of(config.optimizer, batch_sizes.final, train_iters, config.training.train_samples)
+        training = config.training
+        assert training.global_batch_size is not None
+        length = ScheduleLength.of(config.optimizer, training.global_batch_size, train_iters, training.train_samples)
         scheduler = OptimizerParamScheduler(config.optimizer, length)
     with phases("checkpoint"):
         checkpointer = Checkpointer(config, state, stages, optimizer)

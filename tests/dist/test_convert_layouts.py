@@ -17,12 +17,13 @@ from megatron.core.models.hf.config import config_from_hf
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.safetensors_file import FileTensor
 from megatron.core.models.hf.weights import HFWeights, shard_of
-from megatron.core.optimizer.distrib_optimizer import build_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
-from megatron.training.checkpointing import save_checkpoint, saved_config
-from megatron.core.dist_checkpointing.storage import Checkpoint, find_checkpoint
+from megatron.training.checkpointing import Checkpointer, saved_config
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options
@@ -59,9 +60,10 @@ def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new:
     tied = tied_stages(model, pipeline_layout(model, parallel))
     part = GPTModel(model, parallel, state, layers=layers, first=stage == 0, last=stage == 1, tied_stages=tied)
     ddp = DistributedDataParallel(config.ddp, parallel, state, [part], True)
-    optimizer = build_optimizer(config.optimizer, ddp, state)
-    progress = load_start(config, state, {stage: part}, optimizer)
-    save_checkpoint(config, state, {stage: part}, optimizer, replace(progress, iteration=1))
+    optimizer = DistributedOptimizer(config.optimizer, ddp, state)
+    checkpointer = Checkpointer(config, state, {stage: part}, optimizer)
+    progress = load_start(checkpointer)
+    checkpointer.save(replace(progress, iteration=1))
     return progress, optimizer.step_count
 
 
@@ -71,13 +73,13 @@ def test_there_and_back_through_a_layout(case: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if case in ("llama3", "qwen3-moe") else torch.float32
     theirs, start = save_model(case, tmp_path / "hf", dtype), tmp_path / "start"
     Conversion(theirs, start, None, Options()).run(1)
-    saved = saved_config(Checkpoint(find_checkpoint(start)))
+    saved = saved_config(Checkpoint(candidates(start).folders[0]))
     trained = {start: tmp_path / "trained", theirs: tmp_path / "trained-hf"}
     for load, new in trained.items():
         assert run_world(4, load_and_save, saved, load, new) == [(Progress(), 0)] * 4
     Conversion(tmp_path / "trained", tmp_path / "back", None, Options(model_type=CASES[case][0])).run(1)
     assert_same_weights(theirs, tmp_path / "back")
-    checkpoints = [Checkpoint(find_checkpoint(new)) for new in trained.values()]
+    checkpoints = [Checkpoint(candidates(new).folders[0]) for new in trained.values()]
     assert first_difference(*checkpoints) is None
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import index_cache
+from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.datasets import build_datasets
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, join
 from tests.limits import HANG

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets import indices
+from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from tests.datasets import build_datasets
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
 CASES = json.loads((FOLDER / "manifest.json").read_text())

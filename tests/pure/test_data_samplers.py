@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.samplers import DataIterator, microbatch_samples
-from tests.datasets import build_datasets
 from tests.limits import HANG
 
 

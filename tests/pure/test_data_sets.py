@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.datasets.build import parse_blend
+from megatron.core.datasets.build import build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.datasets import build_datasets
 from tests.limits import HANG
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"

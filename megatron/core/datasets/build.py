@@ -16,6 +16,7 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
+from megatron.core.parts import DATASETS
 
 # Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
 SURPLUS = 0.005
@@ -81,12 +82,28 @@ def _number(value: str) -> float | None:
         return None
 
 
-def build_gpt(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """The splits of indexed datasets in Megatron's files. `sizes` are their samples; None means one epoch.
+def build_datasets(
+    config: DatasetConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    sizes: tuple[int | None, int | None, int | None],
+    eod: int | None = None,
+    vocab_size: int | None = None,
+) -> Datasets:
+    """Builds the datasets of a run. `sizes` are the samples of train, valid and test; None means one epoch.
 
-    All processes may call this at the same time, without a process group. Raises ValueError for user errors: files,
-    splits without documents, token ids outside the vocabulary.
+    All processes may call this at the same time, without a process group. Raises ValueError for user errors: flags,
+    files, splits without documents, token ids outside the vocabulary.
     """
+    format = SampleFormat(
+        seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
+    )
+    return DATASETS[config.dataset](config, format, seed, sizes)
+
+
+def build_gpt(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+    """The splits of indexed datasets in Megatron's files."""
     builder = _Builder(config, format, seed)
     if config.per_split:
         paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
