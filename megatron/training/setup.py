@@ -21,6 +21,7 @@ from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.conversion.start import load_start
 from megatron.training.data import build_data
+from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
@@ -109,6 +110,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
     parts = (parts or Parts()).with_registered(config)
+    profilers = [Profiler(config)] if config.logging.profile or config.logging.record_memory_history else []
     return TrainingRun(
         config=config,
         runtime=runtime,
@@ -127,7 +129,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         clock=clock,
-        callbacks=parts.callbacks,
+        callbacks=(*profilers, *parts.callbacks),
         user_metrics=UserMetrics(parts.metrics, runtime.device),
         view=RunView(config, stages, optimizer, progress, runtime.say),
     )

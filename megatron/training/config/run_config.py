@@ -168,6 +168,28 @@ class LoggingConfig:
     straggler_minmax_count: int = 1
     """--log-straggler: ranks reported for each phase."""
 
+    profile: bool = False
+    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces to the folder profile in
+    --tensorboard-dir or --save."""
+
+    profile_step_start: int = 10
+    """--profile: iterations before the profile starts."""
+
+    profile_step_end: int = 12
+    """--profile: iterations before it ends."""
+
+    profile_ranks: tuple[int, ...] = flag((0,), many=True)
+    """--profile: ranks that are profiled."""
+
+    use_pytorch_profiler: bool = False
+    """--profile: use torch's profiler on GPUs too."""
+
+    record_memory_history: bool = False
+    """GPUs: record allocations, and write them at --profile-step-end for torch's memory viewer."""
+
+    memory_snapshot_path: str = "snapshot.pickle"
+    """--record-memory-history: file to write; the rank is appended."""
+
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device for MFU; default: derived from the device name, unknown on CPU."""
 

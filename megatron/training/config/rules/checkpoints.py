@@ -1,4 +1,4 @@
-"""Rules of checkpoints, skipped steps and garbage collection."""
+"""Rules of checkpoints, skipped steps, profiles and garbage collection."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ def garbage(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.no_effect(name, value, "--manual-gc")
+
+
+def profiles(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o = c.logging
+    if not (o.profile or o.record_memory_history):
+        return
+    if o.profile_step_end <= o.profile_step_start:
+        rule = f"must be above --profile-step-start {o.profile_step_start}"
+        yield Problem("--profile-step-end", o.profile_step_end, rule, f"nearest: {o.profile_step_start + 1}")
+    absent = [rank for rank in o.profile_ranks if not 0 <= rank < world_size]
+    if absent:
+        yield Problem("--profile-ranks", o.profile_ranks, f"must be below the {world_size} ranks", "remove the others")

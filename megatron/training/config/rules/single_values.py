@@ -28,6 +28,8 @@ MAY_BE_ZERO = {
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_workers",
+    "profile_ranks",
+    "profile_step_start",
     "start_weight_decay",
     "weight_decay",
 }

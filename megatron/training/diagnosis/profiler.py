@@ -1,0 +1,76 @@
+"""Profiles some steps of chosen ranks: a trace of torch's profiler, a range for NVIDIA's, and the GPU's allocations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, RunView
+
+
+class Profiler(Callback):
+    """Starts after --profile-step-start iterations and stops after --profile-step-end, on the ranks of --profile-ranks.
+
+    On CPUs, and with --use-pytorch-profiler, it writes a trace that Perfetto and Chrome open; otherwise it marks the
+    range for `nsys profile --capture-range=cudaProfilerApi`.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.options = config.logging
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._profile: profile | None = None
+
+    def on_start(self, run: RunView) -> None:
+        if self._memory(run):
+            torch.cuda.memory._record_memory_history()
+        self._turn(run)
+
+    def on_step_end(self, run: RunView) -> None:
+        self._turn(run)
+
+    def on_end(self, run: RunView) -> None:
+        """Ends a profile that the run was too short for."""
+        self._stop(run)
+
+    def _turn(self, run: RunView) -> None:
+        iteration, options = run.progress.iteration, self.options
+        if iteration == options.profile_step_start and options.profile and self.rank in options.profile_ranks:
+            self._start(run)
+        if iteration == options.profile_step_end:
+            self._stop(run)
+            if self._memory(run):
+                torch.cuda.memory._dump_snapshot(f"{options.memory_snapshot_path}.rank{self.rank}")
+
+    def _start(self, run: RunView) -> None:
+        cuda = run.optimizer.ddp.device.type == "cuda"
+        if cuda and not self.options.use_pytorch_profiler:
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _stop(self, run: RunView) -> None:
+        running, self._profile = self._profile, None
+        if running is not None:
+            running.stop()
+            path = trace_path(self.config, self.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(path))
+            run.say(f" profile of rank {self.rank}: {path}")
+        elif self.options.profile and not self.options.use_pytorch_profiler and torch.cuda.is_initialized():
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+
+    def _memory(self, run: RunView) -> bool:
+        return self.options.record_memory_history and run.optimizer.ddp.device.type == "cuda"
+
+
+def trace_path(config: RunConfig, rank: int) -> Path:
+    """Where a rank's trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
+    folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+    return Path(folder) / "profile" / f"rank-{rank}.json"
