@@ -7,6 +7,10 @@ from functools import cache
 
 import pytest
 
+from megatron.core.dropout import random_bits
+from megatron.core.moe import random_logits, router
+from megatron.core.moe.sinkhorn import sinkhorn_bias
+from megatron.core.parallel_state import Axis
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 
 BASE = (
@@ -96,6 +100,27 @@ def test_layout_equals_one_process(model: str, layout: str) -> None:
     found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
     assert not found.replica_errors
     assert first_difference(one_process(model), found, 1e-9) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "broken"),
+    [
+        ("sinkhorn", "cp2", ("sinkhorn_bias", lambda logits, places, sequence: sinkhorn_bias(logits, places, Axis()))),
+        (
+            "forced",
+            "tp2-etp1-dp2",
+            ("random_bits", lambda key, sample, places, n: random_bits(key, sample, places % 8, n)),
+        ),
+    ],
+)
+def test_comparison_notices_a_choice_by_local_places(
+    model: str, layout: str, broken: tuple[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = one_process(model)
+    monkeypatch.setattr(router if model == "sinkhorn" else random_logits, *broken)
+    world_size, flags = LAYOUTS[layout]
+    found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
+    assert first_difference(expected, found, 1e-9) is not None
 
 
 def test_tokens_that_see_the_same_are_dropped_by_place() -> None:

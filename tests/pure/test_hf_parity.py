@@ -24,6 +24,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
 from tests.hf_models import CASES, GPT2_SIZES, SIZES
+from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
 
@@ -243,3 +244,10 @@ def test_tied_head_that_differs_is_refused() -> None:
     config = config_from_hf(theirs.config.to_dict())
     with pytest.raises(ValueError, match="differs from the word embeddings"):
         from_hf({**theirs.state_dict(), "lm_head.weight": torch.zeros(83, 32)}, config, "qwen2")
+
+
+def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
+    """A softmax over all experts in place of one over those chosen."""
+    sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn")
+    with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
+        config_to_hf(sinkhorn, "mixtral")

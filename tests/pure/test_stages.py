@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.stage_text import layers_of_stages
+from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, stage_costs, tied_stages
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron.core.config.flag_spec import flag
+from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.config.stage_text import layers_of_stages
 from megatron.core.parts import PIPELINE_SCHEDULES
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.stage_text import layers_of_stages
+from megatron.core.config.pipeline_layout import layers_of_stages
 from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
 from megatron.core.pipeline_parallel.schedules import layout_of
 
