@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
+from megatron.planner.fake_tensors import run_backward
 from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
@@ -154,8 +155,8 @@ def measure(
 
 
 def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
-    with LiveMemory() as live:
-        fakes.live = live
+    fakes.live = live = LiveMemory()
+    with fakes.tensors.observed_by(live.count):
         hidden, output = fakes.forward(stage)
         forward, edge, last = live.peak, get_gradient_edge(output), output.ndim == 0
         del output  # its values are sent, its place in the graph is needed
@@ -165,7 +166,7 @@ def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
         split = splits_backward(fakes.parallel.schedule)
         if split:
             fakes.queue.begin(0)
-        torch.autograd.backward([edge], [grad])
+        run_backward(edge, grad)
         backward = live.peak
         del hidden, edge, grad
         for_weights = live.now
