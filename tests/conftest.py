@@ -28,8 +28,16 @@ settings.load_profile("no deadline")
 LONGEST = (
     "tests/cli/test_docs.py",
     "tests/slurm/test_slurm.py",
+    "tests/parity/test_moe.py",
+    "tests/parity/test_matrix.py",
+    "tests/parity/test_reshard.py",
+    "tests/parity/test_layouts.py",
+    "tests/parity/test_pipeline_layouts.py",
+    "tests/parity/test_overlap.py",
     "tests/parity/test_examples.py",
-    "tests/dist/test_checkpoint_reshard.py",
+    "tests/faults/test_elastic.py",
+    "tests/cli/test_gpu_bench.py",
+    "tests/parity/test_context_parallel.py",
 )
 """Files that take longest. They run first, so that workers that run side by side end together."""
 
