@@ -46,7 +46,8 @@ def states_of_rank(
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
     shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
-    buffers = plan_buffers(trained, dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size)
+    sizes = dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size
+    buffers = plan_buffers(trained, *sizes, optimizer.decouples)
     memory = buffer_bytes(
         buffers,
         parallel.params_dtype,

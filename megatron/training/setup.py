@@ -90,7 +90,12 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             runtime.say(f" {choose_kernel(shape, runtime.device, state.world)}")
     with phases("optimizer"):
         ddp = DistributedDataParallel(
-            config.ddp, config.parallel, state, list(stages.values()), config.optimizer.use_distributed_optimizer
+            config.ddp,
+            config.parallel,
+            state,
+            list(stages.values()),
+            config.optimizer.use_distributed_optimizer,
+            config.optimizer.decouples,
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         training = config.training

@@ -170,16 +170,17 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
         finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
         before_update()
-    lr = run.scheduler.lr_at(run.progress.scheduled_samples)  # settled: whether the step before counts is known
-    weight_decay = run.scheduler.weight_decay_at(run.progress.scheduled_samples)
+    samples = run.progress.scheduled_samples  # settled: whether the step before counts is known
+    lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
+    weight_decay = run.scheduler.weight_decay_at(samples)
     with run.clock("optimizer"):
-        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge)
+        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge, decoupled_lr)
     run.guard.watch(step, result)
     run.forward_backward.end_step(result.skip)
     run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
     interval.results.append(result)
     interval.losses.append(sums.loss_and_tokens)
-    interval.learning_rate = lr
+    interval.learning_rate, interval.decoupled_lr = lr, decoupled_lr
     interval.batch_size = step.samples
     interval.samples += step.samples
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
@@ -21,6 +21,12 @@ class OptimizerConfig(Section):
 
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+
+    decoupled_lr: float | None = None
+    """Peak learning rate of the word embedding and the output layer; default: that of all."""
+
+    decoupled_min_lr: float | None = None
+    """--decoupled-lr: their learning rate at the end of the decay; default: --min-lr."""
 
     lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
     """Shape of the learning-rate decay after warm-up."""
@@ -105,6 +111,18 @@ class OptimizerConfig(Section):
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+    def decouples(self, name: str) -> bool:
+        """Whether a parameter, by its name in the whole model, has the decoupled learning rate."""
+        return self.decoupled_lr is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    @property
+    def decoupled(self) -> OptimizerConfig | None:
+        """The configuration of the schedule of --decoupled-lr, where it is given."""
+        if self.decoupled_lr is None:
+            return None
+        least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=least, decoupled_lr=None, decoupled_min_lr=None)
 
     def freezes(self, name: str) -> bool:
         """Whether a parameter, by its name in the whole model, is not trained."""

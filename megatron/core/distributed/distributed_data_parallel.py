@@ -7,7 +7,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ class DistributedDataParallel:
         state: ParallelState,
         modules: Sequence[nn.Module],
         use_distributed_optimizer: bool = True,
+        decouples: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -52,6 +53,7 @@ class DistributedDataParallel:
             data_parallel_size=axes[False].size,
             expert_data_parallel_size=axes[True].size,
             bucket_size=ddp_config.ddp_bucket_size,
+            decouples=decouples,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)

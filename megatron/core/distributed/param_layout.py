@@ -1,8 +1,9 @@
 """Layout of parameters and gradients in flat memory: buffers, buckets, and each rank's ZeRO-1 shard range. No torch.
 
-Parameters of a buffer are all subject to weight decay or none is, and all are reduced over the same ranks. A buffer is
-divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank. All of this is
-decided here, once, from integers: buffers, distributed optimizer, checkpoints and memory plans read the same layout.
+Parameters of a buffer are all subject to weight decay or none is, have one learning rate, and are reduced over the same
+ranks. A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel
+rank. All of this is decided here, once, from integers: buffers, distributed optimizer, checkpoints and memory plans
+read the same layout.
 
 Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
 the first buckets are ready first. Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need
@@ -11,9 +12,10 @@ aligned operands. Buckets are padded so that their shards are equal and aligned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 from megatron.core.config.model import round_up
@@ -78,7 +80,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One contiguous buffer, of parameters with the same reduction ranks and the same weight decay."""
+    """One contiguous buffer, of parameters with the same reduction ranks, weight decay and learning rate."""
 
     expert: bool
     """Reduced over "expt_dp" instead of "dp_cp"."""
@@ -88,6 +90,9 @@ class BufferLayout:
 
     data_parallel_size: int
     buckets: tuple[BucketLayout, ...]
+
+    decoupled: bool = False
+    """Whether its parameters have a learning rate of their own."""
 
     @property
     def numel(self) -> int:
@@ -104,26 +109,28 @@ def plan_buffers(
     data_parallel_size: int,
     expert_data_parallel_size: int = 1,
     bucket_size: int | None = None,
+    decouples: Callable[[str], bool] = lambda name: False,
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
-    once it holds `bucket_size` elements. Ranks with equal shapes get equal layouts, so that parameters replicated over
-    tp have the same shard ranges on every tp rank.
+    once it holds `bucket_size` elements. `decouples` tells by their names which parameters have a learning rate of
+    their own. Ranks with equal shapes get equal layouts, so that parameters replicated over tp have the same shard
+    ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
     buffers = []
-    for expert, decays in ((False, True), (False, False), (True, True), (True, False)):
+    for expert, decays, decoupled in product((False, True), (True, False), (False, True)):
         members = [
             (index, meta, prod(shape))
             for index, (meta, shape) in enumerate(params)
-            if (meta.expert, meta.decays) == (expert, decays)
+            if (meta.expert, meta.decays, decouples(meta.name)) == (expert, decays, decoupled)
         ]
         if members:
             shards = expert_data_parallel_size if expert else data_parallel_size
             buckets = _fill_buckets(reversed(members), shards, bucket_size or default_bucket_size(shards))
-            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets)))
+            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled))
     return tuple(buffers)
 
 

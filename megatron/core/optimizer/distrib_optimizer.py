@@ -103,19 +103,26 @@ class DistributedOptimizer:
         self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
         states = OPTIMIZERS.facts(config.optimizer).states
         self.shards = [
-            OptimizerShard(bucket, states, buffer.layout.decays) for buffer in ddp.buffers for bucket in buffer.buckets
+            OptimizerShard(bucket, states, buffer.layout.decays, buffer.layout.decoupled)
+            for buffer in ddp.buffers
+            for bucket in buffer.buckets
         ]
         self._rule: Optimizer = OPTIMIZERS[config.optimizer](config, self.shards)
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
 
     @torch.no_grad()
     def step(
-        self, lr: float, weight_decay: float, sums: Tensor | None = None, judge: Judge | None = None
+        self,
+        lr: float,
+        weight_decay: float,
+        sums: Tensor | None = None,
+        judge: Judge | None = None,
+        decoupled_lr: float | None = None,
     ) -> StepResult:
         """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
 
         `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
-        `judge` may refuse the update.
+        `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
         With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
         `finish_param_sync`.
         """
@@ -126,7 +133,7 @@ class DistributedOptimizer:
         if self.config.clip_grad > 0 and self.shards:
             coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
             torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
-        self._rule.step(lr, weight_decay, skip, self._updates)
+        self._rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
         self._updates += 1.0 - skip
         for shard in self.shards:
             shard.write_params()

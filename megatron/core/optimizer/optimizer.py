@@ -26,8 +26,8 @@ class OptimizerShard:
     States are allocated at once, so that a checkpoint can load into them and memory is final before the first step.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], decays: bool) -> None:
-        self.bucket, self.decays = bucket, decays
+    def __init__(self, bucket: Bucket, states: Sequence[str], decays: bool, decoupled: bool = False) -> None:
+        self.bucket, self.decays, self.decoupled = bucket, decays, decoupled
         self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
         self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
         self.main.grad = bucket.owned_grads
@@ -70,22 +70,30 @@ class Optimizer:
         """
         raise NotImplementedError
 
-    def step(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> None:
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
         """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes. Both are float64
-        scalars on the device, and never waited for: `update` works on copies, of which one or the other is kept."""
+        scalars on the device, and never waited for: `update` works on copies, of which one or the other is kept.
+        `decoupled_lr` is the learning rate of decoupled shards, where there is one."""
         skipped, number = skip > 0, updates + 1.0
         for shard in self.shards:
+            own_lr = _lr_of(shard.decoupled, lr, decoupled_lr)
             tensors = [shard.main, *shard.states.values()]
             assert shard.main.grad is not None
             for grad, *old in zip(shard.main.grad.split(CHUNK), *(t.split(CHUNK) for t in tensors), strict=True):
                 new = [tensor.clone() for tensor in old]
                 states = dict(zip(shard.states, new[1:], strict=True))
-                self.update(new[0], grad, states, lr, weight_decay if shard.decays else 0.0, number)
+                self.update(new[0], grad, states, own_lr, weight_decay if shard.decays else 0.0, number)
                 for before, after in zip(old, new, strict=True):
                     torch.where(skipped, before, after, out=before)
 
     def set_step_count(self, updates: int) -> None:
         """Takes up a count of updates that a checkpoint was saved with."""
+
+
+def _lr_of(decoupled: bool, lr: float, decoupled_lr: float | None) -> float:
+    return decoupled_lr if decoupled and decoupled_lr is not None else lr
 
 
 class _Fused(Optimizer):
@@ -94,16 +102,21 @@ class _Fused(Optimizer):
     _torch: torch.optim.Optimizer
 
     def _groups(self) -> list[dict]:
-        groups = [
-            {"params": [shard.main for shard in self.shards if shard.decays == decays], "decays": decays}
-            for decays in (True, False)
-        ]
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for shard in self.shards:
+            groups.setdefault((shard.decays, shard.decoupled), []).append(shard.main)
         # A pipeline stage may have no parameters, and torch wants some.
-        return [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)], "decays": False}]
+        return [
+            {"params": params, "decays": decays, "decoupled": decoupled}
+            for (decays, decoupled), params in (groups or {(False, False): [torch.zeros(0)]}).items()
+        ]
 
-    def step(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> None:
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
         for group in self._torch.param_groups:
-            group["lr"], group["weight_decay"] = lr, weight_decay if group["decays"] else 0.0
+            group["lr"] = _lr_of(group["decoupled"], lr, decoupled_lr)
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
 

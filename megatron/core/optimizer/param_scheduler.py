@@ -123,7 +123,14 @@ class OptimizerParamScheduler:
 
     def lr_at(self, samples: int) -> float:
         """Learning rate of the update that follows `samples` consumed samples."""
-        config, length = self.config, self.length
+        return self._lr_at(samples, self.config)
+
+    def decoupled_lr_at(self, samples: int) -> float | None:
+        """That of parameters with a learning rate of their own, where there are such."""
+        return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
+
+    def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
+        length = self.length
         if length.warmup > 0 and samples <= length.warmup:
             assert config.lr is not None
             return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / length.warmup

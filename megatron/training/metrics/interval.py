@@ -37,6 +37,7 @@ class Interval:
     excluded: float = 0.0
     """Seconds spent on anything but training, such as evaluation."""
     learning_rate: float = 0.0
+    decoupled_lr: float | None = None
     batch_size: int = 0
     samples: int = 0
 
@@ -80,6 +81,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "lm_loss": total / tokens if tokens else None,
         "grad_norm": interval.results[-1].grad_norm if steps else None,
         "learning_rate": interval.learning_rate,
+        **({} if interval.decoupled_lr is None else {"decoupled_learning_rate": interval.decoupled_lr}),
         "global_batch_size": interval.batch_size,
         "loss_scale": interval.results[-1].loss_scale if steps else run.optimizer.loss_scale,
         "skipped_iterations": sum(skipped) + interval.passed_over,

@@ -19,6 +19,7 @@ REQUIRED = {
 
 MAY_BE_ZERO = {
     "clip_grad",
+    "decoupled_min_lr",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "end_weight_decay",

@@ -1,0 +1,46 @@
+"""A learning rate of their own for the word embedding and the output layer, at every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
+from megatron.testing.snapshot import first_difference
+from tests.harness import train_in_world
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
+    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --num-workers 0 --mock-data "
+)
+OWN = "--decoupled-lr 0.3 --decoupled-min-lr 0.1 "
+
+
+@pytest.mark.parametrize("head", ["", "--untie-embeddings-and-output-weights "])
+def test_every_layout_updates_alike(head: str) -> None:
+    flags = MODEL + OWN + head
+    alone = train_in_world(1, flags.split())
+    for layout in ("", "--tp 2 --sequence-parallel", "--pp 2 --overlap-grad-reduce", "--no-use-distributed-optimizer"):
+        assert first_difference(alone, train_in_world(2, (flags + layout).split()), 1e-9) is None, layout
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_only_the_two_matrices_have_it(optimizer: str) -> None:
+    """After one step without momentum from before, the change of a parameter is proportional to its rate."""
+    flags = MODEL + f"--untie-embeddings-and-output-weights --weight-decay 0 --clip-grad 0 --optimizer {optimizer} "
+    plain, own = (train_in_world(1, (flags + more).split()) for more in ("", "--decoupled-lr 0.3"))
+    for key, before in plain.tensors.items():
+        if not key.startswith("initial weight "):
+            continue
+        name = key.removeprefix("initial weight ")
+        change, own_change = (each.tensors[f"step 1 weight {name}"] - before for each in (plain, own))
+        factor = 30 if name in ("embedding.word_embeddings.weight", "output_layer.weight") else 1
+        assert own_change.allclose(change * factor, rtol=1e-9, atol=1e-12), name
+
+
+def test_it_follows_the_shape_of_the_schedule() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.0, decoupled_lr=3.0, decoupled_min_lr=1.0, lr_warmup_iters=10)
+    scheduler = OptimizerParamScheduler(config, ScheduleLength(warmup=10, decay=110, anneal=0, total=110))
+    assert [scheduler.decoupled_lr_at(samples) for samples in (5, 10, 60, 110)] == pytest.approx([1.5, 3.0, 2.0, 1.0])
+    assert OptimizerParamScheduler(OptimizerConfig(lr=1.0), scheduler.length).decoupled_lr_at(5) is None
