@@ -23,7 +23,9 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core import collectives as mappings
 from megatron.core.attention import all_gather as gathered
-from megatron.core.attention import ring
+from megatron.core.attention import core_attention, ring, tile_kernels
+from megatron.core.attention.alibi import alibi_slopes
+from megatron.core.attention.tiles import Tile
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
@@ -72,6 +74,17 @@ def _count_all(meta: ParamMeta, coords: Any) -> bool:
 
 def _local_stats_only(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return torch.cat([x] * axis.size, dim)
+
+
+class _SlopesOfTheFirstRank(list[float]):
+    """In place of the slopes of all heads: any part of them is the first one."""
+
+    def __getitem__(self, part: Any) -> Any:
+        return list(self)[: part.stop - part.start]
+
+
+def _distances_of_rows(tile: Tile, device: torch.device) -> Tensor:
+    return torch.arange(len(tile.queries), device=device)[:, None] - torch.arange(len(tile.keys), device=device)
 
 
 def _keep_own_gradient(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -173,6 +186,14 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gathered keys get only their own rank's gradient": (
         [(gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
         [Combination.of(world="2", cp="2gather")],
+    ),
+    "ALiBi slopes of the first rank's heads": (
+        [(core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads)))],
+        [Combination.of(world="2", tp="2", style="bloom"), Combination.of(world="2", cp="2ulysses", style="bloom")],
+    ),
+    "ALiBi distances of a rank's rows, not of positions": (
+        [(tile_kernels, "distances", _distances_of_rows)],
+        [Combination.of(world="2", cp="2ring", style="bloom"), Combination.of(world="4", cp="4ring", style="bloom")],
     ),
     "weight gradients left in the queue": (
         [(weight_grad.WeightGradQueue, "run", lambda self, key: self._jobs.pop(key))],
