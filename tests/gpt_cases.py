@@ -46,6 +46,10 @@ STYLES = {
     "gpt-qk-norm": replace(GPT, qk_layernorm=True, squared_relu=True),
     "no-positions": replace(GPT, position_embedding_type="none"),
     "partial-rotary": replace(GPT, position_embedding_type="rope", rotary_percent=0.5),
+    "gemma": replace(
+        LLAMA, swiglu=False, activation_func="geglu_tanh", apply_layernorm_1p=True, scale_word_embeddings=True
+    ),
+    "layernorm-1p": replace(GPT, apply_layernorm_1p=True, qk_layernorm=True),
     "bloom": replace(GPT, position_embedding_type="alibi", embed_layernorm=True),
     "alibi-gqa": replace(LLAMA, position_embedding_type="alibi", window_size=9),
     "interleaved-rotary": replace(

@@ -28,6 +28,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NEOX = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"use_parallel_residual": False}
 GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +51,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5}),
     "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "gemma": ("gemma", {**SIZES, "head_dim": 16}),
+    "gemma-exact-gelu": ("gemma", {**SIZES, "head_dim": 8, "hidden_act": "gelu", "num_key_value_heads": 1}),
+    "starcoder2": ("starcoder2", {**SIZES, "sliding_window": 5, "norm_epsilon": 1e-3}),
+    "starcoder2-untied": ("starcoder2", {**SIZES, "sliding_window": None, "tie_word_embeddings": False}),
+    "gpt-neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"}),
+    "gpt-neox-quarter": ("gpt_neox", {**NEOX, "hidden_size": 64}),
     "qwen3-moe": (
         "qwen3_moe",
         {

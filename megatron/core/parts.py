@@ -33,7 +33,8 @@ part of the width, so its parameters have `partial_over=("tp",)`."""
 ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
 ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
 ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
-ACTIVATIONS.register("swiglu", "megatron.core.transformer.activations:build_swiglu", gated=True)
+for _gated in ("swiglu", "geglu", "geglu_tanh"):
+    ACTIVATIONS.register(_gated, f"megatron.core.transformer.activations:build_{_gated}", gated=True)
 
 ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
@@ -128,5 +129,8 @@ TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
 """A `megatron.core.models.hf.families.Family` for each `model_type` of Hugging Face."""
 
-for _family in ("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+for _family in (
+    *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("gemma", "starcoder2", "gpt_neox"),
+):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")

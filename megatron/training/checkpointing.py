@@ -247,11 +247,11 @@ def converted(checkpoint: Checkpoint) -> bool:
 
 def _free_choices(saved: RunConfig) -> frozenset[str]:
     """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
-    rotary = saved.model.position_embedding_type == "rope"
-    return frozenset(TRAINING_ONLY) - {PADDING} | ({"max_position_embeddings"} if rotary else set())
+    learned = saved.model.position_embedding_type == "learned_absolute"
+    return frozenset(TRAINING_ONLY) - PADDING | (set() if learned else {"max_position_embeddings"})
 
 
-PADDING = "make_vocab_size_divisible_by"
+PADDING = {"make_vocab_size_divisible_by", "pad_vocab_size_to"}
 
 
 def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:

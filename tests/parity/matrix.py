@@ -44,6 +44,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "gpt": "",
         "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
         " --attention-dropout 0 --hidden-dropout 0 --qk-layernorm",
+        "gemma": "--position-embedding-type rope --normalization RMSNorm --activation-func geglu_tanh"
+        " --disable-bias-linear --apply-layernorm-1p --scale-word-embeddings --hidden-dropout 0",
         "bloom": "--position-embedding-type alibi --embed-layernorm",
         "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
     },

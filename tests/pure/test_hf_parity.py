@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.core.batch import Batch
@@ -23,7 +22,7 @@ from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
-from tests.hf_models import CASES, GPT2_SIZES, SIZES
+from tests.hf_models import CASES, GPT2_SIZES, SIZES, weights_in
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +56,11 @@ def random_model(case: str) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(float(module.scalar_embed_scale), dtype=torch.float64)
+        if type(module).__name__ == "GemmaRMSNorm":
+            module.forward = partial(rms_norm, 1 + module.weight, module.eps)
+        elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(route, module.weight, module.top_k)
@@ -79,14 +82,9 @@ def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
 
 def weights(model: Any) -> dict[str, Tensor]:
     """The tensors that a file of the model holds: without a tied head, and expert by expert."""
-    if "moe" in model.config.model_type or model.config.model_type == "mixtral":
-        with TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            return {
-                name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()
-            }
-    tied = model.config.tie_word_embeddings
-    return {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return weights_in(Path(folder))
 
 
 def ours(model: Any) -> GPTModel:
@@ -195,7 +193,10 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
         ),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"model_type": "gemma"}, "'gemma' is not supported"),
+        ({"model_type": "olmo2"}, "'olmo2' is not supported: it needs norms after the sub-layers"),
+        ({"model_type": "gpt_neox"}, "use_parallel_residual = True"),
+        ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
+        ({"model_type": "own"}, "'own' is not supported; known are gpt2, llama"),
     ],
 )
 def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:

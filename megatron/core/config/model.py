@@ -84,8 +84,14 @@ class TransformerConfig(MoEConfig, Section):
     embed_layernorm: bool = False
     """Normalize word embeddings before positions are added, as BLOOM does."""
 
+    scale_word_embeddings: bool = False
+    """Multiply word embeddings by the square root of hidden-size, as Gemma does."""
+
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
     """Normalization before attention, before the MLP, and after the last layer."""
+
+    apply_layernorm_1p: bool = False
+    """Multiply by 1 + weight in norms, whose weights start at 0."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
     """Added to the variance in norms."""

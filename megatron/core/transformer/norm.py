@@ -22,12 +22,17 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        metas = norm_metas(name, size, partial_over, bias=self.has_bias)
+        self.one_plus = config.apply_layernorm_1p
+        metas = norm_metas(name, size, partial_over, config, bias=self.has_bias)
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        if not self.one_plus:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        wide, weight = _one_plus(x, self.weight)
+        bias = None if self.bias is None else self.bias.to(wide.dtype)
+        return F.layer_norm(wide, self.shape, weight, bias, self.eps).to(x.dtype)
 
 
 class RMSNorm(LayerNorm):
@@ -36,7 +41,16 @@ class RMSNorm(LayerNorm):
     has_bias = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if not self.one_plus:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        wide, weight = _one_plus(x, self.weight)
+        return F.rms_norm(wide, self.shape, weight, self.eps).to(x.dtype)
+
+
+def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, 1 + weight) for --apply-layernorm-1p, in fp32 if x has 16 bits: small weights would be lost beside 1."""
+    wide = x.float() if x.itemsize == 2 else x
+    return wide, weight.to(wide.dtype) + 1
 
 
 def build_norm(

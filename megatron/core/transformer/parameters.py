@@ -14,9 +14,13 @@ HEAD_NORM_PARTIAL_OVER = ("tp",)
 """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
 
 
-def norm_metas(name: str, size: int, partial_over: tuple[str, ...], *, bias: bool) -> list[ParamMeta]:
+def norm_metas(
+    name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig, *, bias: bool
+) -> list[ParamMeta]:
     """The weight of a norm over `size` channels, and the bias if there is one."""
-    inits = {"weight": Init("ones"), "bias": Init("zeros")} if bias else {"weight": Init("ones")}
+    inits = {"weight": Init("zeros" if config.apply_layernorm_1p else "ones")}
+    if bias:
+        inits["bias"] = Init("zeros")
     return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
 
 

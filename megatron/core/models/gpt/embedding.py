@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,6 +47,8 @@ class Embedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(word_embedding_meta(config, tied_stages), ctx)
+        scale = torch.tensor(sqrt(config.hidden_size) if config.scale_word_embeddings else 1.0, dtype=ctx.dtype)
+        self.scale = float(scale)  # rounded to the model's number format, as in Gemma
         self.layernorm = (
             build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
         )
@@ -53,7 +58,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""
-        x = self.layernorm(self.word_embeddings(tokens))
+        x = self.word_embeddings(tokens)
+        x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(x.shape[0], context)
         return self.dropout(x, context)

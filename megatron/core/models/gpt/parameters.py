@@ -23,7 +23,7 @@ from megatron.core.transformer.parameters import (
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu"),
+    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"),
     "attention_module": ("self_attention",),
     "mlp_module": ("mlp",),
     "layer_module": ("transformer_layer",),
@@ -103,7 +103,7 @@ def position_embedding_meta(config: TransformerConfig, sequence_parallel: bool) 
 
 
 def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[str, ...]) -> list[ParamMeta]:
-    return norm_metas(name, size, partial_over, bias=config.normalization == "LayerNorm")
+    return norm_metas(name, size, partial_over, config, bias=config.normalization == "LayerNorm")
 
 
 def _layer(number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_args, get_type_hints
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.hf.families import Family
+from megatron.core.models.hf.families import Family, missing_feature
 from megatron.core.parts import HF_FAMILIES
 
 # Fields that affect how a model is trained or stored, but not its outputs.
@@ -48,6 +48,8 @@ LLAMA3_SCALING = {
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
+    if missing := missing_feature(model_type):
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
     if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(HF_FAMILIES)}")
     return HF_FAMILIES[model_type]
@@ -59,7 +61,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises ValueError listing every setting that cannot be expressed.
     """
     family = family_of(hf_config)
-    hf = {**family.defaults, **{family.aliases.get(key, key): value for key, value in hf_config.items()}}
+    names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
+    hf = {**family.defaults, **{names.get(key, key): value for key, value in hf_config.items()}}
     try:
         problems = list(_problems(hf, family))
         config = None if problems else _config(hf, family)
@@ -76,8 +79,9 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
     if hf.get("quantization_config") is not None:
         yield "quantization_config is given; quantized weights are not supported"
-    if hf.get("embd_pdrop", hf.get("resid_pdrop")) != hf.get("resid_pdrop"):
-        yield f"embd_pdrop = {hf['embd_pdrop']!r} differs from resid_pdrop = {hf['resid_pdrop']!r}"
+    for key, other in family.equal.items():
+        if hf.get(key, hf[other]) != hf[other]:
+            yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"
     hints = get_type_hints(TransformerConfig)
     for key, ours in family.keys.items():
         if key not in hf:
@@ -166,13 +170,12 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     stated = replace(config, **_stated(config))
     hf |= {key: _value_in_hf(family, key, getattr(stated, ours)) for key, ours in family.keys.items()}
     hf["tie_word_embeddings"] = config.tied_embeddings
+    hf |= {key: hf[other] for key, other in family.equal.items()}
     if family.fixed["position_embedding_type"] == "rope":
-        hf |= _rotary_to_hf(config)
-    elif "resid_pdrop" in family.keys:
-        hf["embd_pdrop"] = config.hidden_dropout
-    if "window_size" not in family.fixed and model_type != "gpt2":
+        hf |= {family.spelling.get(key, key): value for key, value in _rotary_to_hf(config, family).items()}
+    if "window_size" not in family.fixed:
         hf["sliding_window"] = config.window_size
-        if model_type != "mistral":
+        if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": 0} if config.window_size else {}
     return hf
@@ -206,9 +209,9 @@ def choose_family(config: TransformerConfig) -> str:
     raise ValueError(f"no Hugging Face family can express this model; for one of them: {nearest}")
 
 
-def _rotary_to_hf(config: TransformerConfig) -> dict[str, Any]:
+def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf: dict[str, Any] = {"rope_theta": config.rotary_base}
-    if config.rotary_percent != 1:
+    if config.rotary_percent != 1 or "partial_rotary_factor" in family.defaults:
         hf["partial_rotary_factor"] = config.rotary_percent
     if config.use_rope_scaling:
         hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
@@ -242,7 +245,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
-    idle += ["max_position_embeddings"] if rotary or config.alibi else []
+    idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy"] if config.moe_expert_capacity_factor is None else []

@@ -50,21 +50,6 @@ GPT2_RULES = (
     Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
 )
 
-_BLOOM_LAYER = "transformer.h.{i}"
-
-BLOOM_RULES = (
-    Rule("embedding.word_embeddings.weight", ("transformer.word_embeddings.weight",), "VocabularyRows"),
-    *_norm("embedding.layernorm", "transformer.word_embeddings_layernorm"),
-    *_norm(f"{OUR_LAYER}.input_layernorm", f"{_BLOOM_LAYER}.input_layernorm"),
-    *_linear("self_attention.linear_qkv", f"{_BLOOM_LAYER}.self_attention.query_key_value", "GroupByGroup"),
-    *_linear("self_attention.linear_proj", f"{_BLOOM_LAYER}.self_attention.dense", "Same"),
-    *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", f"{_BLOOM_LAYER}.post_attention_layernorm"),
-    *_linear("mlp.linear_fc1", f"{_BLOOM_LAYER}.mlp.dense_h_to_4h", "Same"),
-    *_linear("mlp.linear_fc2", f"{_BLOOM_LAYER}.mlp.dense_4h_to_h", "Same"),
-    *_norm("decoder.final_layernorm", "transformer.ln_f"),
-    Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
-)
-
 _HF_LAYER = "model.layers.{i}"
 _HEADS = " ".join(f"{_HF_LAYER}.self_attn.{x}_proj" for x in "qkv")
 _GATED = f"{_HF_LAYER}.mlp.gate_proj {_HF_LAYER}.mlp.up_proj"
@@ -99,6 +84,42 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+def _joint(layer: str, attention: str, final: str, head: str) -> tuple[Rule, ...]:
+    """Rules of GPT-NeoX and BLOOM, whose heads have their query, key and value side by side in one tensor."""
+    return (
+        *_norm(f"{OUR_LAYER}.input_layernorm", f"{layer}.input_layernorm"),
+        *_linear("self_attention.linear_qkv", f"{layer}.{attention}.query_key_value", "GroupByGroup"),
+        *_linear("self_attention.linear_proj", f"{layer}.{attention}.dense", "Same"),
+        *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", f"{layer}.post_attention_layernorm"),
+        *_linear("mlp.linear_fc1", f"{layer}.mlp.dense_h_to_4h", "Same"),
+        *_linear("mlp.linear_fc2", f"{layer}.mlp.dense_4h_to_h", "Same"),
+        *_norm("decoder.final_layernorm", final),
+        Rule("output_layer.weight", (head,), "VocabularyRows"),
+    )
+
+
+GPT_NEOX_RULES = (
+    Rule("embedding.word_embeddings.weight", ("gpt_neox.embed_in.weight",), "VocabularyRows"),
+    *_joint("gpt_neox.layers.{i}", "attention", "gpt_neox.final_layer_norm", "embed_out.weight"),
+)
+BLOOM_RULES = (
+    Rule("embedding.word_embeddings.weight", ("transformer.word_embeddings.weight",), "VocabularyRows"),
+    *_norm("embedding.layernorm", "transformer.word_embeddings_layernorm"),
+    *_joint("transformer.h.{i}", "self_attention", "transformer.ln_f", "lm_head.weight"),
+)
+STARCODER2_RULES = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "VocabularyRows"),
+    *_norm(f"{OUR_LAYER}.input_layernorm", f"{_HF_LAYER}.input_layernorm"),
+    *_linear("self_attention.linear_qkv", _HEADS, "QueryGroups"),
+    *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", "Same"),
+    *_norm(f"{OUR_LAYER}.pre_mlp_layernorm", f"{_HF_LAYER}.post_attention_layernorm"),
+    *_linear("mlp.linear_fc1", f"{_HF_LAYER}.mlp.c_fc", "Same"),
+    *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.c_proj", "Same"),
+    *_norm("decoder.final_layernorm", "model.norm"),
+    Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -128,6 +149,12 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys of config.json."""
 
+    spelling: Mapping[str, str] = field(default_factory=dict)
+    """Usual name of a rotary setting -> its key in this family's config.json."""
+
+    equal: Mapping[str, str] = field(default_factory=dict)
+    """Key -> the key whose value it must have, where it is given."""
+
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Key of config.json -> its values, the only ones that we support -> those of our field. Of several with the same
     meaning we write the first one."""
@@ -145,16 +172,24 @@ def _table(name: str) -> dict[str, Any]:
     return base | {key: base[key] | value if key in base else value for key, value in own.items()}
 
 
+def missing_feature(model_type: object) -> str | None:
+    """What a family needs that our layers do not have; None for one that is not known to need anything."""
+    return _tables()["not expressible"].get(model_type) if isinstance(model_type, str) else None
+
+
 def _family(model_type: str, rules: tuple[Rule, ...]) -> Family:
     """A family of families.json with the rules of its weights."""
     return Family(model_type=model_type, rules=rules, **_table(model_type))
 
 
 GPT2 = _family("gpt2", GPT2_RULES)
-BLOOM = _family("bloom", BLOOM_RULES)
 LLAMA = _family("llama", LLAMA_RULES)
 MISTRAL = _family("mistral", LLAMA_RULES)
 QWEN2 = _family("qwen2", LLAMA_RULES)
 QWEN3 = _family("qwen3", LLAMA_RULES)
 MIXTRAL = _family("mixtral", _experts("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3_MOE = _family("qwen3_moe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
+GEMMA = _family("gemma", LLAMA_RULES)
+STARCODER2 = _family("starcoder2", STARCODER2_RULES)
+GPT_NEOX = _family("gpt_neox", GPT_NEOX_RULES)
+BLOOM = _family("bloom", BLOOM_RULES)

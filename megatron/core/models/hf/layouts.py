@@ -142,7 +142,7 @@ class JointHeads(Layout):
 
 
 class GroupByGroup(Layout):
-    """BLOOM: [heads * 3 * d, ...], head by head its query, key and value, which is our order with one dim for three."""
+    """BLOOM, GPT-NeoX: [heads * 3 * d, ...], head by head its query, key and value: our order, three dims as one."""
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].unflatten(0, (config.query_groups, -1, config.head_dim))

@@ -47,7 +47,8 @@ class HFWeights:
             problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
             for name in placement.theirs:
                 unknown.pop(name, None)
-        self.tied_head = unknown.pop(HEAD, None) if config.tied_embeddings and self.placements else None
+        self.head = _head(family)
+        self.tied_head = unknown.pop(self.head, None) if config.tied_embeddings and self.placements else None
         problems += [f"{name} is unknown" for name in unknown] if self.placements else []
         if problems:
             raise ValueError(f"weights of a {model_type} model: {_few(problems)}")
@@ -87,10 +88,15 @@ class HFWeights:
         if self.tied_head is not None and embedding is not None:
             shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
             if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
-                raise ValueError(f"{HEAD} differs from the word embeddings that config.json says it is tied to")
+                raise ValueError(f"{self.head} differs from the word embeddings that config.json says it is tied to")
 
 
-HEAD, EMBEDDING = "lm_head.weight", "embedding.word_embeddings.weight"
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def _head(family: Family) -> str:
+    """Their name of the output layer's weight."""
+    return next(rule.theirs[0] for rule in family.rules if rule.ours == HEAD)
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
     """Their tensors under full names, without tensors that are not weights."""
     bare = not any(name.startswith(family.prefix) for name in tensors)
     return {
-        family.prefix + name if bare and not name.startswith("lm_head.") else name: tensor
+        family.prefix + name if bare and name != _head(family) else name: tensor
         for name, tensor in tensors.items()
         if not name.endswith(tuple(family.ignored))
     }
