@@ -196,7 +196,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
         ({"model_type": "olmo2"}, "'olmo2' is not supported: it needs norms after the sub-layers"),
         ({"model_type": "gpt_neox"}, "use_parallel_residual = True"),
         ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
-        ({"model_type": "own"}, "'own' is not supported; known are gpt2, llama"),
+        ({"model_type": "own"}, "'own' is not supported; known are gpt2, bloom, llama"),
     ],
 )
 def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:

@@ -82,6 +82,12 @@ STYLES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {**LLAMA, **gqa(2)},
     "qwen": {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "squared_relu": True},
+    "gemma": {
+        "add_bias_linear": False,
+        "activation_func": "geglu_tanh",
+        "apply_layernorm_1p": True,
+        "scale_word_embeddings": True,
+    },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
 }

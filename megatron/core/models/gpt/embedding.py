@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import frexp, ldexp, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,13 @@ from megatron.core.models.gpt.parameters import EMBEDDING_NORM, position_embeddi
 from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
 from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A positive number in the precision of a dtype: Gemma was trained with a scale of its embeddings in bfloat16."""
+    fraction, exponent = frexp(value)
+    one = 2 / torch.finfo(dtype).eps
+    return ldexp(round(fraction * one) / one, exponent)
 
 
 class PositionEmbedding(nn.Module):
@@ -47,8 +54,7 @@ class Embedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(word_embedding_meta(config, tied_stages), ctx)
-        scale = torch.tensor(sqrt(config.hidden_size) if config.scale_word_embeddings else 1.0, dtype=ctx.dtype)
-        self.scale = float(scale)  # rounded to the model's number format, as in Gemma
+        self.scale = rounded(sqrt(config.hidden_size), ctx.dtype) if config.scale_word_embeddings else 1.0
         self.layernorm = (
             build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
         )

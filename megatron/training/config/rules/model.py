@@ -82,6 +82,9 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
     if m.swiglu and m.squared_relu:
         yield Problem.exclusive("--swiglu", None, "--squared-relu")
+    if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
+        rule = f"is not known to --normalization {m.normalization}"
+        yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 
