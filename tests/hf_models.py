@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5}),
     "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
     "gemma": ("gemma", {**SIZES, "head_dim": 16}),
-    "gemma-exact-gelu": ("gemma", {**SIZES, "head_dim": 8, "hidden_act": "gelu", "num_key_value_heads": 1}),
+    "gemma-exact-gelu": ("gemma", {**SIZES, "head_dim": 8, "hidden_act": "gelu", "num_key_value_heads": 4}),
     "starcoder2": ("starcoder2", {**SIZES, "sliding_window": 5, "norm_epsilon": 1e-3}),
     "starcoder2-untied": ("starcoder2", {**SIZES, "sliding_window": None, "tie_word_embeddings": False}),
     "gpt-neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"}),
