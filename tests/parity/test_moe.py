@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
+from megatron.core.collectives import Pending
 from megatron.core.dropout import random_bits
-from megatron.core.moe import random_logits, router
+from megatron.core.moe import load_balancing, random_logits, router
 from megatron.core.moe.sinkhorn import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
@@ -121,6 +122,14 @@ def test_comparison_notices_a_choice_by_local_places(
     world_size, flags = LAYOUTS[layout]
     found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
     assert first_difference(expected, found, 1e-9) is not None
+
+
+def test_loads_of_one_rank_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The auxiliary loss of the global batch needs the loads of all ranks."""
+    monkeypatch.setattr(load_balancing, "start_all_reduce_", lambda x, axis: Pending(x))
+    found = train_in_world(2, f"{BASE} {MODELS['mixtral']} {LAYOUTS['dp2'][1]}".split())
+    first = first_difference(one_process("mixtral"), found, 1e-9)
+    assert first is not None and first[0].startswith("step 1 gradient")
 
 
 def test_tokens_that_see_the_same_are_dropped_by_place() -> None:
