@@ -13,6 +13,7 @@ from megatron.core.attention.partition import (
     document_starts,
     rank_spans,
     sequence_divisor,
+    short_spans,
 )
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
 
@@ -125,6 +126,11 @@ def test_far_documents_cost_nothing() -> None:
         for source in range(4):
             tiles = causal_tiles(spans[rank], spans[source], documents, None)
             assert [len(tile.queries) for tile in tiles] == ([8, 8] if rank == source else [])
+
+
+def test_short_spans_are_the_same_positions() -> None:
+    assert short_spans((range(3, 8), range(20, 22)), 2) == (range(3, 5), range(5, 7), range(7, 8), range(20, 22))
+    assert short_spans((range(4), range(4, 4)), 9) == (range(4),)
 
 
 def test_document_starts() -> None:

@@ -142,6 +142,17 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [(8, 8)] * 6
 
 
+def test_tiles_have_no_more_queries_than_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no pair of a query and a key behind it is computed beyond those tiles."""
+    sizes = []
+    original = TorchKernel._scores
+    monkeypatch.setattr(
+        TorchKernel, "_scores", lambda self, q, k, tile: sizes.append((len(q), len(k))) or original(self, q, k, tile)
+    )
+    local_attention(*operands(1), Causal(NarrowTiles(SCALE)))
+    assert sizes == [(5, 5)] * 4 + [(4, 4)] + [(5, 5), (5, 10), (5, 15), (4, 20)]
+
+
 def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
     """[heads, n, m] as flash attention for GPUs defines them: query i of n stands where key i + m - n of m does, and
     sees `left` keys before it and `right` behind it, all for -1."""
