@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
@@ -26,6 +27,6 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
 
 
 def integers_of(x: Tensor, expected: Sequence[int]) -> list[int]:
-    """Reads the integers of x [n], for which the host waits. A tensor without values, as plans of memory use them, has
-    the `expected` ones."""
-    return list(expected) if x.untyped_storage().device.type == "meta" else x.tolist()
+    """Reads the integers of x [n], for which the host waits. A fake tensor, as plans of memory use them, has no values:
+    then they are the `expected` ones."""
+    return list(expected) if isinstance(x, FakeTensor) else x.tolist()

@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
-from megatron.planner.fake_tensors import run_backward
 from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
@@ -155,8 +154,8 @@ def measure(
 
 
 def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
-    fakes.live = live = LiveMemory()
-    with fakes.tensors.observed_by(live.count):
+    with LiveMemory() as live:
+        fakes.live = live
         hidden, output = fakes.forward(stage)
         forward, edge, last = live.peak, get_gradient_edge(output), output.ndim == 0
         del output  # its values are sent, its place in the graph is needed
@@ -166,7 +165,7 @@ def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
         split = splits_backward(fakes.parallel.schedule)
         if split:
             fakes.queue.begin(0)
-        run_backward(edge, grad)
+        torch.autograd.backward([edge], [grad])
         backward = live.peak
         del hidden, edge, grad
         for_weights = live.now

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import compiled_regions
 from megatron.core.batch import Batch
@@ -29,7 +31,6 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.recompute import Segment
 from megatron.planner.fake_ranks import fake_state
-from megatron.planner.fake_tensors import FakeTensors
 from megatron.planner.live_memory import LiveMemory
 
 
@@ -47,14 +48,28 @@ class MicroBatch:
     """Whether samples have position ids of their own (--reset-position-ids)."""
 
 
+class _NoValues(TorchDispatchMode):
+    """Answers 0 where a number is read from a fake tensor, as the check of token ids does.
+
+    It also gives grouped products their shape, which torch knows for fake tensors in bf16 only.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is torch.ops.aten._grouped_mm.default:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
 class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
-    def __init__(self, batch: MicroBatch, state: ParallelState, tensors: FakeTensors) -> None:
+    def __init__(self, batch: MicroBatch, state: ParallelState) -> None:
         parallel = batch.parallel
         if parallel.tp_comm_overlap_method == "symmetric":  # keeps what the ring keeps, but needs real groups
             parallel = replace(parallel, tp_comm_overlap_method="ring")
-        self.batch, self.state, self.tensors = batch, state, tensors
+        self.batch, self.state = batch, state
         self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
         model = batch.model
@@ -133,7 +148,7 @@ def built_metas(
 ) -> list[ParamMeta]:
     """The trained parameters of a stage, as its parts make them."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
-    with FakeTensors():
+    with FakeTensorMode():
         model = GPTModel(
             config,
             parallel,
@@ -202,7 +217,7 @@ def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
     kernels = _KernelsOfGPUs() if batch.device == "cuda" else nullcontext()
-    with fake_state(batch.parallel) as state, FakeTensors() as tensors, kernels:
-        fakes = FakeStages(batch, state, tensors)
+    with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels:
+        fakes = FakeStages(batch, state)
         with _regions_as_kernels(fakes):
             yield fakes

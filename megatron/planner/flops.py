@@ -20,7 +20,6 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.layout import attended_tokens
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
-from megatron.planner.fake_tensors import run_backward
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
@@ -84,17 +83,10 @@ def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
         ATTENTION: partial(_attention, share=seen / length),
         ATTENTION_BACKWARD: lambda grad, *args, **_: 2 * _attention(*args[:3], *args[5:], share=seen / length),
     }
-    formulas = FlopCounterMode(custom_mapping=formulas).flop_registry
-    counts: dict[Any, float] = {}
-
-    def count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        kind = func.overloadpacket
-        if kind in formulas:
-            counts[kind] = counts.get(kind, 0) + formulas[kind](*args, **kwargs, out_val=out)
-
-    with fakes.tensors.observed_by(count):
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         _, output = fakes.forward(stage)
-        run_backward(output, torch.ones_like(output))
+        output.backward(torch.ones_like(output))
+    counts = counter.get_flop_counts()["Global"]
     attention = sum(counts.pop(kind, 0) for kind in (ATTENTION, ATTENTION_BACKWARD))
     return FlopsPerToken(sum(counts.values()) / length, attention / length)
 
