@@ -6,93 +6,20 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.model import TransformerConfig
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), of which only the arguments are kept. It runs again when its backward first asks for a tensor
-    that it had saved, and stops when it has saved the last one.
-
-    torch's `checkpoint(use_reentrant=False)` does the same, and imports torch's compiler, which plans do without.
-    """
-    if not torch.is_grad_enabled():
-        return function(*args)
-    dropped = _Dropped(function, args)
-    with saved_tensors_hooks(dropped.pack, dropped.unpack):
-        return function(*args)
-
-
-class _Inputs(torch.autograd.Function):
-    """Saves tensors as a part of the graph, so that recomputation around this one drops them too."""
-
-    @staticmethod
-    def forward(ctx: Any, node: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return node.clone()
-
-
-class _AllThere(Exception):
-    """Ends a recomputation once it has every saved tensor."""
-
-
-class _Holder:
-    """What the graph holds in place of a saved tensor."""
-
-    value: Tensor | None = None
-    """Between the recomputation and its use in the backward."""
-
-
-class _Dropped:
-    """The tensors that a call of a function has saved for its backward, none of which is kept."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function = function
-        self.others = [None if isinstance(x, Tensor) else x for x in args]
-        self.places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
-        self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *(args[place] for place in self.places))
-        self.saved: list[tuple[ref[_Holder], torch.Size, torch.dtype]] = []
-
-    def pack(self, x: Tensor) -> _Holder:
-        holder = _Holder()
-        self.saved.append((ref(holder), x.shape, x.dtype))
-        return holder
-
-    def unpack(self, holder: _Holder) -> Tensor:
-        if holder.value is None:
-            self._recompute()
-        value, holder.value = holder.value, None
-        if value is None:
-            raise RuntimeError("recomputation has saved fewer tensors than the first run")
-        return value
-
-    def _recompute(self) -> None:
-        numbers = iter(range(len(self.saved)))
-
-        def pack(x: Tensor) -> Tensor:
-            number, x = next(numbers), x.detach()
-            holder, *kind = self.saved[number]
-            if [x.shape, x.dtype] != kind:
-                raise RuntimeError(f"recomputation saves {[x.shape, x.dtype]}, the first run saved {kind}")
-            if (waiting := holder()) is not None:  # None where the graph has dropped it
-                waiting.value = x
-            if number == len(self.saved) - 1:
-                raise _AllThere
-            return x
-
-        args = self.others.copy()
-        for place, x in zip(self.places, self.inputs.grad_fn.saved_tensors, strict=True):
-            args[place] = x
-        with torch.enable_grad(), suppress(_AllThere), saved_tensors_hooks(pack, lambda x: x):
-            self.function(*args)
+    """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _View(NamedTuple):
