@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule, splits_bac
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
 from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
@@ -76,8 +76,7 @@ class ActivationPlan:
     def __init__(self, batch: MicroBatch) -> None:
         self.batch = batch
         self._measured: dict[Hashable, StageMemory] = {}
-        with fake_stages(batch) as fakes:
-            self._kinds = fakes.layer_kinds()
+        self._kinds = layer_kinds(batch)
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""

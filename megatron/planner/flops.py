@@ -19,7 +19,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.layout import attended_tokens
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
@@ -61,8 +61,9 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
         position_embedding_type="none" if config.alibi else config.position_embedding_type,
         recompute_granularity=None,
     )
-    with fake_stages(MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")) as fakes:
-        kinds = fakes.layer_kinds()
+    batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
+    kinds = layer_kinds(batch)
+    with fake_stages(batch) as fakes:
         total = _count(fakes, fakes.build([], True, True), seen)
         for kind, times in Counter(kinds).items():
             total += _count(fakes, fakes.build([kinds.index(kind)], False, False), seen) * times

@@ -238,8 +238,10 @@ class FlagReader:
 
     def _same_value(self, flag: Flag, name: str, text: str) -> str:
         """Another spelling of a value as the one that is known here."""
+        if not flag.spec.choices or text in flag.spec.choices:  # so that most runs never read the tables
+            return text
         same = foreign_flags().same_values.get(flag.name, {}).get(text)
-        if same is None or (flag.spec.choices and text in flag.spec.choices):
+        if same is None:
             return text
         value, _, why = same.partition(": ")
         self.notes.append(f"{name} {text} is read as {value}{why and f': {why}'}")
