@@ -34,6 +34,7 @@ from .common import add_config_flags, add_extension_flag, run_tool
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     options = Options(
+        weights_only=args.weights_only,
         dtype=args.dtype and parse_dtype(args.dtype),
         max_shard_bytes=parse_bytes(args.max_shard_size),
         model_type=args.model_type,
@@ -75,6 +76,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model-type",
         choices=HF_FAMILIES,
         help="Hugging Face family to write (default: the input's, or the first that can express the model)",
+    )
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="from Megatron-LM: leave out the optimizer's state; a run then starts at iteration 0",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--check", metavar="TEXT", help="compare logits for this text with those of transformers")

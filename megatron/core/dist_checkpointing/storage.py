@@ -173,13 +173,20 @@ class Checkpoint:
                 no_dist=world.size == 1,
             )
 
-    def read(self, key: str) -> Tensor:
-        """Reads one whole tensor, in this process alone."""
+    def read(self, key: str, first: int | None = None) -> Tensor:
+        """Reads one whole tensor, or one entry `first` along its first dim, in this process alone."""
         info = self.tensors[key]
-        tensor = torch.empty(info.shape, dtype=info.dtype)
-        whole = ShardedBoxes(info.shape, [((0,) * len(info.shape), tensor)])
-        self.load({key: whole}, Axis(), ignore=lambda _: True)
-        return tensor
+        offset, shape = (0,) * len(info.shape), info.shape
+        if first is not None:
+            offset, shape = (first, *offset[1:]), (1, *shape[1:])
+        tensor = torch.empty(shape, dtype=info.dtype)
+        self.load({key: ShardedBoxes(info.shape, [(offset, tensor)])}, Axis(), ignore=lambda _: True)
+        return tensor if first is None else tensor[0]
+
+    @property
+    def index(self) -> Metadata:
+        """DCP's index, with what other programs have put into it."""
+        return self._reader.read_metadata()
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
         wanted: dict[str, tuple[int, ...]] = {}
@@ -356,6 +363,7 @@ INDEX_NAMES = {
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.serialization": "_get_layout",
     "torch": "Size",
     "pathlib": "PosixPath",
@@ -364,8 +372,19 @@ INDEX_NAMES = {
 """Module -> the names in it that an index of tensors may contain."""
 
 
+RENAMED = {
+    ("megatron.core.dist_checkpointing.strategies.torch", f"MCore{name}"): (module, name)
+    for module, name in (
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+    )
+}
+"""Megatron-LM's subclasses of the classes of an index -> the class that is read in their place."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module, name = RENAMED.get((module, name), (module, name))
         if name in INDEX_NAMES.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

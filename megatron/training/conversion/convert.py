@@ -16,9 +16,10 @@ from megatron.testing.local_world import run_world
 from megatron.training.conversion.dcp_format import DCP_FORMAT
 from megatron.training.conversion.formats import Format, Options, Source, Target, Written
 from megatron.training.conversion.hf_format import HF_FORMAT
+from megatron.training.conversion.megatron_format import MEGATRON_FORMAT
 from megatron.training.conversion.staging import new_folder, refuse
 
-FORMATS = {each.name: each for each in (HF_FORMAT, DCP_FORMAT)}
+FORMATS = {each.name: each for each in (HF_FORMAT, MEGATRON_FORMAT, DCP_FORMAT)}
 WEEK = 7 * 24 * 3600.0
 
 
@@ -40,7 +41,7 @@ class Conversion:
 
     def __init__(self, path: Path, output: Path, to: str | None, options: Options, force: bool = False) -> None:
         kind = recognize(path)
-        to = to or ("dcp" if kind.name == "hf" else "hf")
+        to = to or ("hf" if kind.name == "dcp" else "dcp")
         plan = FORMATS[to].plan
         if plan is None:
             raise ValueError(f"--to {to}: this format can be read only")

@@ -85,51 +85,77 @@ class DCPTarget(Target):
         self.source, self.options = source, options
         self.dtypes = {name: source.dtype(name, options.dtype) for name in source.metas}
         self.sizes = {name: meta.numel * self.dtypes[name].itemsize for name, meta in source.metas.items()}
-        self.nbytes = sum(self.sizes.values())
+        self.training = None if options.weights_only or options.dtype else source.training()
+        self.states = self._optimizer_states()
+        self.nbytes = sum(self.sizes.values()) + sum(self.states.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())
         if source.side_files:
             # The folder's absolute path at its end, where the files will be.
             folder = output.resolve() / TOKENIZER_FOLDER
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
 
+    def _optimizer_states(self) -> dict[tuple[str, str], int]:
+        """(kind, name of the parameter) -> bytes of each state of the optimizer."""
+        if self.training is None:
+            return {}
+        return {
+            (kind, name): meta.numel * self.training.dtype(kind, name).itemsize
+            for name, meta in self.source.metas.items()
+            for kind in self.training.kinds
+        }
+
     def payload(self) -> dict[str, Any]:
         """Everything of the checkpoint that is not a tensor."""
-        return {
+        training = self.training
+        payload = {
             "format_version": FORMAT_VERSION,
             "torch_version": torch.__version__,
-            **asdict(Progress()),
+            **asdict(training.progress if training else Progress()),
             "metrics": {},
             "layout": asdict(ParallelDims()) | {"use_distributed_optimizer": False},
-            "optimizer": {"step_count": 0, "loss_scaler": {}},
+            "optimizer": {"step_count": training.step_count if training else 0, "loss_scaler": {}},
             "rng": {"seed": self.config.training.seed},
             "config": values_by_section(self.config),
-            "converted": True,
         }
+        return payload if training else payload | {"converted": True}
 
     def write(self, folder: Path, world: Axis, written: Written) -> None:
         tensors: StateDict = {}
-        for name in self._share(world):
-            make = partial(self._make, name, written)
+        for kind, name in self._share(world):
             shape = self.source.metas[name].global_shape
-            tensors[model_key(name)] = StreamedTensor(shape, self.dtypes[name], make)
+            if kind is None:
+                make = partial(self._make, name, written)
+                tensors[model_key(name)] = StreamedTensor(shape, self.dtypes[name], make)
+            elif self.training is not None:
+                make = partial(self._make_optimizer_state, kind, name, written)
+                kept_in = self.training.dtype(kind, name)
+                tensors[optimizer_key(kind, name)] = StreamedTensor(shape, kept_in, make)
         for meta, dtype in model_states(self.config.model) if world.first else ():
             make = partial(self._make_state, meta, getattr(torch, dtype))
             tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, getattr(torch, dtype), make)
-        save(folder, 0, tensors, self.payload(), world, streamed=True)
+        iteration = self.training.progress.iteration if self.training else 0
+        save(folder, iteration, tensors, self.payload(), world, streamed=True)
 
     def _make(self, name: str, written: Written) -> Tensor:
         written(self.sizes[name])
         return self.source.read(name, self.options.dtype)
+
+    def _make_optimizer_state(self, kind: str, name: str, written: Written) -> Tensor:
+        assert self.training is not None
+        written(self.states[kind, name])
+        return self.training.read(kind, name)
 
     def _make_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
         if meta.name in self.source.states:
             return self.source.read(meta.name, dtype)
         return torch.zeros(meta.global_shape, dtype=dtype)
 
-    def _share(self, world: Axis) -> Iterator[str]:
-        """The parameters that this process writes: each goes to the one with the fewest bytes so far."""
+    def _share(self, world: Axis) -> Iterator[tuple[str | None, str]]:
+        """(kind of optimizer state or None, parameter) that this process writes: each goes to the one with the fewest
+        bytes so far."""
         loads = [0] * world.size
-        for name, size in self.sizes.items():
+        weights: dict[tuple[str | None, str], int] = {(None, name): size for name, size in self.sizes.items()}
+        for name, size in (weights | self.states).items():
             turn = loads.index(min(loads))
             loads[turn] += size
             if turn == world.rank:

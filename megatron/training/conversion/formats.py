@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.training.config.run_config import RunConfig
+from megatron.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,29 @@ class Options:
     model_type: str | None = None
     """Hugging Face: family to write; None: that of the source, or the first that can express the model."""
 
+    weights_only: bool = False
+    """Leave out the optimizer's state and the run's progress."""
+
     make_vocab_size_divisible_by: int = 128
     """Hugging Face as a source: the vocabulary is padded to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a source has of the run beside the model's weights, so that a run can resume where another left off."""
+
+    progress: Progress
+    step_count: int
+    """Updates made, in Adam's bias correction."""
+
+    kinds: tuple[str, ...]
+    """Kinds of the optimizer's state: "main_param", "exp_avg" and so on."""
+
+    read: Callable[[str, str], Tensor]
+    """(kind, name of a parameter) -> the whole state."""
+
+    dtype: Callable[[str, str], torch.dtype]
+    """The dtype in which `read` returns it."""
 
 
 class Source(ABC):
@@ -56,6 +78,10 @@ class Source(ABC):
 
     notes: tuple[str, ...] = ()
     """Lines for the user."""
+
+    def training(self) -> TrainingState | None:
+        """The state of training, if the source has one. Raises ValueError if it has one that cannot be read."""
+        return None
 
     @abstractmethod
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:

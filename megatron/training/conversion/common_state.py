@@ -1,0 +1,121 @@
+"""Reads what Megatron-LM's checkpoints hold beside tensors: pickles, of which nothing but plain data is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = "common.pt"
+
+
+class _Plain:
+    """Stands for a class of another program. Holds its attributes, and has no behaviour."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+HARMLESS = (
+    ("megatron.core.enums", "ModelType"),
+    ("megatron.core.transformer.enums", "AttnBackend"),
+    ("megatron.core.transformer.enums", "AttnMaskType"),
+    ("megatron.core.transformer.enums", "LayerType"),
+    ("megatron.core.transformer.enums", "CudaGraphScope"),
+    ("megatron.core.rerun_state_machine", "RerunMode"),
+    ("megatron.core.rerun_state_machine", "RerunState"),
+    ("megatron.core.rerun_state_machine", "RerunDiagnostic"),
+    ("megatron.core.optimizer.optimizer_config", "ParamKey"),
+)
+"""(module, name) of the classes whose values Megatron-LM stores among its arguments. None of them is imported."""
+
+
+def load_pickle(path: Path) -> dict[str, Any]:
+    """Reads a file of torch.save that may come from anywhere, with weights_only and a list of harmless classes.
+
+    Raises ValueError, in one line, for a file that is missing, damaged or asks for any other class or function.
+    """
+    import numpy
+
+    names: list[Any] = [argparse.Namespace, (torch.dtype, "torch.dtype"), *_numpy_names(numpy), Path, type(path)]
+    names += [(type(name, (_Plain,), {}), f"{module}.{name}") for module, name in HARMLESS]
+    names += [(_signal, "signal.Signals"), (type(enum.Enum), "enum.EnumMeta")]
+    try:
+        with torch.serialization.safe_globals(names):
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is refused: {_reason(str(error))}") from None
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {str(error).splitlines()[0][:200]}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of a dict")
+    return found
+
+
+def _numpy_names(numpy: Any) -> list[Any]:
+    """Arrays and scalars of numpy, which states of random generators and arguments consist of."""
+    try:
+        from numpy._core import multiarray
+    except ImportError:  # numpy 1
+        from numpy.core import multiarray  # type: ignore[no-redef]
+    kinds = [type(numpy.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint32", "uint8", "bool")]
+    found: list[Any] = [numpy.dtype, numpy.ndarray, *dict.fromkeys(kinds)]
+    for name in ("scalar", "_reconstruct"):
+        function = getattr(multiarray, name)
+        found += [(function, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
+    return found
+
+
+def _signal(number: int) -> int:
+    return int(number)
+
+
+def _reason(message: str) -> str:
+    """The line of torch's long message that names what the file asks for."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    for line in lines:
+        if "GLOBAL " in line or "Unsupported" in line or "Trying to" in line:
+            return line[:200]
+    return lines[0][:200] if lines else "not a pickle of plain data"
+
+
+def args_of(common: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Megatron-LM's arguments in a checkpoint. Raises ValueError without them."""
+    args = common.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise ValueError(
+            f"{path} has no arguments (args), which describe the model: save it with Megatron-LM's training"
+        )
+    return vars(args)
+
+
+def update_count(optimizer: Any) -> int | None:
+    """The optimizer's number of updates: `step` of its parameter groups or `common_step`, wherever they lie. None
+    without one. Raises ValueError if they differ."""
+    counts: set[int] = set()
+
+    def search(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key in ("step", "common_step") and isinstance(inner, int | float | torch.Tensor):
+                    counts.add(int(inner))
+                else:
+                    search(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                search(inner)
+
+    search(optimizer)
+    if len(counts) > 1:
+        raise ValueError(f"its parameters differ in the number of updates: {sorted(counts)}; only one is supported")
+    return counts.pop() if counts else None

@@ -1,0 +1,120 @@
+"""Megatron-LM's arguments as a configuration of ours. No torch.
+
+Fields of the configuration have the names of Megatron-LM's arguments, so that most values are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.config.flags import all_flags, config_of_sections
+from megatron.training.config.run_config import RunConfig
+
+TRAINING = ("micro_batch_size", "global_batch_size", "rampup_batch_size", "train_iters", "train_samples", "seed")
+"""Fields of the training section that are taken."""
+
+SECTIONS = ("model", "optimizer", "tokenizer")
+"""Sections that are taken as a whole."""
+
+WITHOUT_EQUAL = {
+    "multi_latent_attention": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "apply_residual_connection_post_layernorm": "residual connections after the norm",
+    "heterogeneous_layers_config_path": "layers of different shapes",
+    "heterogeneous_layers_config_encoded_json": "layers of different shapes",
+    "qk_l2_norm": "L2 norms of queries and keys",
+    "no_rope_freq": "layers without rotary embedding",
+    "window_attn_skip_freq": "windows in some layers",
+    "add_bias_linear_fc": "biases in some layers",
+    "hybrid_override_pattern": "state-space layers",
+    "is_hybrid_model": "state-space layers",
+    "glu_linear_offset": "an offset of the gate",
+    "activation_func_clamp_value": "clamped activations",
+    "quick_geglu": "quick GeGLU",
+    "moe_router_num_groups": "groups of experts",
+    "use_mup": "muP",
+    "scale_embeddings": "scaled embeddings",
+    "fp32_residual_connection": "an fp32 residual stream",
+    "apply_query_key_layer_scaling": "query-key layer scaling",
+    "experimental_attention_variant": "an experimental attention",
+}
+"""Argument -> the part of the model it asks for, which this program has not."""
+
+POSITIONS = ("learned_absolute", "rope", "none")
+
+
+def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
+    """The configuration of a run with these arguments. Raises ValueError for a model that cannot be expressed.
+
+    `padding_counts`: rows of the embedding that only pad the vocabulary count as tokens. Megatron-LM's loss includes
+    them and ours does not, so that a run goes on exactly only if they are tokens.
+    """
+    problems = [f"{name} {args[name]}: {what}" for name, what in WITHOUT_EQUAL.items() if args.get(name)]
+    positions = args.get("position_embedding_type", "learned_absolute")
+    if positions not in POSITIONS:
+        problems.append(f"position_embedding_type {positions}")
+    if problems:
+        raise ValueError("its model cannot be expressed: " + "; ".join(problems))
+    values: dict[str, dict[str, Any]] = {}
+    for flag in all_flags():
+        taken = flag.section in SECTIONS or (flag.section == "training" and flag.field in TRAINING)
+        if taken and flag.field in args:
+            values.setdefault(flag.section, {})[flag.field] = _plain(args[flag.field], flag.kind, flag.field)
+    for section in values.values():
+        for name in [name for name, value in section.items() if value is _DEFAULT]:
+            del section[name]
+    model = values.setdefault("model", {})
+    model |= _vocabulary(args, padding_counts)
+    if "norm_epsilon" not in args and "layernorm_epsilon" in args:
+        model["norm_epsilon"] = args["layernorm_epsilon"]
+    if not args.get("group_query_attention"):
+        model["num_query_groups"] = None
+    values["parallel"] = {name: bool(args.get(name)) for name in ("fp16", "bf16")}
+    try:
+        return config_of_sections(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its arguments cannot be read: {error}") from None
+
+
+_DEFAULT = object()
+
+
+def _plain(value: Any, kind: type, field: str) -> Any:
+    """A value in the type of our field; `_DEFAULT` for what leaves it open."""
+    if value is None:
+        return _DEFAULT
+    if field == "moe_layer_freq":
+        return str(value)
+    if field == "window_size":
+        return value[0] + 1 if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each, kind, "") for each in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and not isinstance(value, str):
+        return str(value)
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError(f"its argument {field} is a {type(value).__name__}")
+    return value
+
+
+def _vocabulary(args: Mapping[str, Any], padding_counts: bool) -> dict[str, Any]:
+    padded, size = args.get("padded_vocab_size"), args.get("vocab_size")
+    if not isinstance(padded, int):
+        raise ValueError("its arguments have no padded_vocab_size")
+    return {"vocab_size": padded if padding_counts or not size else size, "pad_vocab_size_to": padded}
+
+
+def progress_of(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Iteration and samples that a run has consumed. Raises ValueError if the checkpoint does not tell."""
+    found: dict[str, Any] = {
+        "iteration": common.get("iteration", args.get("iteration")),
+        "consumed_samples": args.get("consumed_train_samples"),
+    }
+    for name, value in found.items():
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"its {name} is {value!r:.40}")
+    scheduler = common.get("opt_param_scheduler")
+    steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else None
+    return found | {"scheduled_samples": steps if isinstance(steps, int) else found["consumed_samples"]}

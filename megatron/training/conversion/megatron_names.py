@@ -1,0 +1,122 @@
+"""Names of parameters in Megatron-LM's torch_dist checkpoints, and where each of ours lies in them.
+
+Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
+of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from megatron.core.param_meta import ParamMeta
+
+EXTRA_STATE = "_extra_state"
+"""Ends the names of what Transformer Engine keeps for fp8."""
+
+LAYERS = "decoder.layers."
+
+FUSED_NORMS = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
+}
+"""A norm of ours -> the beginning of its names where it is fused with the linear layer behind it."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of theirs, or one entry of it along the first dim."""
+
+    key: str
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our parameters lies: parts that are concatenated, in order, and reshaped to its shape."""
+
+    meta: ParamMeta
+    parts: tuple[Part, ...]
+
+
+def find_places(metas: Mapping[str, ParamMeta], shapes: Shapes, num_layers: int) -> dict[str, Place]:
+    """The place of each parameter. Raises ValueError for all that is missing, unknown or of another shape.
+
+    `shapes`: those of all tensors of the model in the checkpoint, by name.
+    """
+    places, problems, used = {}, [], set[str]()
+    for name, meta in metas.items():
+        found = next((parts for parts in _candidates(meta) if all(part.key in shapes for part in parts)), None)
+        if found is None:
+            problems.append(f"{name} is missing")
+            continue
+        keys = {part.key for part in found}
+        used |= keys
+        places[name] = Place(meta, found)
+        problems += _misfits(meta, found, shapes, num_layers)
+    problems += [f"{key} is unknown" for key in shapes if key not in used and not _skipped(key)]
+    if problems:
+        more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise ValueError("; ".join(problems[:6]) + more)
+    return places
+
+
+def _skipped(key: str) -> bool:
+    return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
+
+
+def _misfits(meta: ParamMeta, parts: tuple[Part, ...], shapes: Shapes, num_layers: int) -> Iterator[str]:
+    expected = their_shape(meta)
+    for part in parts:
+        shape, stacked = shapes[part.key], () if part.layer is None else (num_layers,)
+        if len(parts) == 1:
+            wanted = (*stacked, *expected)
+            if shape != wanted:
+                yield f"{part.key} has shape {list(shape)}, not {list(wanted)}"
+        elif prod(shape) * len(parts) != meta.numel or shape[-1:] != expected[-1:]:
+            yield f"{part.key} has shape {list(shape)}, one of {len(parts)} parts of {list(expected)}"
+
+
+def their_shape(meta: ParamMeta) -> tuple[int, ...]:
+    """Shape of a parameter of one layer in their checkpoints."""
+    shape = meta.global_shape
+    if meta.expert:
+        return (shape[0], prod(shape[1:-1]), shape[-1])
+    if meta.name.endswith("bias") or not meta.matrix:
+        return (prod(shape),)
+    return (prod(shape[:-1]), shape[-1])
+
+
+def _candidates(meta: ParamMeta) -> Iterator[tuple[Part, ...]]:
+    """Every way in which a parameter may be stored."""
+    if not meta.name.startswith(LAYERS):
+        yield (Part(meta.name),)
+        return
+    number, inside = meta.name.removeprefix(LAYERS).split(".", 1)
+    for suffix in _suffixes(inside):
+        yield (Part(f"{LAYERS}{suffix}", int(number)),)
+        own = f"{LAYERS}{number}.{suffix}"
+        yield (Part(own),)
+        yield (Part(f"{own}_w"), Part(f"{own}_v"))
+        if meta.expert:
+            yield from _single_experts(meta.global_shape[0], f"{LAYERS}{number}.{suffix}")
+
+
+def _single_experts(count: int, name: str) -> Iterator[tuple[Part, ...]]:
+    """Experts under names of their own, whole or with gate (w) and up (v) apart."""
+    each = [name.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in range(count)]
+    yield tuple(Part(expert) for expert in each)
+    yield tuple(Part(f"{expert}_{half}") for expert in each for half in "wv")
+
+
+def _suffixes(inside: str) -> Iterator[str]:
+    """Names of a layer's parameter in their layer: `mlp.router.weight` of `decoder.layers.3.mlp.router.weight`."""
+    module, _, kind = inside.rpartition(".")
+    if module in FUSED_NORMS:
+        yield FUSED_NORMS[module] + kind
+    if module.startswith("mlp.experts."):
+        inside = inside.replace("mlp.experts.", "mlp.experts.experts.", 1)
+    yield inside

@@ -1,0 +1,152 @@
+"""tools/convert_checkpoint.py reads checkpoints of megatron-core, and refuses those that attack or are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.batch import Batch
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.parallel_state import Axis
+from megatron.training.checkpointing import load_whole_model
+from tools import convert_checkpoint
+from tools.common import run_tool
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "megatron_checkpoints"
+
+
+@pytest.fixture(params=["dense", "moe"])
+def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return unpack(request.param, tmp_path)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return unpack("dense", tmp_path)
+
+
+def unpack(name: str, folder: Path) -> Path:
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def convert(*words: str | Path) -> None:
+    assert convert_checkpoint.main([str(word) for word in words]) == 0
+
+
+def opened(path: Path) -> Checkpoint:
+    checkpoint = choose_checkpoint(path, Axis())
+    assert checkpoint is not None
+    return checkpoint
+
+
+def loss_of(checkpoint: Path, tokens: list[list[int]]) -> float:
+    model, _ = load_whole_model(checkpoint, number_format="fp32")
+    data = torch.tensor(tokens)
+    with torch.no_grad():
+        logits = model.logits(None, Batch.of_tokens(data[:, :-1].contiguous()))
+    return float(F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()))
+
+
+def test_the_loss_is_theirs_and_the_run_stands_where_it_stood(theirs: Path, tmp_path: Path) -> None:
+    convert("--input", theirs, "--output", tmp_path / "ours")
+    expected = json.loads((FIXTURES / f"{theirs.name}.json").read_text())
+    assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)
+    checkpoint = opened(tmp_path / "ours")
+    assert checkpoint.folder.name == "iter_0000002"
+    payload = checkpoint.payload
+    assert (payload["iteration"], payload["consumed_samples"], payload["optimizer"]["step_count"]) == (2, 8, 2)
+    parameters = [key.removeprefix("model.") for key in checkpoint.tensors if key.startswith("model.")]
+    for name in parameters:
+        assert checkpoint.read(f"optimizer.exp_avg_sq.{name}").amin() >= 0
+        assert checkpoint.read(f"optimizer.exp_avg.{name}").abs().amax() > 0
+
+
+def test_weights_only_start_at_iteration_0_with_the_true_vocabulary(dense: Path, tmp_path: Path) -> None:
+    convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
+    checkpoint = opened(tmp_path / "ours")
+    assert checkpoint.payload["iteration"] == 0 and not any(key.startswith("optimizer.") for key in checkpoint.tensors)
+    assert load_whole_model(tmp_path / "ours")[1].model.vocab_size == 13
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.mkdir, ("executed",)  # type: ignore[return-value]
+
+
+def execute_in_common(folder: Path) -> None:
+    torch.save({"args": Attack()}, folder / "common.pt")
+
+
+def execute_in_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "__1_0.distcp").unlink()
+
+
+def cut_a_shard(folder: Path) -> None:
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 3])
+
+
+def cut_the_index(folder: Path) -> None:
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:999])
+
+
+def cut_the_arguments(folder: Path) -> None:
+    (folder / "common.pt").write_bytes((folder / "common.pt").read_bytes()[:999])
+
+
+def lose_the_arguments(folder: Path) -> None:
+    (folder / "common.pt").unlink()
+
+
+def lie(name: str, value: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        setattr(common["args"], name, value)
+        torch.save(common, folder / "common.pt")
+
+    return change
+
+
+CASES = {
+    "common.pt is refused": execute_in_common,
+    "is not a readable checkpoint: UnpicklingError": execute_in_index,
+    "__1_0.distcp": lose_a_shard,
+    "cannot load checkpoint": cut_a_shard,
+    "is not a readable checkpoint": cut_the_index,
+    "common.pt is damaged": cut_the_arguments,
+    "common.pt is missing": lose_the_arguments,
+    "has shape [2, 24, 8], not [2, 40, 8]": lie("ffn_hidden_size", 20),
+    "decoder.layers.0.mlp.router.weight is missing": lie("num_experts", 4),
+    "multi-latent attention": lie("multi_latent_attention", True),
+    "position_embedding_type yarn": lie("position_embedding_type", "yarn"),
+    "its argument hidden_size is a Tensor": lie("hidden_size", torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_attacks_and_damage_are_one_line_and_leave_nothing(
+    message: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CASES[message](dense / "iter_0000002")
+    with pytest.raises(SystemExit) as error:
+        run_tool(lambda: convert_checkpoint.main(["--input", str(dense), "--output", "ours"]))
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
