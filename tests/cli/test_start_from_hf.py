@@ -10,6 +10,7 @@ import torch
 
 from megatron.training.config.arguments import command_line
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.conversion.export import HFExporter
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
@@ -56,6 +57,7 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     config = command_line([*flags, *equal, "--load", str(mixtral)]).config
     assert (config.model.hidden_size, config.model.hidden_dropout, config.model.seq_length) == (32, 0.3, 16)
     assert (config.model.num_experts, config.model.window_size, config.model.vocab_size) == (4, 5, 83)
+    assert with_saved_flags(command_line([*flags, "--use-checkpoint-args", "--load", str(mixtral)]).config)[1] == []
     said = refusal(capsys, *flags, "--num-layers", "4", "--squared-relu", "--load", mixtral)
     assert f"--num-layers 4: is 3 in {mixtral}/config.json" in said and "--squared-relu" in said
     assert len(said.strip().splitlines()) == 3, said

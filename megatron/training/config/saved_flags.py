@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.models.hf.files import is_hf_folder
 from megatron.training.config.flags import all_flags, config_of_sections
 from megatron.training.config.run_config import RunConfig
 
@@ -33,6 +34,8 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if options.load is None:
         return config, [f"{flag}: has no effect without --load"]
     saved = saved_sections(Path(options.load))
+    if saved is None and is_hf_folder(Path(options.load)) and flag == "--use-checkpoint-args":
+        return config, []  # the model's flags are taken from its config.json anyway
     if saved is None:
         return config, [f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
     before, notes = config_of_sections(saved), []
