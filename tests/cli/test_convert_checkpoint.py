@@ -10,12 +10,14 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.models.hf.safetensors_file import SafetensorsWriter
+from megatron.core.models.hf.safetensors_file import FileTensor, SafetensorsWriter
+from megatron.training.conversion import check
 from megatron.training.conversion.check import compare_logits
 from tests.forked import run_forked
 from tests.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
@@ -305,6 +307,32 @@ def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     convert("--input", llama, "--output", out)
     convert("--input", llama, "--output", out, "--to", "hf", "--force")
     assert_same_weights(llama, out)
+
+
+def test_a_check_without_transformers_is_refused_before_anything_is_written(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    said = refused(capsys, "--input", llama, "--output", tmp_path / "ours", "--check", "text")
+    assert said == "error: --check needs the package transformers: pip install transformers"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_problem_of_one_of_several_workers_is_one_line(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FileTensor._read
+
+    def fails(self: FileTensor, *args: Any) -> None:
+        if self.shape == (56, 32):
+            raise OSError(5, "Input/output error", str(self.path))
+        read(self, *args)
+
+    monkeypatch.setattr(FileTensor, "_read", fails)
+    for target in ("hf", "dcp"):
+        words = ("--input", llama, "--output", tmp_path / "out", "--to", target, "--workers", "2")
+        assert "Input/output error" in refused(capsys, *words)
+        assert list(tmp_path.iterdir()) == []
 
 
 def dies_in_the_middle(folder: Path, output: Path) -> None:
