@@ -95,4 +95,6 @@ def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
 def _attention(
     q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, share: float, **__: Any
 ) -> float:
+    heads = q[1]  # torch 2.11 counts no groups of query heads: each head multiplies with its group's keys and values
+    k, v = ((x[0], heads, *x[2:]) for x in (k, v))
     return sdpa_flop_count(q, k, v) * (share if causal else 1)
