@@ -1,11 +1,11 @@
-"""Convert checkpoints between Hugging Face folders and the format of pretrain_gpt.py, in both directions.
+"""Convert checkpoints between Hugging Face folders, torch_dist checkpoints of Megatron-LM, and pretrain_gpt.py's.
 
     python tools/convert_checkpoint.py --input Llama-3.1-8B --output runs/llama/start
     python tools/convert_checkpoint.py --input runs/llama/checkpoints --output exported --dtype bfloat16
     python tools/convert_checkpoint.py --input Qwen3-0.6B --output runs/qwen/start --check "The capital of France is"
 
-The format of the input is recognized; the output has the other one, unless --to names it. Tensors are read, converted
-and written one at a time, without a GPU. Nothing is executed from the input: weights are safetensors, or .bin files
+The format of the input is recognized. --to names that of the output: by default ours, or Hugging Face's for ours.
+Tensors are read, converted and written one at a time, without a GPU. Nothing is executed from the input: pickles are
 loaded with weights_only. The output folder appears when it is complete.
 """
 
@@ -65,7 +65,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_extension_flag(parser, argv)
     parser.add_argument("--input", type=Path, required=True, help="folder of the model to convert")
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--to", choices=FORMATS, help="format of the output: Hugging Face (hf) or ours (dcp)")
+    parser.add_argument(
+        "--to", choices=FORMATS, help="format of the output: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)"
+    )
     parser.add_argument(
         "--dtype",
         help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "

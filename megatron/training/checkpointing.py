@@ -128,7 +128,7 @@ class Checkpointer:
         checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
-        progress = Progress() if options.finetune else _progress(checkpoint.payload)
+        progress = Progress() if options.finetune else saved_progress(checkpoint.payload)
         progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         return progress
@@ -350,7 +350,7 @@ def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> N
         optimizer.scaler.load_state_dict(saved["loss_scaler"])
 
 
-def _progress(values: dict[str, Any]) -> Progress:
+def saved_progress(values: dict[str, Any]) -> Progress:
     """What a checkpoint's JSON says of the progress; fields it does not know take their default. Where the schedule has
     no position of its own yet, it followed consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}

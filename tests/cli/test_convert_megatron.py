@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training.checkpointing import load_whole_model
+from megatron.training.conversion.common_state import load_pickle
 from tools import convert_checkpoint
 from tools.common import run_tool
 
@@ -77,6 +78,37 @@ def test_weights_only_start_at_iteration_0_with_the_true_vocabulary(dense: Path,
     checkpoint = opened(tmp_path / "ours")
     assert checkpoint.payload["iteration"] == 0 and not any(key.startswith("optimizer.") for key in checkpoint.tensors)
     assert load_whole_model(tmp_path / "ours")[1].model.vocab_size == 13
+
+
+def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path, tmp_path: Path) -> None:
+    convert("--input", theirs, "--output", tmp_path / "ours")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron", "--workers", "2")
+    before, after = (Checkpoint(folder / "iter_0000002") for folder in (theirs, tmp_path / "back"))
+    assert before.payload == after.payload
+    for key, info in before.tensors.items():
+        assert after.tensors[key].shape == info.shape
+        assert torch.equal(before.read(key), after.read(key)), key
+    objects = {key for key in before.index.state_dict_metadata if key not in before.tensors}
+    assert objects <= after.index.state_dict_metadata.keys()
+    common = [load_pickle(folder / "iter_0000002" / "common.pt") for folder in (theirs, tmp_path / "back")]
+    for key in ("iteration", "checkpoint_version"):
+        assert common[0][key] == common[1][key]
+    schedule = common[1]["opt_param_scheduler"]
+    assert (schedule["num_steps"], schedule["max_lr"], schedule["wd_incr_style"]) == (8, 0.01, "constant")
+    convert("--input", tmp_path / "back", "--output", tmp_path / "again")
+    first, again = opened(tmp_path / "ours"), opened(tmp_path / "again")
+    assert first.payload["config"]["model"] == again.payload["config"]["model"]
+    assert first.tensors.keys() == again.tensors.keys()
+    assert all(torch.equal(first.read(key), again.read(key)) for key in first.tensors)
+
+
+def test_weights_without_a_position_are_a_release(dense: Path, tmp_path: Path) -> None:
+    convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
+    assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    convert("--input", tmp_path / "back", "--output", tmp_path / "again", "--weights-only")
+    name = "model.embedding.word_embeddings.weight"
+    assert torch.equal(opened(tmp_path / "again").read(name), opened(tmp_path / "ours").read(name))
 
 
 class Attack:

@@ -9,7 +9,7 @@ DCP reads boxes through three methods that are private to torch. Only this file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,27 +85,44 @@ class ShardedBoxes(Tensor):
 
 
 class StreamedTensor(ShardedBoxes):
-    """A whole tensor to save that is made when it is written. Nothing holds it before or after that.
+    """A tensor to save whose parts are made when they are written. Nothing holds them before or after that.
 
-    `make` returns a tensor of this shape and dtype. The writer must be one that drops what it has written:
+    `make` returns the whole tensor, of this shape and dtype; `parts` are instead the entries along the first dim that
+    this process writes, each made by itself. The writer must be one that drops what it has written:
     `storage.save(..., streamed=True)`.
     """
 
-    make: Callable[[], Tensor]
+    parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
+    """Offset -> what makes the part there."""
+
+    part_shape: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> StreamedTensor:
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[[], Tensor] | None = None,
+        parts: Mapping[int, Callable[[], Tensor]] | None = None,
+    ) -> StreamedTensor:
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, requires_grad=False)
-        self.boxes, self.writes, self.make = [], True, make
+        self.boxes, self.writes = [], True
+        if make is not None:
+            self.parts, self.part_shape = {(0,) * len(shape): make}, tuple(shape)
+        else:
+            zeros = (0,) * (len(shape) - 1)
+            self.parts = {(entry, *zeros): part for entry, part in (parts or {}).items()}
+            self.part_shape = (1, *shape[1:])
         return self
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return ShardedBoxes(self.shape, [((0,) * len(self.shape), whole)]).__create_write_items__(fqn, _)
+        part = torch.empty(self.part_shape, dtype=self.dtype, device="meta")
+        return ShardedBoxes(self.shape, [(offset, part) for offset in self.parts]).__create_write_items__(fqn, _)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        tensor = self.make().contiguous()
-        assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype), (index.fqn, tensor.shape, tensor.dtype)
+        assert index.offset is not None
+        tensor = self.parts[tuple(index.offset)]().reshape(self.part_shape).contiguous()
+        assert tensor.dtype == self.dtype, (index.fqn, tensor.dtype)
         return _without_surroundings(tensor)
 
 

@@ -303,7 +303,7 @@ def gather(value: T, world: Axis) -> list[T]:
 
 def _nonempty(tensors: StateDict) -> StateDict:
     """Drops tensors without elements: there is nothing to save or load."""
-    return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+    return {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, Tensor) or tensor.numel()}
 
 
 def _few(names: list[str], limit: int = 8) -> str:

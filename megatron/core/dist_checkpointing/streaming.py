@@ -6,7 +6,9 @@ memory anyway.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +32,12 @@ class StreamingWriter(dcp.FileSystemWriter):
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
                 while items and stream.tell() < FILE_BYTES:
                     item, start = items.pop(0), stream.tell()
-                    torch.save(planner.resolve_data(item), stream)  # type: ignore[arg-type]
+                    data: Any = planner.resolve_data(item)
+                    if isinstance(data, io.BytesIO):  # an object, which the planner has pickled
+                        stream.write(data.getvalue())
+                    else:
+                        torch.save(data, stream)  # type: ignore[arg-type]
+                    del data
                     place = _StorageInfo(name, start, stream.tell() - start)
                     results.append(WriteResult(item.index, place.length, place))
             number += 1

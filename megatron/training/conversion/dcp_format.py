@@ -20,17 +20,18 @@ from megatron.core.models.gpt.parameters import is_declared, model_states, param
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
-from megatron.training.checkpointing import FORMAT_VERSION, saved_config
+from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
 from megatron.training.config.arguments import save_config
 from megatron.training.config.flags import values_by_section
 from megatron.training.config.pretrained import tokenizer_config
 from megatron.training.config.run_config import CheckpointConfig
-from megatron.training.conversion.formats import Format, Options, Source, Target, Written
+from megatron.training.conversion.formats import Format, Options, Source, Target, TrainingState, Written
 from megatron.training.conversion.hf_format import side_files_of
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 
 TOKENIZER_FOLDER = "tokenizer"
+STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def holds_checkpoint(path: Path) -> bool:
@@ -77,6 +78,21 @@ class DCPSource(Source):
     def check_data(self) -> None:
         """Nothing: checksums were compared when it was opened."""
 
+    def training(self) -> TrainingState | None:
+        tensors = self.checkpoint.tensors
+        kinds = [kind for kind in STATE_KINDS if any(key.startswith(optimizer_key(kind, "")) for key in tensors)]
+        if not kinds:
+            return None
+        if missing := [name for name in self.metas if optimizer_key(kinds[-1], name) not in tensors]:
+            raise ValueError(f"{self.checkpoint.folder} has no optimizer state of {missing[0]}; give --weights-only")
+        return TrainingState(
+            saved_progress(self.checkpoint.payload),
+            int(self.checkpoint.payload["optimizer"]["step_count"]),
+            tuple(kinds),
+            lambda kind, name: self.checkpoint.read(optimizer_key(kind, name)),
+            lambda kind, name: tensors[optimizer_key(kind, name)].dtype,
+        )
+
 
 class DCPTarget(Target):
     """A folder with a checkpoint of iteration 0 that has weights only, run_config.yaml, and the tokenizer's files."""
@@ -85,7 +101,8 @@ class DCPTarget(Target):
         self.source, self.options = source, options
         self.dtypes = {name: source.dtype(name, options.dtype) for name in source.metas}
         self.sizes = {name: meta.numel * self.dtypes[name].itemsize for name, meta in source.metas.items()}
-        self.training = None if options.weights_only or options.dtype else source.training()
+        copied = options.weights_only or options.dtype or isinstance(source, DCPSource)
+        self.training = None if copied else source.training()
         self.states = self._optimizer_states()
         self.nbytes = sum(self.sizes.values()) + sum(self.states.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())

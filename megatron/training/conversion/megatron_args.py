@@ -77,6 +77,18 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
         raise ValueError(f"its arguments cannot be read: {error}") from None
 
 
+def refuse_inexpressible(config: RunConfig) -> None:
+    """Raises ValueError for a model of ours that Megatron-LM has not."""
+    model = config.model
+    problems = {
+        "--embed-layernorm": model.embed_layernorm,
+        "--position-embedding-type alibi": model.alibi,
+        "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu"),
+    }
+    if found := [flag for flag, used in problems.items() if used]:
+        raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
+
+
 _DEFAULT = object()
 
 

@@ -18,6 +18,7 @@ from megatron.training.conversion.formats import Format, Options, Source, Traini
 from megatron.training.conversion.hf_format import side_files_of
 from megatron.training.conversion.megatron_args import config_of, progress_of
 from megatron.training.conversion.megatron_names import Part, Place, find_places
+from megatron.training.conversion.megatron_target import TorchDistTarget
 from megatron.training.progress import Progress
 
 STATE = "optimizer.state."
@@ -199,4 +200,4 @@ def _sharding(common: dict[str, Any]) -> str | None:
     return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)
 
 
-MEGATRON_FORMAT = Format("megatron", is_torch_dist, TorchDistSource, None)
+MEGATRON_FORMAT = Format("megatron", is_torch_dist, TorchDistSource, TorchDistTarget)

@@ -6,7 +6,7 @@ of ours in another shape: query groups, heads and channels are one dim there, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -53,8 +53,7 @@ def find_places(metas: Mapping[str, ParamMeta], shapes: Shapes, num_layers: int)
         if found is None:
             problems.append(f"{name} is missing")
             continue
-        keys = {part.key for part in found}
-        used |= keys
+        used |= {part.key for parts in _candidates(meta) for part in parts}
         places[name] = Place(meta, found)
         problems += _misfits(meta, found, shapes, num_layers)
     problems += [f"{key} is unknown" for key in shapes if key not in used and not _skipped(key)]
@@ -88,6 +87,21 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
     if meta.name.endswith("bias") or not meta.matrix:
         return (prod(shape),)
     return (prod(shape[:-1]), shape[-1])
+
+
+def names_in(name: str, stacked: bool, moe_layers: Sequence[int]) -> tuple[list[str], int | None]:
+    """The names under which megatron-core looks for a parameter of ours, and its place in the stack if there is one.
+
+    A norm is fused with the linear layer behind it. In front of experts it has two names: with Transformer Engine its
+    own, and without it that of a fused one.
+    """
+    if not name.startswith(LAYERS):
+        return [name], None
+    number, inside = name.removeprefix(LAYERS).split(".", 1)
+    both = inside.startswith("pre_mlp_layernorm.") and int(number) in moe_layers
+    suffixes = list(_suffixes(inside))[: 2 if both else 1]
+    front = LAYERS if stacked else f"{LAYERS}{number}."
+    return [front + suffix for suffix in suffixes], int(number) if stacked else None
 
 
 def _candidates(meta: ParamMeta) -> Iterator[tuple[Part, ...]]:
