@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
@@ -102,6 +106,34 @@ def test_there_and_back_has_every_tensor_and_state_of_the_original(theirs: Path,
     assert all(torch.equal(first.read(key), again.read(key)) for key in first.tensors)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_that_older_versions_flattened_are_read(dense: Path, tmp_path: Path) -> None:
+    """Their blocks of TP 2, [layers, 2, 1, elements of a block], are written here as they wrote them."""
+    folder = dense / "iter_0000002"
+    whole = Checkpoint(folder)
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    old: dict[str, Tensor] = {}
+    for key in whole.tensors:
+        value = whole.read(key)
+        old["chained_0." + key if key.startswith("optimizer.") else key] = value
+    key = f"chained_0.optimizer.state.exp_avg.{name}"
+    shape = tuple(old[key].shape)
+    old[key] = old[key].reshape(shape[0], 2, 1, -1)
+    shutil.move(folder / "common.pt", tmp_path)
+    shutil.rmtree(folder)
+    dcp.save(old, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    shutil.move(tmp_path / "common.pt", folder)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+    def say_shape(index: Metadata) -> None:
+        index.mcore_data = {key: {"nd_reformulated_orig_global_shape": shape}}  # type: ignore[attr-defined]
+
+    change_index(folder, say_shape)
+    convert("--input", dense, "--output", tmp_path / "old")
+    found = opened(tmp_path / "old").read("optimizer.exp_avg.decoder.layers.1.self_attention.linear_qkv.weight")
+    assert torch.equal(found.flatten(), old[key][1].flatten())
+
+
 def test_weights_without_a_position_are_a_release(dense: Path, tmp_path: Path) -> None:
     convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
     convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
@@ -154,7 +186,33 @@ def lie(name: str, value: object) -> Callable[[Path], None]:
     return change
 
 
+def save_by_buckets(folder: Path) -> None:
+    """Leaves the model's tensors, and the name of a format of optimizer states."""
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["optimizer"]["param_state_sharding_type"] = "dp_reshardable"
+    torch.save(common, folder / "common.pt")
+    change_index(folder, lambda index: drop_optimizer(index))
+
+
+def drop_optimizer(index: Metadata) -> None:
+    index.state_dict_metadata = {
+        key: value for key, value in index.state_dict_metadata.items() if not key.startswith("optimizer.")
+    }
+
+
+def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def one_file_per_rank(folder: Path) -> None:
+    (folder / "mp_rank_00_000").mkdir()
+
+
 CASES = {
+    "its optimizer state is in dp_reshardable": save_by_buckets,
+    "one file per rank (mp_rank_00_000), which cannot be read": one_file_per_rank,
     "common.pt is refused": execute_in_common,
     "is not a readable checkpoint: UnpicklingError": execute_in_index,
     "__1_0.distcp": lose_a_shard,

@@ -41,11 +41,13 @@ def iteration_folder(path: Path) -> Path:
     return path
 
 
-def is_torch_dist(path: Path) -> bool:
-    """Whether a folder is a torch_dist checkpoint of Megatron-LM, or holds some."""
+def of_megatron(path: Path) -> bool:
+    """Whether a folder is a checkpoint of Megatron-LM, or holds some. Opening refuses those that are not torch_dist."""
     try:
         folder = iteration_folder(path)
-        return (folder / COMMON).exists() or '"sharded_backend"' in (folder / METADATA).read_text(errors="replace")
+        if any(folder.glob("mp_rank_*")) or (folder / COMMON).exists():
+            return True
+        return '"sharded_backend"' in (folder / METADATA).read_text(errors="replace")
     except (OSError, ValueError):
         return False
 
@@ -107,6 +109,11 @@ class TorchDistSource(Source):
 
     def __init__(self, path: Path, options: Options) -> None:
         self.folder = iteration_folder(path)
+        if old := sorted(each.name for each in self.folder.glob("mp_rank_*")):
+            raise ValueError(
+                f"{self.folder} is a checkpoint of one file per rank ({old[0]}), which cannot be read; "
+                "load it with Megatron-LM and save it with --ckpt-convert-format torch_dist"
+            )
         self.common = load_pickle(self.folder / COMMON)
         self.tensors = TorchDistFolder(self.folder)
         self.args = args_of(self.common, self.folder / COMMON)
@@ -200,4 +207,4 @@ def _sharding(common: dict[str, Any]) -> str | None:
     return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)
 
 
-MEGATRON_FORMAT = Format("megatron", is_torch_dist, TorchDistSource, TorchDistTarget)
+MEGATRON_FORMAT = Format("megatron", of_megatron, TorchDistSource, TorchDistTarget)
