@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.parallel_state import Axis
 from megatron.training.checkpointing import load_whole_model
 from megatron.training.conversion.common_state import load_pickle
+from tests.forked import run_forked
 from tools import convert_checkpoint
 from tools.common import run_tool
 
@@ -75,6 +76,33 @@ def test_the_loss_is_theirs_and_the_run_stands_where_it_stood(theirs: Path, tmp_
     for name in parameters:
         assert checkpoint.read(f"optimizer.exp_avg_sq.{name}").amin() >= 0
         assert checkpoint.read(f"optimizer.exp_avg.{name}").abs().amax() > 0
+
+
+STORED = """
+import json
+from megatron.core.datasets.streaming import stream_splits
+from megatron.core.parts import DATASETS
+
+@DATASETS.register("stored")
+def stored(config, format, seed, sizes):
+    samples = sum(json.load(open({path!r}))["tokens"], [])
+    return stream_splits(lambda split, first: iter(samples[first:]), format, sizes, "stored")
+"""
+
+
+def test_training_goes_on_with_their_losses_at_another_layout(theirs: Path, tmp_path: Path) -> None:
+    """The fourth loss depends on the update of the third step, and with it on Adam's moments and step count."""
+    source = FIXTURES / f"{theirs.name}.json"
+    (tmp_path / "stored.py").write_text(STORED.format(path=str(source)))
+    convert("--input", theirs, "--output", tmp_path / "ours")
+    flags = ["--config", tmp_path / "ours/run_config.yaml", "--load", tmp_path / "ours", "--save", tmp_path / "run"]
+    flags += ["--extension", tmp_path / "stored.py", "--dataset-type", "stored", "--train-iters", "4", "--pp", "2"]
+    flags += "--cpu --eval-iters 0 --log-interval 1 --num-workers 0".split()
+    run_forked(2, [str(flag) for flag in flags], tmp_path / "screen")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+    expected = json.loads(source.read_text())["losses"]
+    assert found == {3: pytest.approx(expected[2], abs=1e-6), 4: pytest.approx(expected[3], abs=1e-6)}
 
 
 def test_weights_only_start_at_iteration_0_with_the_true_vocabulary(dense: Path, tmp_path: Path) -> None:
