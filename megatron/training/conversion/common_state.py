@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import enum
 import pickle
 import zipfile
 from pathlib import Path
@@ -47,7 +46,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
     names: list[Any] = [argparse.Namespace, (torch.dtype, "torch.dtype"), *_numpy_names(numpy), Path, type(path)]
     names += [(type(name, (_Plain,), {}), f"{module}.{name}") for module, name in HARMLESS]
-    names += [(_signal, "signal.Signals"), (type(enum.Enum), "enum.EnumMeta")]
+    names += [(_signal, "signal.Signals")]
     try:
         with torch.serialization.safe_globals(names):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
