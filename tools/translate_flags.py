@@ -4,7 +4,8 @@
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
 
 Prints the flags of this program, and below them what changed and why. A script is read, not run: variables that it
-assigns are replaced by their values or defaults, others stay as they are. Exit code 1 if a flag has no translation.
+assigns are replaced by their values or defaults, in the order of the lines and in all branches; others stay as they
+are. Exit code 1 if a flag has no translation.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ LAUNCHER = re.compile(
     r"--(nproc|nnodes|node[-_]rank|master[-_]|rdzv|max[-_]restarts|tee|log[-_]dir|hostfile|num_gpus|num_nodes)"
 )
 ASSIGNMENT = re.compile(
-    r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(\(.*?^[^#\n]*\)|\"(?:[^\"\\]|\\.)*\"|'[^']*'|\S*)", re.M | re.S
+    r"""^[ \t]*(?:export\s+|local\s+)?([A-Za-z_]\w*)(\+?)=(\([^()]*\)|"(?:[^"\\]|\\.)*"|'[^']*'|\S*)""", re.M | re.S
 )
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[@\])?(?::?[-=]([^}]*))?\}|(\w+))")
-DEPTH = 20
-"""Assignments that refer to each other are followed so far."""
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?:(:?[-=+])([^}]*))?\}|(\w+))")
+COMPUTED = re.compile(r"\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|`[^`\n]*`|\$\{#\w+\}")
+"""What only a shell can compute: it stays as one word."""
+
+HIDDEN = str.maketrans(" ()", "\0\1\2"), str.maketrans("\0\1\2", " ()")
+"""Blanks and parentheses within what stays one word, hidden and shown."""
+
+COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    words = list(words_of_script(args.script.read_text(encoding="utf-8"))) if args.script else args.flags
+    words = list(words_of_script(_text_of(args.script))) if args.script else args.flags
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
         raise ValueError(f"{args.script}: holds no flags")
@@ -69,6 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if refused else 0
 
 
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{script}: is not a text file") from None
+
+
 def sorted_out(readings: Sequence[Reading]) -> tuple[list[Reading], list[Reading], list[Reading], list[Reading]]:
     """Those that are flags here as they stand, are read as others, have no effect, and are problems."""
     kinds: tuple[list[Reading], ...] = ([], [], [], [])
@@ -82,47 +95,53 @@ def sorted_out(readings: Sequence[Reading]) -> tuple[list[Reading], list[Reading
 
 
 def words_of_script(text: str) -> Iterator[str]:
-    """Words of a shell script with its own variables replaced, from the first flag of each line on."""
-    text = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
+    """Words of a shell script with its own variables replaced, from the first flag of each line on.
+
+    Assignments count in the order in which they stand, those of all branches; of commands, those that train are read.
+    """
+    text = "\n".join(COMMENT.sub("", line) for line in text.splitlines())
+    text = COMPUTED.sub(lambda found: found[0].translate(HIDDEN[0]), re.sub(r"\\\n", " ", text))
     values: dict[str, str] = {}
     for found in ASSIGNMENT.finditer(text):
-        name, value = found[1], found[2][1:-1] if found[2][:1] in ("(", '"', "'") else found[2]
-        values[name] = _replaced(value, {}, only=name)  # X=${X:-default}
-    used = "\n".join(line for line in ASSIGNMENT.sub("", text).splitlines() if "--" in line or "$" in line)
-    inside_flags = False
-    for word in _split(_replaced(used, values)):
-        inside_flags = word.startswith("--") or (inside_flags and word not in ("&&", "|", ";", ">", "2>&1"))
-        if inside_flags:
-            yield word
+        name, value = found[1], found[3][1:-1] if found[3][:1] in ("(", '"', "'") else found[3]
+        value = _replaced(value, values, also=name)
+        values[name] = f"{values.get(name, '')} {value}" if found[2] else value
+    commands = [line for line in ASSIGNMENT.sub("", text).splitlines() if "--" in line or "$" in line]
+    training = [line for line in commands if "pretrain" in line] or commands
+    for line in training:
+        inside_flags = False
+        for word in _split(_replaced(line, values)):
+            inside_flags = word.startswith("--") or (inside_flags and word not in ("&&", "|", ";", ">", "2>&1", "&"))
+            if inside_flags and word not in ("$@", "$*"):
+                yield word.translate(HIDDEN[1])
 
 
-def _replaced(text: str, values: dict[str, str], only: str | None = None) -> str:
-    """`text` with variables, or `only` one, replaced by what the script assigns to them, or by their default; others
-    stay."""
+def _replaced(text: str, values: dict[str, str], also: str | None = None) -> str:
+    """`text` with variables replaced by what the script has assigned to them so far, or by their default; others stay.
+    `also` is empty if nothing has been assigned to it."""
 
     def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        if only is not None and name != only:
-            return found[0]
-        return values.get(name, found[2] if found[2] is not None else found[0])
+        name, operator, word = found[1] or found[4], found[2] or "", found[3] or ""
+        known = values.get(name, "" if name == also else None)
+        if operator.endswith("+"):
+            return word if known else ""
+        if operator and not known:
+            return word
+        return found[0] if known is None else known
 
-    for _ in range(DEPTH):
-        replaced = VARIABLE.sub(value, text)
-        if replaced == text:
-            break
-        text = replaced
-    return text
+    return VARIABLE.sub(value, text)
 
 
-def _split(text: str) -> list[str]:
-    """Words as a shell would split them; quotes that do not match are taken as they stand."""
-    words = []
-    for line in text.splitlines():
-        try:
-            words += shlex.split(line, comments=True)
-        except ValueError:
-            words += line.split()
-    return words
+def _split(line: str) -> list[str]:
+    """Words as a shell would split them, those of quoted commands too; quotes that do not match stay as they are."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = line.split()
+    found = []
+    for word in words:
+        found += _split(word) if " " in word and "--" in word else [word]
+    return found
 
 
 if __name__ == "__main__":

@@ -94,6 +94,10 @@ class Registry(Collection[str], Generic[P, F]):
         """What is known of a part without importing it. Raises ValueError as `registry[name]` does."""
         return self._entry(name).facts
 
+    def where(self, name: str) -> str:
+        """File and line of its registration."""
+        return self._entry(name).where
+
     def _entry(self, name: str) -> _Entry[F]:
         if name not in self._entries:
             near = get_close_matches(name, self._entries, n=1)

@@ -7,13 +7,14 @@ of the s x s square, less under a sliding window. MFU and TFLOP/s in the log fol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
@@ -75,19 +76,36 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
     return model_flops(config, seq_length).total
 
 
+class _FlopCounts(TorchDispatchMode):
+    """Adds up FLOPs by operator, by the formulas of torch's FlopCounterMode. That one also follows modules by hooks of
+    autograd, in which no `autograd.grad` can run, as the backward of experts does for parts with parameters."""
+
+    def __init__(self, formulas: Mapping[Any, Callable[..., float]]) -> None:
+        super().__init__()
+        self._formulas = {**flop_registry, **{kind: shape_wrapper(formula) for kind, formula in formulas.items()}}
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, kwargs = func._overloadpacket, kwargs or {}
+        out = func(*args, **kwargs)
+        if kind in self._formulas:
+            self.counts[kind] += self._formulas[kind](*args, **kwargs, out_val=out)
+        return out
+
+
 def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
     length = fakes.batch.model.seq_length
     formulas: dict[Any, Callable[..., float]] = {
-        # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
+        # Weight gradients are added in place, which torch has no formula of: [m, n] += [m, k] x [k, n].
         aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],
         aten._grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1],
         ATTENTION: partial(_attention, share=seen / length),
         ATTENTION_BACKWARD: lambda grad, *args, **_: 2 * _attention(*args[:3], *args[5:], share=seen / length),
     }
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    with _FlopCounts(formulas) as counter:
         _, output = fakes.forward(stage)
         output.backward(torch.ones_like(output))
-    counts = counter.get_flop_counts()["Global"]
+    counts = counter.counts
     attention = sum(counts.pop(kind, 0) for kind in (ATTENTION, ATTENTION_BACKWARD))
     return FlopsPerToken(sum(counts.values()) / length, attention / length)
 

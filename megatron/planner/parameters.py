@@ -42,6 +42,8 @@ class ParameterCount:
     router: int = 0
     experts: int = 0
     norms: int = 0
+    other: int = 0
+    """Of an extension's layers, under names of their own."""
     output_layer: int = 0
 
     @property
@@ -77,4 +79,6 @@ def _component(name: str) -> str:
     for part in ("router", "experts"):
         if f".mlp.{part}." in name:
             return part
-    return "mlp" if ".mlp." in name else "norms"
+    if ".mlp." in name:
+        return "mlp"
+    return "norms" if "norm" in name else "other"

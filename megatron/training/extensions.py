@@ -76,6 +76,8 @@ def _load(name: str) -> str:
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "there is no such file"
         raise ExtensionError(f"{name}: {what}" + ("" if Path(name).is_absolute() else f", relative to {Path.cwd()}"))
+    if path is None and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as python -m does
     try:
         _LOADED[whole] = import_module(name).__name__ if path is None else _import_file(path)
     except KeyboardInterrupt:

@@ -44,7 +44,7 @@ class RunView:
     def stop(self, why: str) -> None:
         """Asks for the end of the run. One rank is enough: at the next log line or evaluation, or the present one, all
         ranks save and stop together."""
-        self.stop_reason = why
+        self.stop_reason = str(why or "a callback asks for it")
 
 
 @dataclass(frozen=True)

@@ -135,3 +135,19 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     ]
     refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
     assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr
+
+
+def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
+    """Their backward takes gradients within a backward."""
+    experts = "--num-experts 4 --disable-bias-linear --extension examples/xielu.py --activation-func xielu"
+    done = pretrain(f"{RIGHT} {experts} --sequence-parallel")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"), [("nothing_here", "matches no parameter"), (".", "leaves nothing to train")]
+)
+def test_a_plan_refuses_to_freeze_nothing_or_all(pattern: str, rule: str) -> None:
+    done = pretrain(f"{RIGHT} --freeze {pattern}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--freeze {pattern}: " in done.stderr and rule in done.stderr

@@ -70,3 +70,20 @@ def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: 
     empty.write_text("echo\n")
     with pytest.raises(ValueError, match="holds no flags"):
         main([str(empty)])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('o="--seed 2 --lr 64"\no+=" --bf16"\npython pretrain_gpt.py ${o}', "--seed 2 --lr 64 --bf16"),
+        ('o="--seed 2"\no="$o --bf16"\npython pretrain_gpt.py $o', "--seed 2 --bf16"),
+        ("python pretrain_gpt.py --data-path /a/b#c --bf16 # comment", "--data-path /a/b#c --bf16"),
+        ('A=(\n --lr $((3 * 2))  # (six\n --bf16\n)\ntorchrun pretrain_gpt.py "${A[@]}"', "--lr $((3 * 2)) --bf16"),
+        ("A=(--lr 1 --bf16)\npython pretrain_gpt.py ${A[*]} --seed `date +%s`", "--lr 1 --bf16 --seed `date +%s`"),
+        ("X=1\npython pretrain_gpt.py --lr 1 ${X:+--bf16} ${Y:+--fp16} $@", "--lr 1 --bf16"),
+        ("python tools/preprocess_data.py --workers 2\npython pretrain_gpt.py --lr 1", "--lr 1"),
+        ('C="pretrain_gpt.py --lr 1"\nsrun --jobid 3 bash -c "$C"', "--jobid 3 bash -c pretrain_gpt.py --lr 1"),
+    ],
+)
+def test_words_of_other_styles(script: str, words: str) -> None:
+    assert " ".join(words_of_script(script)) == words

@@ -58,6 +58,15 @@ def test_without_a_checkpoint_the_flags_hold(tmp_path: Path) -> None:
     given = parse_args(["--lr", "1", "--load", str(tmp_path), *ASKS])
     config, notes = with_saved_flags(given)
     assert config == given and "so the flags hold" in notes[0]
-    (tmp_path / "metadata.json").write_text("{")
-    with pytest.raises(ValueError, match=r"metadata.json cannot be read"):
-        with_saved_flags(given)
+    for damaged in ("{", "[1, 2]", '{"config": {"num_layers": 3}}'):
+        (tmp_path / "metadata.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"metadata.json is damaged: it holds no configuration"):
+            with_saved_flags(given)
+
+
+def test_a_damaged_checkpoint_is_passed_over(folder: Path) -> None:
+    (folder / "iter_0000009").mkdir()
+    (folder / "iter_0000009" / "metadata.json").write_text("{")
+    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    config, _ = with_saved_flags(parse_args(["--load", str(folder), ASKS[0]]))
+    assert config.model.num_layers == 6

@@ -88,6 +88,10 @@ class MoEConfig:
         return "sigmoid" if self.moe_router_score_function == "sigmoid" else softmax
 
 
+MOST_LAYERS = 10**6
+"""Entries that a list of --moe-layer-freq may have while it is evaluated."""
+
+
 def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """Parses --moe-layer-freq to one bool per layer. Raises ValueError if the text is not legal."""
     try:
@@ -112,6 +116,9 @@ def _evaluate(node: ast.expr) -> int | list[int]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
+            length, times = (len(left), right) if isinstance(left, list) else (len(right), left)  # type: ignore[arg-type]
+            if length * times > MOST_LAYERS:  # type: ignore[operator]
+                raise TypeError(node)
             return left * right  # type: ignore[operator]
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right

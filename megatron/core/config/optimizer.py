@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
+
+SHOWN = 5
+"""Names of parameters that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,20 @@ class OptimizerConfig(Section):
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+    def check_freeze(self, names: Collection[str]) -> None:
+        """Raises ValueError for an expression of --freeze that matches none of the parameters of the whole model, and
+        if nothing is left to train."""
+        ordered = sorted(names)
+        some = ", ".join(ordered[:: max(1, len(ordered) // SHOWN)][:SHOWN])
+        for pattern in self.freeze or ():
+            if not any(re.search(pattern, name) for name in ordered):
+                raise ValueError(f"--freeze {pattern}: matches no parameter; names are for example {some}")
+        if self.freeze and all(map(self.freezes, ordered)):
+            raise ValueError(
+                f"--freeze {' '.join(self.freeze)}: matches all {len(ordered)} parameters, which leaves nothing to "
+                f"train; names are for example {some}"
+            )
 
     def decouples(self, name: str) -> bool:
         """Whether a parameter, by its name in the whole model, has the decoupled learning rate."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from torch import nn
@@ -11,9 +10,6 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.state_dict import tagged_parameters
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.parallel_state import Axis
-
-SHOWN = 5
-"""Names that an error lists."""
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> None:
@@ -24,15 +20,6 @@ def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, wor
     if not config.freeze:
         return
     trained = {meta.name: param for meta, param in tagged_parameters(modules) if param.requires_grad}
-    names = sorted({name for found in gather(list(trained), world) for name in found})
-    some = ", ".join(names[:: max(1, len(names) // SHOWN)][:SHOWN])
-    for pattern in config.freeze:
-        if not any(re.search(pattern, name) for name in names):
-            raise ValueError(f"--freeze {pattern}: matches no parameter; names are for example {some}")
-    if all(map(config.freezes, names)):
-        raise ValueError(
-            f"--freeze {' '.join(config.freeze)}: matches all {len(names)} parameters, which leaves nothing to train; "
-            f"names are for example {some}"
-        )
+    config.check_freeze({name for found in gather(list(trained), world) for name in found})
     for name, param in trained.items():
         param.requires_grad_(not config.freezes(name))

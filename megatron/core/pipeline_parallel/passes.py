@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
+from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists, counterpart, owners_of
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
@@ -102,13 +103,17 @@ def pipeline_lists(
     With `evaluate` the forwards alone, on the same layout. Raises ValueError if the schedule does not take v.
     """
     layout = layout_of(schedule, p, v)
-    compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks, group)
     try:
+        compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks, group)
         validate_schedule(compute, layout, m, forward_only=evaluate)
-    except ValueError as error:
+    except Exception as error:
+        if str(error).startswith("--"):  # v or the group, which it does not take
+            raise
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"--pipeline-schedule {schedule}: with {m} micro-batches on {p} ranks {error}; correct the schedule"
-        ) from None
+            f"--pipeline-schedule {schedule}: with {m} micro-batches on {p} ranks {what}; correct the schedule, "
+            f"registered at {PIPELINE_SCHEDULES.where(schedule)}"
+        ) from error
     lists = add_communication(compute)
     validate_schedule(lists, layout, m, forward_only=evaluate)
     return tuple(map(tuple, lists))

@@ -69,7 +69,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
     yield f"parameters {count.total:,}{active}"
     for part, number in vars(count).items():
-        if number or part not in ("router", "experts"):
+        if number or part not in ("router", "experts", "other"):
             yield f"    {part.replace('_', ' '):<14}{number:>22,}"
     flops = model_flops(m)
     counted = "active parameters" if m.num_experts is not None else "parameters"

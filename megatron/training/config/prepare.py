@@ -11,6 +11,7 @@ from typing import NoReturn
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
+from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import Problem, notices, resolve, validate
@@ -32,7 +33,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         config = replace(config, data=with_data_lists(config.data))
     except FileNotFoundError as error:
         if not command.dry_run:
-            _refuse([Problem("--data-path", error.filename, "there is no such file", "correct the path")], launch)
+            named = next((f for f, value in config.data.listed.items() if value == error.filename), "data_path")
+            _refuse([Problem(dashed(named), error.filename, "there is no such file", "correct the path")], launch)
         notes.append(f"{error.filename}: there is no such file; the plan does not need it, a run does")
     except (ValueError, OSError) as error:
         _refuse(Problem.of_errors("--load", command.config.checkpoint.load, error), launch)
@@ -54,11 +56,22 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         _refuse(problems, launch)
     if command.dry_run:
         if launch.rank == 0:
+            if config.optimizer.freeze:  # a run finds it out as it builds the model
+                _refuse_wrong_freeze(config, launch)
             from megatron.training.config.dry_run import print_plan
 
             print_plan(config, world_size, command.plan_file)
         raise SystemExit(0)
     return config
+
+
+def _refuse_wrong_freeze(config: RunConfig, launch: Launch) -> None:
+    from megatron.planner.parameters import stage_metas
+
+    try:
+        config.optimizer.check_freeze({meta.name for meta in stage_metas(config.model)})
+    except ValueError as error:
+        _refuse([Problem.of_message("--freeze", config.optimizer.freeze, str(error))], launch)
 
 
 def _refuse(problems: Sequence[Problem], launch: Launch) -> NoReturn:

@@ -176,6 +176,9 @@ class FlagReader:
         ours = [text for word in words for text in (texts if word == "{}" else [word])]
         before = len(self.problems)
         for each, values in tokens_of(ours):
+            if each in OPTIONS:
+                self._option(each, values)
+                continue
             self._field(each, values) if each in spelling_table() else self._foreign(each, values)
             self.readings.pop()
         why = "" if entry.quiet else "another name" if len(words) <= 2 else "short for these"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,26 +46,46 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
     ):
         own = getattr(config, section)
         changed = {field: value for field, value in values.items() if getattr(own, field) != value} if use else {}
-        names = {each.field: each.name for each in all_flags()}
+        flags = {each.field: each for each in all_flags()}
         notes += [
-            f"{names[f]} is {_shown(v)}, as in the checkpoint, not {_shown(getattr(own, f))}"
-            for f, v in changed.items()
+            f"{flags[field].name} is {value}, as in the checkpoint, not {getattr(own, field)}"
+            for field, value in changed.items()
+            if getattr(own, field) != flags[field].default  # what was not given contradicts nothing
         ]
         config = replace(config, **{section: replace(own, **changed)})
     return config, notes
 
 
 def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
-    """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none."""
-    folder = load
+    """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
+
+    One that cannot be read is passed over for the one before it, as when it is loaded. ValueError if none can be."""
+    folders, damaged = [load], []
     if (load / LATEST).exists():
-        folder = load / f"iter_{int((load / LATEST).read_text()):07d}"
-    if not (folder / METADATA).exists():
-        return None
+        latest = (load / LATEST).read_text(encoding="utf-8").strip()
+        saved = {int(found[1]): path for path in load.iterdir() if (found := re.fullmatch(r"iter_(\d+)", path.name))}
+        folders = [
+            saved[number] for number in sorted(saved, reverse=True) if not latest.isdigit() or number <= int(latest)
+        ]
+    for folder in folders:
+        if (folder / METADATA).exists():
+            try:
+                return _sections_of(folder / METADATA)
+            except ValueError as error:
+                damaged.append(str(error))
+    if damaged:
+        raise ValueError("\n".join(damaged))
+    return None
+
+
+def _sections_of(metadata: Path) -> dict[str, dict[str, Any]]:
     try:
-        return dict(json.loads((folder / METADATA).read_text(encoding="utf-8"))["config"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / METADATA} cannot be read: {error}") from None
+        sections = json.loads(metadata.read_text(encoding="utf-8"))["config"]
+        if not all(isinstance(sections[name], dict) for name in ("model", "optimizer", "training")):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{metadata} is damaged: it holds no configuration") from None
+    return sections
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -83,7 +104,3 @@ def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
             if flag.field == "lr_decay_samples" and saved.optimizer.lr_decay_iters is None:
                 value = value or saved.training.train_samples
             yield flag.field, value
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)

@@ -75,6 +75,8 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
 def _number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     """(rule, remedy) of a number that is out of bounds, else None."""
     default = f"the default is {flag.default}" if flag.default not in (None, 0) else "remove it to use the default"
+    if flag.field == "lr":
+        default = "for example --lr 3e-4"
     if not math.isfinite(value):
         return "must be finite", default
     if flag.section in EXTENSION_SECTIONS:
