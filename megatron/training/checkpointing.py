@@ -21,6 +21,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
+from megatron.core.dist_checkpointing.folders import LATEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.state_dict import (
@@ -33,7 +34,7 @@ from megatron.core.dist_checkpointing.state_dict import (
     optimizer_key,
     optimizer_state,
 )
-from megatron.core.dist_checkpointing.storage import LATEST, Checkpoint, save
+from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import TRAINING_ONLY

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.async_saver import SaveReport
-from megatron.core.dist_checkpointing.storage import CheckpointError, checkpoint_folder, saved_folders
+from megatron.core.dist_checkpointing.folders import checkpoint_folder, saved_folders
+from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime

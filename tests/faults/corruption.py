@@ -21,9 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.storage import INDEX, LATEST, METADATA
+from megatron.core.dist_checkpointing.storage import INDEX
 from megatron.core.parallel_state import Axis
 from tests.forked import forked_ranks, join
 from tools.inspect_checkpoint import first_difference

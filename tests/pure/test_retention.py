@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing.folders import saved_folders
 from megatron.core.dist_checkpointing.retention import Retention, retain, to_delete
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
-from megatron.core.dist_checkpointing.storage import save, saved_folders
+from megatron.core.dist_checkpointing.storage import save
 from megatron.core.parallel_state import Axis
 
 SCORES = {10: 3.0, 20: 1.0, 30: None, 40: float("nan"), 50: 2.0, 60: 1.0}

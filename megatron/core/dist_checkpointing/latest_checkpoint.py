@@ -6,17 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
-from megatron.core.dist_checkpointing.storage import (
-    INDEX,
-    LATEST,
-    METADATA,
-    Checkpoint,
-    on_first_rank,
-    open_checkpoint,
-    read_latest,
-    saved_folders,
-)
+from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, read_latest
 from megatron.core.dist_checkpointing.storage import gather as gather_over
 from megatron.core.parallel_state import Axis
 

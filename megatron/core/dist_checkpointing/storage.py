@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA, checkpoint_folder
 from megatron.core.dist_checkpointing.integrity import SummedFiles, Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
@@ -40,8 +40,6 @@ from megatron.core.dist_checkpointing.streaming import StreamingWriter
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
-LATEST = "latest_checkpointed_iteration.txt"
-METADATA = "metadata.json"
 INDEX = ".metadata"
 
 T = TypeVar("T")
@@ -52,11 +50,6 @@ MALFORMED = (ValueError, EOFError, AttributeError, LookupError, TypeError, Recur
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read: full disk, missing file, lost rank."""
-
-
-def checkpoint_folder(root: Path, iteration: int) -> Path:
-    """Folder of the checkpoint of an iteration."""
-    return root / f"iter_{iteration:07d}"
 
 
 def save(
@@ -103,15 +96,6 @@ def read_latest(root: Path) -> int | None:
             f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
         )
     return int(text)
-
-
-def saved_folders(root: Path) -> dict[int, Path]:
-    """Maps iteration to folder for every published checkpoint in `root`."""
-    found: dict[int, Path] = {}
-    for folder in sorted(root.glob("iter_*")):  # X before X.old
-        if match := re.fullmatch(r"iter_(\d+)(\.old)?", folder.name):
-            found.setdefault(int(match[1]), folder)
-    return found
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.models.hf.files import is_hf_folder
 from megatron.training.config.flags import all_flags, config_of_sections
 from megatron.training.config.run_config import RunConfig
-
-LATEST, METADATA = "latest_checkpointed_iteration.txt", "metadata.json"
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
 """Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
@@ -63,10 +61,9 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     folders, damaged = [load], []
     if (load / LATEST).exists():
         latest = (load / LATEST).read_text(encoding="utf-8").strip()
-        saved = {int(found[1]): path for path in load.iterdir() if (found := re.fullmatch(r"iter_(\d+)", path.name))}
-        folders = [
-            saved[number] for number in sorted(saved, reverse=True) if not latest.isdigit() or number <= int(latest)
-        ]
+        saved = saved_folders(load)
+        newest = int(latest) if latest.isdigit() else max(saved, default=0)
+        folders = [saved[number] for number in sorted(saved, reverse=True) if number <= newest]
     for folder in folders:
         if (folder / METADATA).exists():
             try:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.storage import LATEST, METADATA, Checkpoint, read_latest
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA
+from megatron.core.dist_checkpointing.storage import Checkpoint, read_latest
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.training.conversion.common_state import COMMON, args_of, load_pickle, update_count
 from megatron.training.conversion.formats import Format, Options, Source, TrainingState

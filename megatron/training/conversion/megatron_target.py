@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.folders import LATEST, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
-from megatron.core.dist_checkpointing.storage import LATEST, checkpoint_folder, save
+from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import model_states
 from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.storage import LATEST, METADATA
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.fsync import sync_folder
 from megatron.core.models.hf.files import CONFIG
 
