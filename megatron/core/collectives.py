@@ -95,6 +95,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     return Pending(result, work, x)
 
 
+def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Pending:
+    """x [sum(outgoing), ...] -> [sum(incoming), ...]: launches an all-to-all that sends outgoing[i] rows to rank i and
+    receives incoming[i] rows from it, in order of rank."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    result = x.new_empty(sum(incoming), *x.shape[1:])
+    return Pending(result, dist.all_to_all_single(result, x, incoming, outgoing, group=axis.group, async_op=True), x)
+
+
 def _exchanged(blocks: Tensor, result: Tensor, axis: Axis) -> Pending:
     """Sends block i of blocks [t, ...] to rank i; each rank sums the blocks it receives into `result`."""
     received = torch.empty_like(blocks)

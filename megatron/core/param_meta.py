@@ -7,8 +7,9 @@ No torch here: plans and tools read the same tags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, product
 from math import prod
 from types import MappingProxyType
 
@@ -19,6 +20,17 @@ class Init:
 
     kind: str = "normal"
     std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Weights of several linear maps that one parameter holds side by side: `sizes` are their lengths along `dim`."""
+
+    name: str
+    """"qkv" (queries, keys and values), "gate_up" (both halves of a gated fc1), or a name of your own."""
+
+    dim: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,16 @@ class ParamMeta:
     expert: bool = False
     """Lives on the expert view of the mesh: reduced over "expt_dp" instead of "dp" and "cp"."""
 
+    role: str = "hidden"
+    """What a matrix maps: "embedding" for tables that tokens or positions look up, "output" for the logits of the
+    vocabulary, "router" for the logits of experts, "hidden" for everything else."""
+
+    stacked: int = 0
+    """Leading dimensions that number matrices: 1 for the experts of [E, ffn, h]."""
+
+    fused: Fused | None = None
+    """The linear maps whose weights lie side by side in the parameter; by default it is the weight of one."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "sharded", MappingProxyType(dict(self.sharded)))
 
@@ -63,6 +85,18 @@ class ParamMeta:
         """Whether this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
         of_norm = "norm" in self.name.rsplit(".", 2)[-2]
         return len(self.global_shape) > 1 and not self.name.endswith("bias") and not of_norm
+
+    def linear_maps(self, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Boxes (offset, shape) of the global tensor that are each the weight of one linear map: all dimensions but
+        the last one number its rows. Weights that are `fused` count as one without `split`."""
+        spans = [[(i, 1) for i in range(size)] for size in self.global_shape[: self.stacked]]
+        spans += [[(0, size)] for size in self.global_shape[self.stacked :]]
+        if split and self.fused is not None:
+            assert sum(self.fused.sizes) == self.global_shape[self.fused.dim], f"{self.name}: {self.fused}"
+            cuts = accumulate(self.fused.sizes, initial=0)
+            spans[self.fused.dim] = [(start, stop - start) for start, stop in pairwise(cuts)]
+        for box in product(*spans):
+            yield tuple(start for start, _ in box), tuple(size for _, size in box)
 
     @property
     def numel(self) -> int:

@@ -62,12 +62,18 @@ class OptimizerFacts:
     states: tuple[str, ...]
     """Names of the tensors kept for each element of the parameters beside the main parameter."""
 
+    whole_matrices: bool = False
+    """Whether it updates the matrices of hidden layers, each as a whole, and leaves the rest to
+    --muon-scalar-optimizer; else it updates all parameters, element by element."""
+
 
 OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry("--optimizer", OptimizerFacts)
-"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`."""
+"""`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is
+`MyOptimizer(config, shards, exchange)`: see `megatron.core.optimizer.muon.Muon`."""
 
 OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("exp_avg", "exp_avg_sq"))
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
+OPTIMIZERS.register("muon", "megatron.core.optimizer.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
 
 LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts)
 """`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""

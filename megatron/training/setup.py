@@ -96,6 +96,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             list(stages.values()),
             config.optimizer.use_distributed_optimizer,
             config.optimizer.decouples,
+            config.optimizer.whole_roles,
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         training = config.training

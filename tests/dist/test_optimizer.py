@@ -17,10 +17,9 @@ from megatron.core.distributed.param_layout import buffer_bytes
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from tests.dist.toy import Oracle, ToyStage, add_gradients
+from tests.dist.toy import DECAY, LR, Oracle, ToyStage, add_gradients, build, run_step
 from tests.harness import run_world
 
-LR, DECAY = 0.01, 0.1
 LAYOUTS = [
     ParallelDims(dp=1),
     ParallelDims(dp=2),
@@ -34,26 +33,6 @@ LAYOUTS = [
     ParallelDims(pp=3),
     ParallelDims(tp=2, pp=2, dp=2),
 ]
-
-
-def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
-    parallel = ModelParallelConfig(**{dtype: True})
-    stage = ToyStage(state, getattr(torch, parallel.params_dtype))
-    ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], distributed)
-    config = OptimizerConfig(use_distributed_optimizer=distributed, **flags)
-    return ddp, DistributedOptimizer(config, ddp, state)
-
-
-def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
-    """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
-    optimizer.zero_grad()
-    add_gradients(ddp, state, step)
-    if seed != 1.0:
-        for buffer in ddp.buffers:
-            buffer.grad_data.mul_(seed)
-    total = global_token_count(torch.tensor(tokens + state.dp_cp.rank), state)
-    finalize_model_grads(ddp, total, state, seed)
-    return optimizer.step(LR, DECAY), total.item()
 
 
 def torch_optimizer(kind):
@@ -193,18 +172,18 @@ def not_a_number_is_skipped(rank, world, kind):
     assert optimizer.step_count == 1
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 def test_nan_leaves_weights_and_moments_alone(kind):
     run_world(2, not_a_number_is_skipped, kind)
 
 
-def save_and_continue(rank, world, dims, distributed, dtype):
+def save_and_continue(rank, world, dims, distributed, dtype, kind):
     """Two steps, state copied through `sharded_state` into a fresh optimizer, one more step on both: bit-equal."""
     state = build_parallel_state(dims, rank)
-    ddp, optimizer = build(state, distributed, dtype)
+    ddp, optimizer = build(state, distributed, dtype, optimizer=kind)
     for step in range(2):
         run_step(ddp, optimizer, state, step)
-    fresh_ddp, fresh = build(state, distributed, dtype, bucket_size=1)
+    fresh_ddp, fresh = build(state, distributed, dtype, bucket_size=1, optimizer=kind)
     with torch.no_grad():
         for param in fresh_ddp.params:
             param.fill_(7.0)
@@ -253,9 +232,10 @@ def _whole(saved, piece, state):
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
 @pytest.mark.parametrize("dims", [ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)], ids=str)
-def test_state_round_trip_is_bitwise(dims, distributed, dtype):
-    run_world(dims.world_size, save_and_continue, dims, distributed, dtype)
+def test_state_round_trip_is_bitwise(dims, kind, distributed, dtype):
+    run_world(dims.world_size, save_and_continue, dims, distributed, dtype, kind)
 
 
 def measure(rank, world, distributed, dtype, kind):
@@ -270,11 +250,11 @@ def measure(rank, world, distributed, dtype, kind):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert all(param.grad is None for param in ddp.params)
     config = ddp.parallel_config
-    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, distributed, kind)
+    plan = buffer_bytes(ddp.layouts, config.params_dtype, config.main_dtype, optimizer.config)
     assert sum(storages.values()) == plan.total
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 def test_memory_is_what_the_plan_says(distributed, dtype, kind):

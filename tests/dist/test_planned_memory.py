@@ -45,7 +45,7 @@ def compare(
     built = GPTModel(model, parallel, state, layers=stage.layers, **ends)
     parameters = [parameter for parameter in built.parameters() if parameter.requires_grad]
     freeze_parameters([built], optimizer, state.world)
-    ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer)
+    ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer, whole_roles=optimizer.whole_roles)
     shards = DistributedOptimizer(optimizer, ddp, state).shards
     plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)
     own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
@@ -65,14 +65,19 @@ def compare(
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("optimizer", [OptimizerConfig(), OptimizerConfig(use_distributed_optimizer=False)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [OptimizerConfig(), OptimizerConfig(use_distributed_optimizer=False), OptimizerConfig(optimizer="muon")],
+    ids=["zero1", "replicated", "muon"],
+)
 def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, optimizer: OptimizerConfig) -> None:
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})
     for planned, allocated in run_world(4, compare, model, parallel, optimizer):
         assert planned == allocated
 
 
-def test_experts_over_their_own_groups() -> None:
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_experts_over_their_own_groups(optimizer: str) -> None:
     model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=36, moe_layer_freq="2")
     parallel = ModelParallelConfig(
         tensor_model_parallel_size=2,
@@ -81,7 +86,7 @@ def test_experts_over_their_own_groups() -> None:
         sequence_parallel=True,
         bf16=True,
     )
-    for planned, allocated in run_world(4, compare, model, parallel, OptimizerConfig()):
+    for planned, allocated in run_world(4, compare, model, parallel, OptimizerConfig(optimizer=optimizer)):
         assert planned == allocated
 
 

@@ -12,25 +12,33 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Fused, ParamMeta
+
+
+LR, DECAY = 0.01, 0.1
 
 
 def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
     """(tag, stage) of every parameter; a tied one stands on both of its stages. Sizes are odd on purpose."""
-    tied = ParamMeta(
-        "embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=(0, pp - 1) if pp > 1 else ()
-    )
-    last = pp - 1
+    shared = (0, pp - 1) if pp > 1 else ()
+    tied = ParamMeta("embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=shared, role="embedding")
+    last, cut, qkv = pp - 1, {"ep": 0, "expt_tp": 1}, Fused("qkv", 1, (3, 1, 1))
     params = [
         (tied, 0),
-        (ParamMeta("embedding.position_embeddings.weight", (5, 3), partial_over=("tp",)), 0),
+        (ParamMeta("embedding.position_embeddings.weight", (5, 3), partial_over=("tp",), role="embedding"), 0),
         (ParamMeta("decoder.layers.0.input_layernorm.weight", (7,), partial_over=("tp",)), 0),
-        (ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (2, 6, 7), {"tp": 1}), 0),
+        (ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (2, 6, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1))), 0),
         (ParamMeta("decoder.layers.0.mlp.linear_fc1.bias", (6,), {"tp": 0}), 0),
         (ParamMeta("decoder.layers.0.mlp.linear_fc2.weight", (7, 18), {"tp": 1}), 0),
-        (ParamMeta("decoder.layers.0.experts.linear_fc1.weight", (4, 6, 5), {"ep": 0, "expt_tp": 1}, expert=True), 0),
+        (ParamMeta("decoder.layers.0.self_attention.linear_qkv.weight", (2, 5, 2, 7), {"tp": 0}, fused=qkv), 0),
+        (ParamMeta("decoder.layers.0.experts.linear_fc1.weight", (4, 6, 5), cut, expert=True, stacked=1), 0),
+        (ParamMeta("decoder.layers.1.mlp.router.weight", (4, 7), partial_over=("tp",), role="router"), last),
         (ParamMeta("decoder.layers.1.mlp.linear_fc2.weight", (31, 6), {"tp": 1}), last),
         (ParamMeta("decoder.layers.1.mlp.linear_fc2.bias", (31,), partial_over=("tp",)), last),
         (ParamMeta("decoder.final_layernorm.weight", (1,), partial_over=("tp",)), last),
@@ -106,3 +114,24 @@ class Oracle:
 
     def local(self, name: str) -> Tensor:
         return local_part(self.params[name].detach(), self.metas[name], self.state)
+
+
+def build(state, distributed=True, dtype="fp64", bucket_size=100, **flags):
+    parallel = ModelParallelConfig(**{dtype: True})
+    stage = ToyStage(state, getattr(torch, parallel.params_dtype))
+    config = OptimizerConfig(use_distributed_optimizer=distributed, **flags)
+    whole = config.whole_roles
+    ddp = DistributedDataParallel(DDPConfig(bucket_size), parallel, state, [stage], distributed, whole_roles=whole)
+    return ddp, DistributedOptimizer(config, ddp, state)
+
+
+def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
+    """One step as a training loop makes it; each data-parallel rank has `tokens` + its rank valid tokens."""
+    optimizer.zero_grad()
+    add_gradients(ddp, state, step)
+    if seed != 1.0:
+        for buffer in ddp.buffers:
+            buffer.grad_data.mul_(seed)
+    total = global_token_count(torch.tensor(tokens + state.dp_cp.rank), state)
+    finalize_model_grads(ddp, total, state, seed)
+    return optimizer.step(LR, DECAY), total.item()

@@ -204,12 +204,12 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
 
 
 def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = command_line(f"{TINY} --kv-lora-rank 512 --muon-momentum 0.9".split(), Launch())
+    command = command_line(f"{TINY} --kv-lora-rank 512 --lion-beta1 0.9".split(), Launch())
     assert command.notes[0] == (
         "--kv-lora-rank 512 has no effect: it is a setting of multi-latent attention, which --multi-latent-attention "
         "asks for"
     )
-    assert command.notes[1].startswith("--muon-momentum 0.9 has no effect: it is a setting of the Muon optimizer")
+    assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
     lines = failure(f"{TINY} --kv-lora-rank 512 --multi-latent-attention", capsys)
     assert [line.partition(":")[0] for line in lines] == ["--multi-latent-attention", "--kv-lora-rank 512"]
 
@@ -225,8 +225,8 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
         "--checkpoint-num-layers 2 is read as --recompute-num-layers 2",
         "--lr-decay-style wsd is read as WSD",
     )
-    line = failure(f"{TINY} --optimizer muon", capsys)[0]
-    assert line == "--optimizer muon: asks for the Muon optimizer, which is not built; use adam or sgd"
+    line = failure(f"{TINY} --optimizer lion", capsys)[0]
+    assert line == "--optimizer lion: asks for the Lion optimizer, which is not built; use adam or sgd or muon"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
     assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 

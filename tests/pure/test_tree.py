@@ -32,6 +32,7 @@ WITHOUT_TORCH = [
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.pipeline_parallel.simulator",
     "megatron.core.distributed.param_layout",
+    "megatron.core.optimizer.matrix_plan",
     "megatron.core.tokenizers",
     "megatron.planner.memory",
     "megatron.planner.parameters",

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.newton_schulz import COEFFICIENTS
 from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
 
 SHOWN = 5
@@ -18,7 +19,8 @@ class OptimizerConfig(Section):
     """The optimizer, its learning rate and its loss scale."""
 
     optimizer: str = flag("adam", choices=OPTIMIZERS)
-    """Adam with decoupled weight decay (AdamW), or SGD with momentum."""
+    """Adam with decoupled weight decay (AdamW), SGD with momentum, or Muon: orthogonalized momentum for the matrices of
+    hidden layers, and --muon-scalar-optimizer for embeddings, output layer, norms and biases."""
 
     lr: float | None = flag(None, "--learning-rate")
     """Peak learning rate."""
@@ -92,6 +94,44 @@ class OptimizerConfig(Section):
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
 
+    muon_momentum: float = 0.9
+    """Muon: decay of the momentum, an average of the gradients."""
+
+    muon_nesterov: bool = flag(False, "--muon-use-nesterov")
+    """Muon: orthogonalize Nesterov's look-ahead, the average of momentum and gradient, instead of the momentum."""
+
+    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    """Muon: factor of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), or the larger of this
+    and 1."""
+
+    muon_extra_scale_factor: float = 1.0
+    """Muon: further factor of the update; 0.2 with spectral scale makes it as large as Adam's (arXiv 2502.16982)."""
+
+    muon_num_ns_steps: int = 5
+    """Muon: steps of the Newton-Schulz iteration."""
+
+    muon_coefficient_type: str = flag("quintic", choices=tuple(COEFFICIENTS))
+    """Muon: coefficients of the Newton-Schulz iteration."""
+
+    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
+    """Muon: precision of the Newton-Schulz iteration of fp32 momentum: bfloat16, TF32 where there is any, or fp32."""
+
+    muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
+    """Muon: orthogonalize whole matrices, or each tensor-parallel shard by itself. The result of blockwise depends on
+    the tensor-parallel size."""
+
+    muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
+    """Muon: orthogonalize queries, keys and values as one matrix."""
+
+    muon_split_gate_up: bool = flag(True, name="--muon-no-split-gate-up")
+    """Muon: orthogonalize gate and up of a gated MLP as one matrix, as Megatron-LM does."""
+
+    muon_scalar_optimizer: str = flag("adam", choices=OPTIMIZERS)
+    """Muon: optimizer of all other parameters than the matrices of hidden layers."""
+
+    moe_router_skip_muon: bool = False
+    """Muon: leave the router's weight to --muon-scalar-optimizer."""
+
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
@@ -115,6 +155,26 @@ class OptimizerConfig(Section):
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+    @property
+    def whole_roles(self) -> frozenset[str]:
+        """Roles (`ParamMeta.role`) of the matrices that the optimizer updates as wholes; none for most optimizers."""
+        if not OPTIMIZERS.facts(self.optimizer).whole_matrices:
+            return frozenset()
+        return frozenset({"hidden"} if self.moe_router_skip_muon else {"hidden", "router"})
+
+    @property
+    def elementwise(self) -> str:
+        """The optimizer of all parameters that are not updated as whole matrices."""
+        return self.muon_scalar_optimizer if self.whole_roles else self.optimizer
+
+    def states(self, whole: bool) -> tuple[str, ...]:
+        """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
+        return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states
+
+    def splits(self, fused: str) -> bool:
+        """Whether weights that are `fused` under a name (`ParamMeta.fused`) are updated as matrices of their own."""
+        return {"qkv": self.muon_split_qkv, "gate_up": self.muon_split_gate_up}.get(fused, True)
 
     def check_freeze(self, names: Collection[str]) -> None:
         """Raises ValueError for an expression of --freeze that matches none of the parameters of the whole model, and

@@ -7,7 +7,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,10 @@ class DistributedDataParallel:
         modules: Sequence[nn.Module],
         use_distributed_optimizer: bool = True,
         decouples: Callable[[str], bool] = lambda name: False,
+        whole_roles: Collection[str] = (),
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
-        self.use_distributed_optimizer = use_distributed_optimizer
+        self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         self.params = list(every.values())
         """Trainable parameters, each once, in order of registration."""
@@ -54,6 +55,7 @@ class DistributedDataParallel:
             expert_data_parallel_size=axes[True].size,
             bucket_size=ddp_config.ddp_bucket_size,
             decouples=decouples,
+            whole_roles=whole_roles,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)

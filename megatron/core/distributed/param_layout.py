@@ -1,9 +1,9 @@
 """Layout of parameters and gradients in flat memory: buffers, buckets, and each rank's ZeRO-1 shard range. No torch.
 
-Parameters of a buffer are all subject to weight decay or none is, have one learning rate, and are reduced over the same
-ranks. A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel
-rank. All of this is decided here, once, from integers: buffers, distributed optimizer, checkpoints and memory plans
-read the same layout.
+Parameters of a buffer are all subject to weight decay or none is, have one learning rate and one optimizer, and are
+reduced over the same ranks. A buffer is divided into buckets, each reduced in one collective, and a bucket into one
+shard per data-parallel rank. All of this is decided here, once, from integers: buffers, distributed optimizer,
+checkpoints and memory plans read the same layout.
 
 Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
 the first buckets are ready first. Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need
@@ -12,15 +12,16 @@ aligned operands. Buckets are padded so that their shards are equal and aligned 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from operator import mul
 
 from megatron.core.config.model import round_up
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.param_meta import ParamMeta
-from megatron.core.parts import OPTIMIZERS
 
 ALIGNMENT = 64
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -80,7 +81,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One contiguous buffer, of parameters with the same reduction ranks, weight decay and learning rate."""
+    """One contiguous buffer, of parameters with the same reduction ranks, weight decay, learning rate and optimizer."""
 
     expert: bool
     """Reduced over "expt_dp" instead of "dp_cp"."""
@@ -93,6 +94,9 @@ class BufferLayout:
 
     decoupled: bool = False
     """Whether its parameters have a learning rate of their own."""
+
+    whole: bool = False
+    """Whether its parameters are matrices that the optimizer updates as wholes."""
 
     @property
     def numel(self) -> int:
@@ -110,27 +114,29 @@ def plan_buffers(
     expert_data_parallel_size: int = 1,
     bucket_size: int | None = None,
     decouples: Callable[[str], bool] = lambda name: False,
+    whole_roles: Collection[str] = (),
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
     once it holds `bucket_size` elements. `decouples` tells by their names which parameters have a learning rate of
-    their own. Ranks with equal shapes get equal layouts, so that parameters replicated over tp have the same shard
-    ranges on every tp rank.
+    their own; matrices of `whole_roles` are updated as wholes. Ranks with equal shapes get equal layouts, so that
+    parameters replicated over tp have the same shard ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
     buffers = []
-    for expert, decays, decoupled in product((False, True), (True, False), (False, True)):
+    for expert, decays, decoupled, whole in product((False, True), (True, False), (False, True), (False, True)):
         members = [
             (index, meta, prod(shape))
             for index, (meta, shape) in enumerate(params)
             if (meta.expert, meta.decays, decouples(meta.name)) == (expert, decays, decoupled)
+            and (meta.matrix and meta.role in whole_roles) is whole
         ]
         if members:
             shards = expert_data_parallel_size if expert else data_parallel_size
             buckets = _fill_buckets(reversed(members), shards, bucket_size or default_bucket_size(shards))
-            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled))
+            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled, whole))
     return tuple(buffers)
 
 
@@ -194,16 +200,17 @@ def buffer_bytes(
     buffers: Sequence[BufferLayout],
     params_dtype: str,
     main_dtype: str,
-    distributed_optimizer: bool,
-    optimizer: str = "adam",
+    optimizer: OptimizerConfig,
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket."""
     whole = sum(buffer.numel for buffer in buffers)
-    owned = sum(buffer.numel // (buffer.data_parallel_size if distributed_optimizer else 1) for buffer in buffers)
+    sharded = optimizer.use_distributed_optimizer
+    owned = [buffer.numel // (buffer.data_parallel_size if sharded else 1) for buffer in buffers]
+    states = (len(optimizer.states(buffer.whole)) for buffer in buffers)
     main = DTYPE_BYTES[main_dtype]
     return BufferBytes(
         parameters=whole * DTYPE_BYTES[params_dtype],
         gradients=whole * main,
-        main_parameters=0 if params_dtype == main_dtype else owned * main,
-        moments=owned * main * len(OPTIMIZERS.facts(optimizer).states),
+        main_parameters=0 if params_dtype == main_dtype else sum(owned) * main,
+        moments=sum(map(mul, owned, states)) * main,
     )

@@ -15,10 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter
+from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter, start_all_to_all
 from megatron.core.host_to_device import integers_of, integers_on
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
@@ -186,9 +185,7 @@ def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
         return RowMap(lambda x: x, lambda y: y)
 
     def exchange(x: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
-        result = x.new_empty(sum(incoming), *x.shape[1:])
-        dist.all_to_all_single(result, x.contiguous(), incoming, outgoing, group=axis.group)
-        return result
+        return start_all_to_all(x, outgoing, incoming, axis).wait()
 
     return RowMap(
         partial(exchange, outgoing=send, incoming=receive), partial(exchange, outgoing=receive, incoming=send)

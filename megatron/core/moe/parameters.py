@@ -6,7 +6,7 @@ Their modules are built from these functions, and plans count what the functions
 from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import Fused, Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import sequence_partial
 
 
@@ -14,7 +14,8 @@ def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -
     """The router's weight."""
     assert config.num_experts is not None
     shape, init = (config.num_experts, config.hidden_size), Init("normal", config.init_method_std)
-    return ParamMeta(f"{name}.weight", shape, init=init, partial_over=sequence_partial(sequence_parallel))
+    partial_over = sequence_partial(sequence_parallel)
+    return ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
 
 
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
@@ -31,8 +32,9 @@ def expert_metas(name: str, config: TransformerConfig) -> tuple[ParamMeta, Param
     assert count is not None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
+    fused = Fused("gate_up", 1, (1, 1)) if config.gated else None
     fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
     return (
-        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True),
-        ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True),
+        ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True, stacked=1, fused=fused),
+        ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True, stacked=1),
     )

@@ -10,7 +10,7 @@ parameters and moments untouched, in every precision: the update kernels read th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
+from megatron.core.optimizer.matrix_exchange import MatrixExchange
+from megatron.core.optimizer.matrix_plan import MatrixPlan
+from megatron.core.optimizer.muon import matrix_dtype
 from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
@@ -81,6 +84,21 @@ class StepResult:
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
 
+def _build_rules(
+    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, shards: Sequence[OptimizerShard]
+) -> list[Optimizer]:
+    """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
+    elementwise = OPTIMIZERS[config.elementwise](config, [shard for shard in shards if not shard.whole])
+    if not config.whole_roles:
+        return [elementwise]
+    stage = state.axis("stage")
+    blockwise, distributed = config.muon_tp_mode == "blockwise", config.use_distributed_optimizer
+    plan = MatrixPlan(ddp.layouts, state.dims, stage.ranks, distributed, config.splits, blockwise)
+    dtype = matrix_dtype(ddp.main_dtype, config.muon_fp32_matmul_prec)
+    exchange = MatrixExchange(plan, stage, dtype, ddp.device)
+    return [OPTIMIZERS[config.optimizer](config, [shard for shard in shards if shard.whole], exchange), elementwise]
+
+
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
 scalars on the device."""
@@ -99,15 +117,19 @@ class DistributedOptimizer:
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
                 f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
             )
+        if config.whole_roles != ddp.whole_roles:
+            raise ValueError(
+                f"whole_roles is {sorted(config.whole_roles)} in OptimizerConfig and {sorted(ddp.whole_roles)} in "
+                "DistributedDataParallel; give both the same"
+            )
         self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
         self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
-        states = OPTIMIZERS.facts(config.optimizer).states
         self.shards = [
-            OptimizerShard(bucket, states, buffer.layout.decays, buffer.layout.decoupled)
+            OptimizerShard(bucket, config.states(buffer.layout.whole), buffer.layout)
             for buffer in ddp.buffers
             for bucket in buffer.buckets
         ]
-        self._rule: Optimizer = OPTIMIZERS[config.optimizer](config, self.shards)
+        self._rules = _build_rules(config, ddp, state, self.shards)
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
 
     @torch.no_grad()
@@ -133,7 +155,8 @@ class DistributedOptimizer:
         if self.config.clip_grad > 0 and self.shards:
             coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
             torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
-        self._rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
+        for rule in self._rules:
+            rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
         self._updates += 1.0 - skip
         for shard in self.shards:
             shard.write_params()
@@ -163,7 +186,8 @@ class DistributedOptimizer:
     @step_count.setter
     def step_count(self, value: int) -> None:
         self._updates.fill_(value)
-        self._rule.set_step_count(value)
+        for rule in self._rules:
+            rule.set_step_count(value)
 
     def sharded_state(self) -> list[OptimizerPiece]:
         """Live views of everything this rank owns; load in place, set `step_count`. Main

@@ -1,7 +1,8 @@
 """How an optimizer changes the parameters: over flat shards, element by element, in place.
 
-`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. What a step does beside, from the norm
-of the gradients to the gather of updated parameters, is `DistributedOptimizer`'s.
+`Optimizer` is the base of a user's own; AdamW and SGD are torch's fused kernels. Muon, which needs whole matrices, is
+in `muon.py`. What a step does beside, from the norm of the gradients to the gather of updated parameters, is
+`DistributedOptimizer`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.distributed.param_layout import BufferLayout
 from megatron.core.optimizer_piece import OptimizerPiece
 
 CHUNK = 2**22
@@ -26,8 +28,9 @@ class OptimizerShard:
     States are allocated at once, so that a checkpoint can load into them and memory is final before the first step.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], decays: bool, decoupled: bool = False) -> None:
-        self.bucket, self.decays, self.decoupled = bucket, decays, decoupled
+    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout) -> None:
+        self.bucket = bucket
+        self.decays, self.decoupled, self.whole = layout.decays, layout.decoupled, layout.whole
         self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
         self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
         self.main.grad = bucket.owned_grads

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import Fused, Init, ParamMeta
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
@@ -29,11 +29,13 @@ class ColumnLinear:
     bias: bool
     init: Init
     shard_dim: int = 0
+    fused: Fused | None = None
+    """Linear maps whose weights lie side by side in the weight."""
 
     def metas(self) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
         sharded = {"tp": self.shard_dim}
-        weight = ParamMeta(f"{self.name}.weight", (*self.out_dims, self.in_size), sharded, self.init)
+        weight = ParamMeta(f"{self.name}.weight", (*self.out_dims, self.in_size), sharded, self.init, fused=self.fused)
         bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, Init("zeros"))
         return [weight, bias] if self.bias else [weight]
 

@@ -6,7 +6,7 @@ Their modules are built from these functions, and plans count what the functions
 from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.param_meta import Init, ParamMeta
+from megatron.core.param_meta import Fused, Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
@@ -28,9 +28,10 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, then its key, then its value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
     out_dims = (config.query_groups, config.queries_per_group + 2, config.head_dim)
+    fused = Fused("qkv", 1, (config.queries_per_group, 1, 1))
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
-        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init),
+        ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
         RowLinear(f"{name}.linear_proj", config.query_projection_size, hidden, bias, output_init),
     )
 
@@ -39,8 +40,9 @@ def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnL
     """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
     hidden, bias = config.hidden_size, config.add_bias_linear
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
+    fused = Fused("gate_up", 0, (1, 1)) if config.gated else None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
-        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, init, shard_dim),
+        ColumnLinear(f"{name}.linear_fc1", hidden, out_dims, bias, init, shard_dim, fused),
         RowLinear(f"{name}.linear_fc2", ffn, hidden, bias, output_init),
     )

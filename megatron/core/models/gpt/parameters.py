@@ -80,26 +80,28 @@ def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
     """The word embeddings, which are the output weight too where they are tied."""
-    return _vocabulary("embedding.word_embeddings.weight", config, tied_stages if config.tied_embeddings else ())
+    shared_stages = tied_stages if config.tied_embeddings else ()
+    return _vocabulary("embedding.word_embeddings.weight", config, shared_stages, "embedding")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
     """The weight of the output layer: a replica of the word embeddings where they are tied."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
-    return _vocabulary("output_layer.weight", config, ())
+    return _vocabulary("output_layer.weight", config, (), "output")
 
 
-def _vocabulary(name: str, config: TransformerConfig, shared_stages: tuple[int, ...]) -> ParamMeta:
+def _vocabulary(name: str, config: TransformerConfig, shared_stages: tuple[int, ...], role: str) -> ParamMeta:
     shape, init = (config.padded_vocab_size, config.hidden_size), Init("normal", config.init_method_std)
-    return ParamMeta(name, shape, {"tp": 0}, init, shared_stages=shared_stages)
+    return ParamMeta(name, shape, {"tp": 0}, init, shared_stages=shared_stages, role=role)
 
 
 def position_embedding_meta(config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
     """Learned positions, whole on every rank. Under sequence parallelism a rank looks up those of its own tokens."""
     shape, init = (config.max_positions, config.hidden_size), Init("normal", config.init_method_std)
     partial_over = sequence_partial(sequence_parallel)
-    return ParamMeta("embedding.position_embeddings.weight", shape, init=init, partial_over=partial_over)
+    name = "embedding.position_embeddings.weight"
+    return ParamMeta(name, shape, init=init, partial_over=partial_over, role="embedding")
 
 
 def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[str, ...]) -> list[ParamMeta]:

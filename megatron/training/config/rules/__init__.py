@@ -15,6 +15,7 @@ from megatron.training.config.rules.data import data, tokenizer
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.model import attention, positions, tensor_parallel
 from megatron.training.config.rules.moe import experts
+from megatron.training.config.rules.optimizer import optimizer
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation
 from megatron.training.config.rules.precision import fp8, fp8_scaling, fp8_shapes, precision
 from megatron.training.config.rules.world import world
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     batch,
     length,
     schedule,
+    optimizer,
     data,
     tokenizer,
     checkpoints,

@@ -1,0 +1,141 @@
+"""Gathers the whole matrices that a rank owns from the flat shards of its pipeline stage, and sends them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Pending, start_all_to_all
+from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
+from megatron.core.parallel_state import Axis
+
+Read = Callable[[Part, Tensor], None]
+"""Writes this rank's values of a part into a tensor of its shape."""
+
+Write = Callable[[Part, Matrix, Tensor], None]
+"""Takes up the transformed values of a part."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Parts that travel at the same time: for each rank of the stage those of one message, in order."""
+
+    read: list[list[Part]]
+    """What this rank sends to the owners."""
+    arriving: list[list[Part]]
+    """What other ranks send to this one, of the matrices that it owns."""
+    returned: list[list[Part]]
+    """What this rank sends back, of the matrices that it owns, to all that hold a part."""
+    written: list[list[Part]]
+    """What the owners send back to this rank."""
+    stacks: list[list[int]]
+    """The matrices that this rank owns, those of one size together."""
+
+
+class MatrixExchange:
+    """The exchange of one rank, over the ranks of its stage (`axis`), in tensors of `dtype`. Collective over them."""
+
+    def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
+        assert plan.ranks == axis.ranks, "the plan is of another stage"
+        self.plan, self.axis, self.dtype, self.device = plan, axis, dtype, device
+        me, everyone = axis.rank, range(axis.size)
+        owned, mine = plan.owned(me), plan.parts(me)
+        theirs = [mine if place == me else plan.parts(place, owned) for place in everyone]
+        self._rounds = []
+        for numbers in plan.rounds:
+            own = [number for number in numbers if plan.owners[number] == me]
+            of_owner = [[number for number in numbers if plan.owners[number] == place] for place in everyone]
+            self._rounds.append(
+                _Round(
+                    read=[_parts(mine, [n for n in of_owner[place] if plan.sends(me, n)]) for place in everyone],
+                    arriving=[_parts(theirs[place], [n for n in own if plan.sends(place, n)]) for place in everyone],
+                    returned=[_parts(theirs[place], own) for place in everyone],
+                    written=[_parts(mine, of_owner[place]) for place in everyone],
+                    stacks=_by_size(plan, [number for number in owned if number in set(own)]),
+                )
+            )
+
+    def transform(self, read: Read, direction: Callable[[Tensor], Tensor], write: Write) -> None:
+        """Writes direction(x) for every matrix x of the stage, where `read` says what x is.
+
+        `direction` maps x [n, rows, columns] to the same shape, each of n matrices by itself. The next matrices are
+        gathered while these are transformed, and these are sent back while the next ones are transformed.
+        """
+        returning: tuple[_Round, Pending] | None = None
+        gathering = self._start_gather(self._rounds[0], read) if self._rounds else None
+        for i, current in enumerate(self._rounds):
+            assert gathering is not None
+            matrices = self._stacked(current, gathering.wait())
+            gathering = self._start_gather(self._rounds[i + 1], read) if i + 1 < len(self._rounds) else None
+            results = [direction(stack) for stack in matrices]
+            if returning is not None:
+                self._finish_return(*returning, write)
+            returning = current, self._start_return(current, results)
+        if returning is not None:
+            self._finish_return(*returning, write)
+
+    def _start_gather(self, current: _Round, read: Read) -> Pending:
+        outgoing, incoming = _sizes(current.read), _sizes(current.arriving)
+        packed = torch.empty(sum(outgoing), dtype=self.dtype, device=self.device)
+        for part, values in _views(packed, current.read):
+            read(part, values)
+        return start_all_to_all(packed, outgoing, incoming, self.axis)
+
+    def _stacked(self, current: _Round, received: Tensor) -> list[Tensor]:
+        """Tensors [n, rows, columns] of the matrices that have arrived."""
+        boxes, stacks = self._empty_stacks(current)
+        for part, values in _views(received, current.arriving):
+            boxes[part.matrix][part.place].copy_(values)
+        return stacks
+
+    def _start_return(self, current: _Round, results: Sequence[Tensor]) -> Pending:
+        outgoing, incoming = _sizes(current.returned), _sizes(current.written)
+        boxes = self._boxes(current, results)
+        packed = torch.empty(sum(outgoing), dtype=self.dtype, device=self.device)
+        for part, values in _views(packed, current.returned):
+            values.copy_(boxes[part.matrix][part.place])
+        return start_all_to_all(packed, outgoing, incoming, self.axis)
+
+    def _finish_return(self, current: _Round, pending: Pending, write: Write) -> None:
+        for part, values in _views(pending.wait(), current.written):
+            write(part, self.plan.matrices[part.matrix], values)
+
+    def _empty_stacks(self, current: _Round) -> tuple[dict[int, Tensor], list[Tensor]]:
+        stacks = [
+            torch.empty(len(group), *self.plan.matrices[group[0]].size, dtype=self.dtype, device=self.device)
+            for group in current.stacks
+        ]
+        return self._boxes(current, stacks), stacks
+
+    def _boxes(self, current: _Round, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Views of the matrices in `stacks`, in the shapes of their boxes."""
+        return {
+            number: matrix.view(self.plan.matrices[number].shape)
+            for group, stack in zip(current.stacks, stacks, strict=True)
+            for number, matrix in zip(group, stack, strict=True)
+        }
+
+
+def _parts(parts: dict[int, list[Part]], numbers: Sequence[int]) -> list[Part]:
+    return [part for number in numbers for part in parts.get(number, ())]
+
+
+def _by_size(plan: MatrixPlan, numbers: Sequence[int]) -> list[list[int]]:
+    return [list(group) for _, group in groupby(numbers, key=lambda number: plan.matrices[number].size)]
+
+
+def _sizes(messages: list[list[Part]]) -> list[int]:
+    return [sum(part.numel for part in message) for message in messages]
+
+
+def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
+    """Each part of the messages, and its place in their buffer."""
+    found, start = [], 0
+    for part in (part for message in messages for part in message):
+        found.append((part, packed[start : start + part.numel].view(part.shape)))
+        start += part.numel
+    return found

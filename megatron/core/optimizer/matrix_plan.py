@@ -1,0 +1,197 @@
+"""Which rank of a pipeline stage orthogonalizes which matrix, and where the parts of each lie. No torch.
+
+Main parameters, gradients and momentum stay in flat shards, cut by tensor and expert parallelism and by ZeRO-1, and
+what needs a whole matrix gathers it: each matrix of a stage has one owner among the ranks of the stage. The owner
+receives the parts of the matrix, transforms the whole, and sends the parts back. So every matrix is transformed once,
+not on each rank that holds some of it, and each rank sends and receives its own shard once, in each direction.
+
+All ranks of a stage have parameters of the same names and shapes, so that each computes the same plan from integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapreplace
+from math import prod
+
+from megatron.core.boxes import boxes_of_flat_range, overlap
+from megatron.core.distributed.param_layout import BufferLayout, ParamRange
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+
+ROUND = 2**26
+"""Elements that a rank gathers at a time, or one matrix if that is larger: bounds the memory of the exchange."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The box of `shape` at `offset` of a parameter: rows in all dimensions but the last."""
+
+    meta: ParamMeta
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one Newton-Schulz step, see `newton_schulz`."""
+        short, long = sorted(self.size)
+        return 2 * short * short * long + short**3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a matrix that one rank holds."""
+
+    matrix: int
+    """Number of the matrix."""
+
+    shard: int
+    """Number of the optimizer shard that it lies in, among those of whole matrices."""
+
+    start: int
+    stop: int
+    """Elements of that shard which hold a box of shape `held`, row-major."""
+
+    held: tuple[int, ...]
+    within: tuple[slice, ...]
+    """Where the part lies in that box."""
+
+    place: tuple[slice, ...]
+    """Where it lies in the matrix."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(cut.stop - cut.start for cut in self.place)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class MatrixPlan:
+    """The exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
+
+    `splits` tells by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
+    tensor parallelism counts as a matrix of its own. `round_size`: see `ROUND`.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BufferLayout],
+        dims: ParallelDims,
+        ranks: Sequence[int],
+        distributed: bool,
+        splits: Callable[[str], bool] = lambda name: True,
+        blockwise: bool = False,
+        round_size: int = ROUND,
+    ) -> None:
+        self.dims, self.ranks, self.distributed = dims, tuple(ranks), distributed
+        self._layouts = [layout for layout in layouts if layout.whole]
+        self._data_rank = {
+            axis: {rank: i for group in dims.groups(*names) for i, rank in enumerate(group)}
+            for axis, names in (("dp_cp", ("dp", "cp")), ("expt_dp", ("expt_dp",)))
+        }
+        self._coords = {rank: dims.coords(rank) for rank in self.ranks}
+        self._numbers: dict[str, list[int]] = {}
+        self.matrices: list[Matrix] = []
+        for layout in self._layouts:
+            for param in layout.params:
+                found = list(self._matrices_of(param.meta, splits, blockwise))
+                self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
+                self.matrices += found
+        self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
+        """Of each matrix, the owner's place in `ranks`."""
+        self.rounds = self._in_rounds(round_size)
+        """Numbers of the matrices that are gathered at the same time."""
+
+    def _matrices_of(self, meta: ParamMeta, splits: Callable[[str], bool], blockwise: bool) -> Iterator[Matrix]:
+        whole = meta.linear_maps(meta.fused is not None and splits(meta.fused.name))
+        if not blockwise:
+            yield from (Matrix(meta, offset, shape) for offset, shape in whole)
+            return
+        shards = list(dict.fromkeys(self._box(meta, rank) for rank in self.ranks))
+        for offset, shape in whole:
+            for shard in shards:
+                if common := overlap(*shard, offset, shape):
+                    start = tuple(o + cut.start for o, cut in zip(offset, common[1], strict=True))
+                    yield Matrix(meta, start, tuple(cut.stop - cut.start for cut in common[1]))
+
+    def _in_rounds(self, round_size: int) -> list[list[int]]:
+        rounds: list[list[int]] = []
+        for owner in range(len(self.ranks)):
+            number, filled = 0, 0
+            for matrix in self.owned(owner):
+                numel = prod(self.matrices[matrix].shape)
+                if filled and filled + numel > round_size:
+                    number, filled = number + 1, 0
+                filled += numel
+                rounds += [[] for _ in range(number + 1 - len(rounds))]
+                rounds[number].append(matrix)
+        return [sorted(matrices) for matrices in rounds]
+
+    def owned(self, place: int) -> list[int]:
+        """Numbers of the matrices whose owner is ranks[place], equal sizes one after the other."""
+        mine = [number for number, owner in enumerate(self.owners) if owner == place]
+        return sorted(mine, key=lambda number: (self.matrices[number].size, number))
+
+    def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
+        """Number of a matrix -> the parts that ranks[place] holds, of `wanted` matrices or of all."""
+        rank, found = self.ranks[place], dict[int, list[Part]]()
+        chosen = None if wanted is None else set(wanted)
+        for shard, param, flat, start, stop in self._held(rank):
+            numbers = self._numbers[param.meta.name]
+            if chosen is not None and not (numbers := [number for number in numbers if number in chosen]):
+                continue
+            box = self._box(param.meta, rank)
+            for held in boxes_of_flat_range(*box, start, stop):
+                at = flat + held.start - start
+                for number in numbers:
+                    matrix = self.matrices[number]
+                    if common := overlap(held.offset, held.shape, matrix.offset, matrix.shape):
+                        part = Part(number, shard, at, at + held.stop - held.start, held.shape, *common)
+                        found.setdefault(number, []).append(part)
+        return found
+
+    def sends(self, source: int, matrix: int) -> bool:
+        """Whether ranks[source] is the one that sends its parts of a matrix to the owner, among ranks that hold the
+        same parts: that which shares the owner's place on every axis along which the parameter is replicated."""
+        meta, owner = self.matrices[matrix].meta, self.owners[matrix]
+        a, b = self.ranks[source], self.ranks[owner]
+        data = self._data_rank[meta.data_axis]
+        same_data = self.distributed or data[a] == data[b]
+        return same_data and all(self._coords[a][axis] == self._coords[b][axis] for axis in meta.replica_axes)
+
+    def _held(self, rank: int) -> Iterator[tuple[int, ParamRange, int, int, int]]:
+        """(shard, parameter, where in the shard, elements [start, stop) of the local tensor) of what `rank` updates."""
+        buckets = [(layout, bucket) for layout in self._layouts for bucket in layout.buckets]
+        for shard, (layout, bucket) in enumerate(buckets):
+            data_rank = self._data_rank["expt_dp" if layout.expert else "dp_cp"][rank]
+            low, high = bucket.shard(data_rank) if self.distributed else (bucket.start, bucket.stop)
+            for param in bucket.params:
+                start, stop = max(low, param.start), min(high, param.stop)
+                if start < stop:
+                    yield shard, param, start - low, start - param.start, stop - param.start
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: self.dims.size(axis) for axis in ("tp", "ep", "expt_tp")}
+
+    def _box(self, meta: ParamMeta, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return meta.box({axis: (self._coords[rank][axis], size) for axis, size in self._sizes.items()})
+
+
+def balanced(costs: Sequence[int], ranks: int) -> list[int]:
+    """A rank for each cost, so that sums are close: the dearest first, each to the rank with the least so far
+    (Graham's LPT rule: the largest sum is at most 4/3 of the least possible)."""
+    heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        total, owners[i] = heap[0]
+        heapreplace(heap, (total + costs[i], owners[i]))
+    return owners

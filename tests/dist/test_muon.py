@@ -1,0 +1,193 @@
+"""Muon on any layout makes the updates of torch.optim.Muon in one process, and Adam those of everything else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
+from torch import Tensor
+
+from megatron.core.config.newton_schulz import COEFFICIENTS, coefficients
+from megatron.core.optimizer.muon import newton_schulz, scale
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import build_parallel_state
+from tests.dist.test_optimizer import LAYOUTS
+from tests.dist.toy import DECAY, LR, Oracle, build, run_step
+from tests.harness import run_world
+
+MOONLIGHT = {"muon_extra_scale_factor": 0.2, "muon_momentum": 0.95}
+JORDAN = {"muon_scale_mode": "shape_scaling", "muon_nesterov": True, "muon_momentum": 0.8, "muon_num_ns_steps": 3}
+FLAGS = {"optimizer": "muon", "muon_coefficient_type": "simple", "clip_grad": 0.5}
+ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
+
+
+class MuonOracle(Oracle):
+    """torch.optim.Muon for the matrices that each parameter of a hidden layer consists of, AdamW for the rest."""
+
+    def __init__(self, state, flags, dtype=torch.float64):
+        super().__init__(state, lambda groups: None, dtype)
+        self.boxes = {}
+        for name, meta in self.metas.items():
+            if meta.role != "embedding" and meta.matrix:
+                for offset, shape in meta.linear_maps():
+                    cuts = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+                    matrix = self.params[name][cuts].detach().reshape(-1, shape[-1]).clone().requires_grad_()
+                    self.boxes[matrix] = name, cuts
+        hidden = {name for name, _ in self.boxes.values()}
+        others = [
+            {"params": [p for n, p in self.params.items() if n not in hidden and self.metas[n].decays is decays]}
+            for decays in (True, False)
+        ]
+        moonlight = "muon_scale_mode" not in flags
+        self.muon = torch.optim.Muon(
+            list(self.boxes),
+            lr=LR,
+            weight_decay=DECAY,
+            momentum=flags["muon_momentum"],
+            nesterov=flags.get("muon_nesterov", False),
+            ns_steps=flags.get("muon_num_ns_steps", 5),
+            adjust_lr_fn="match_rms_adamw" if moonlight else "original",
+        )
+        self.optimizer = torch.optim.AdamW(others, lr=LR, betas=(0.8, 0.95), eps=1e-6)
+        self.optimizer.register_step_post_hook(lambda *_: self.step_matrices())
+
+    @torch.no_grad()
+    def step_matrices(self):
+        for matrix, (name, cuts) in self.boxes.items():
+            matrix.grad = self.params[name].grad[cuts].reshape(matrix.shape)
+        self.muon.step()
+        for matrix, (name, cuts) in self.boxes.items():
+            place = self.params[name][cuts]
+            place.copy_(matrix.view(place.shape))
+
+
+def compare(rank, world, dims, distributed, flags):
+    torch.Tensor.bfloat16 = torch.Tensor.clone  # torch's iteration in fp64 too
+    state = build_parallel_state(dims, rank)
+    ddp, optimizer = build(state, distributed, **FLAGS, **ADAM, **flags)
+    oracle = MuonOracle(state, flags)
+    for step in range(3):
+        result, tokens = run_step(ddp, optimizer, state, step)
+        assert result.grad_norm == pytest.approx(oracle.step(step, tokens, 0.5, DECAY), rel=1e-13)
+        for param in ddp.params:
+            expected = oracle.local(param.meta.name)
+            torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=1e-11, msg=param.meta.name)
+    kinds = {}
+    for piece in optimizer.sharded_state():
+        kinds.setdefault(piece.meta.role == "embedding" or not piece.meta.matrix, set()).add(piece.key)
+    return kinds
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+def test_muon_equals_one_process(dims, distributed):
+    ranks = run_world(dims.world_size, compare, dims, distributed, MOONLIGHT)
+    assert {key for kinds in ranks for key in kinds.get(False, ())} == {"momentum_buffer"}
+    assert {key for kinds in ranks for key in kinds.get(True, ())} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_nesterov_and_the_scale_of_jordan():
+    run_world(4, compare, ParallelDims(tp=2, dp=2), True, JORDAN)
+
+
+def compare_in_bf16(rank, world):
+    """fp32 main parameters, the iteration in bf16: what torch.optim.Muon always does."""
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    ddp, optimizer = build(state, dtype="fp32", **FLAGS, **ADAM, **MOONLIGHT)
+    oracle = MuonOracle(state, MOONLIGHT, torch.float32)
+    for step in range(2):
+        _, tokens = run_step(ddp, optimizer, state, step)
+        oracle.step(step, tokens, 0.5, DECAY)
+        for param in ddp.params:
+            expected = oracle.local(param.meta.name)
+            torch.testing.assert_close(param.detach(), expected, rtol=0, atol=0.02 * LR, msg=param.meta.name)
+
+
+def test_low_precision_iteration_is_torchs():
+    run_world(2, compare_in_bf16)
+
+
+def step_of(rank, world, dims, flags):
+    state = build_parallel_state(dims, rank)
+    ddp, optimizer = build(state, **FLAGS | flags)
+    before = {param.meta.name: param.detach().clone() for param in ddp.params}
+    run_step(ddp, optimizer, state, 0)
+    return {param.meta.name: (before[param.meta.name], param.detach().clone()) for param in ddp.params}
+
+
+QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"
+ROUTER = "decoder.layers.1.mlp.router.weight"
+
+
+def orthonormal(update: Tensor) -> bool:
+    """Whether the rows or the columns of an update are orthogonal and equally long, as far as five steps make them."""
+    matrix = update.reshape(-1, update.shape[-1])
+    values = torch.linalg.svdvals(matrix)
+    return bool(values.amax() < 1.35 * values.amin())
+
+
+def update_of(step, name: str) -> Tensor:
+    before, after = step[name]
+    return (after - (1 - LR * DECAY) * before) / -LR
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_fused_weights_are_matrices_of_their_own_or_one(split):
+    flags = {"muon_split_qkv": split, "muon_split_gate_up": split, "muon_coefficient_type": "polar_express"}
+    (step,) = run_world(1, step_of, ParallelDims(), flags | {"muon_num_ns_steps": 9})
+    update = update_of(step, QKV)
+    parts = [update[:, :3], update[:, 3:4], update[:, 4:]]
+    assert orthonormal(update) is not split and all(map(orthonormal, parts)) is split
+    update = update_of(step, FC1)
+    assert orthonormal(update) is not split and all(map(orthonormal, update)) is split
+    size = torch.linalg.matrix_norm((update if not split else update[0]).reshape(-1, 7), 2)
+    torch.testing.assert_close(size.item(), (12 if not split else 7) ** 0.5, rtol=0.01, atol=0)
+
+
+def test_blockwise_orthogonalizes_each_shard():
+    flags = {"muon_tp_mode": "blockwise", "muon_coefficient_type": "polar_express", "muon_num_ns_steps": 9}
+    dims = ParallelDims(tp=2, dp=2)
+    ranks = run_world(4, step_of, dims, flags)
+    whole = run_world(4, step_of, dims, flags | {"muon_tp_mode": "duplicated"})
+    name = "decoder.layers.1.mlp.linear_fc2.weight"  # [31, 6], cut along its columns
+    both = lambda ranks: torch.cat([update_of(step, name) for step in ranks[:2]], 1)  # noqa: E731
+    assert all(orthonormal(update_of(step, name)) for step in ranks) and not orthonormal(both(ranks))
+    assert orthonormal(both(whole))
+    assert torch.equal(update_of(ranks[0], name), update_of(ranks[2], name)), "replicas must not differ"
+
+
+def test_the_router_may_be_left_to_adam():
+    (step,) = run_world(1, step_of, ParallelDims(), {"moe_router_skip_muon": True})
+    assert update_of(step, ROUTER).abs().sub(1).abs().amax() < 1e-3  # Adam's first step: the sign of the gradient
+    (step,) = run_world(1, step_of, ParallelDims(), {"muon_scalar_optimizer": "sgd"})
+    assert update_of(step, ROUTER).abs().sub(1).abs().amax() > 0.1
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(2, 5, 8), (1, 8, 5), (3, 6, 6)])
+def test_singular_values_come_near_one(kind, shape):
+    noise = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u, _, v = torch.linalg.svd(noise, full_matrices=False)
+    result = newton_schulz(u * torch.linspace(5, 0.2, min(shape[1:])) @ v, coefficients(kind, 5))
+    values = torch.diagonal(u.mT @ result @ v.mT, dim1=-2, dim2=-1)
+    assert values.amin() > 0.65 and values.amax() < 1.3
+    torch.testing.assert_close(u * values.unsqueeze(-2) @ v, result, rtol=0, atol=1e-9)
+
+
+def test_a_matrix_without_gradient_stays():
+    assert not newton_schulz(torch.zeros(1, 3, 4), coefficients("quintic", 5)).any()
+
+
+def test_scales():
+    assert scale(16, 4, "spectral") == scale(4, 16, "spectral") == 4
+    assert (scale(16, 4, "unit_rms_norm"), scale(4, 16, "unit_rms_norm")) == (2, 0.5)
+    assert (scale(16, 4, "shape_scaling"), scale(4, 16, "shape_scaling")) == (2, 1)
+
+
+def test_both_configurations_must_agree():
+    state = build_parallel_state(ParallelDims(), 0)
+    ddp, optimizer = build(state)
+    with pytest.raises(ValueError, match=r"whole_roles is \['hidden', 'router'\] in OptimizerConfig and \[\] in"):
+        type(optimizer)(replace(optimizer.config, optimizer="muon"), ddp, state)
