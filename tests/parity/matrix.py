@@ -54,6 +54,10 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "moe": "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"
         " --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01",
     },
+    "update": {
+        "adam": "",
+        "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
+    },
 }
 LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "world": {"1": "", "2": "", "4": "", "8": ""},
@@ -221,6 +225,14 @@ NAMED = {
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
     "recomputation under sequence parallelism": Combination.of(world="4", tp="4sp", recompute="selective"),
+    "whole matrices over tensor and data parallelism": Combination.of(
+        world="4", tp="2sp", update="muon", heads="gqa", style="llama"
+    ),
+    "whole matrices of experts": Combination.of(world="4", tp="2sp", update="muon", mlp="moe", ep="2", etp="2"),
+    "whole matrices, replicated": Combination.of(world="4", cp="2ring", update="muon", optimizer="replicated"),
+    "whole matrices over pipeline parallelism": Combination.of(
+        world="4", pp="2", schedule="zb-v", update="muon", optimizer="overlapped", style="llama"
+    ),
 }
 
 

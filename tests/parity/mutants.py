@@ -31,6 +31,8 @@ from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.moe import dispatcher
 from megatron.core.moe import load_balancing as balance
+from megatron.core.optimizer import matrix_exchange, muon
+from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
@@ -124,6 +126,29 @@ def _reversed_on_last_stage(self: Any, batches: Any, seed: Any, training: bool) 
 _true_begin = executor.PipelineExecutor._begin
 
 
+def _own_rows_only(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> collectives.Pending:
+    """In place of the exchange of matrices: of each one there is what this rank holds of it, and zeros."""
+    result, sent, kept = x.new_zeros(sum(incoming)), sum(outgoing[: axis.rank]), sum(incoming[: axis.rank])
+    result[kept : kept + incoming[axis.rank]] = x[sent : sent + outgoing[axis.rank]]
+    return collectives.Pending(result)
+
+
+def _shards_as_matrices(self: MatrixPlan, meta: ParamMeta, splits: Any, blockwise: bool) -> Any:
+    return _true_matrices(self, meta, splits, True)
+
+
+def _next_matrix(self: Any, current: Any, received: Tensor) -> list[Tensor]:
+    return [stack.roll(1, 0) for stack in _true_stacked(self, current, received)]
+
+
+def _without_nesterov(self: Any, config: Any, *args: Any) -> None:
+    _true_muon(self, replace(config, muon_nesterov=False), *args)
+
+
+_true_matrices, _true_stacked = MatrixPlan._matrices_of, matrix_exchange.MatrixExchange._stacked
+_true_muon = muon.Muon.__init__
+
+
 # What is broken, how, and combinations that must notice.
 MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "row-parallel forward all-reduce dropped": ([_without_reduction("ROW")], [Combination.of(world="2", tp="2")]),
@@ -209,6 +234,22 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
             Combination.of(world="2", tp="2sp", mlp="moe"),
             Combination.of(world="4", ep="4", mlp="moe", dispatcher="allgather"),
         ],
+    ),
+    "a ZeRO shard orthogonalized by itself": (
+        [(matrix_exchange, "start_all_to_all", _own_rows_only)],
+        [Combination.of(world="2", update="muon"), Combination.of(world="2", tp="2", update="muon")],
+    ),
+    "a tensor-parallel shard orthogonalized by itself": (
+        [(MatrixPlan, "_matrices_of", _shards_as_matrices)],
+        [Combination.of(world="2", tp="2", update="muon")],
+    ),
+    "the momentum of another matrix orthogonalized": (
+        [(matrix_exchange.MatrixExchange, "_stacked", _next_matrix)],
+        [Combination.of(world="2", update="muon"), Combination.of(world="2", update="muon", mlp="moe", ep="2")],
+    ),
+    "Nesterov's look-ahead forgotten": (
+        [(muon.Muon, "__init__", _without_nesterov)],
+        [Combination.of(world="2", update="muon")],
     ),
     "auxiliary loss from the local part of the sequence": (
         [(balance, "all_reduce_", lambda x, axis: x)],

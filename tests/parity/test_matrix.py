@@ -37,3 +37,4 @@ def test_matrix_covers_every_choice_and_is_legal() -> None:
     assert (("tp", "4sp"), ("mlp", "moe")) in covered
     assert (("schedule", "zb-v"), ("cp", "2ulysses")) in covered
     assert (("cp", "4ring"), ("optimizer", "overlapped")) in covered
+    assert (("optimizer", "overlapped"), ("update", "muon")) in covered
