@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"{args.script}: holds no flags")
     reader = FlagReader()
     reader.read_all([(name, values) for name, values in tokens if not LAUNCHER.match(name)])
+    reader.exchange()
     kept, changed, dropped, refused = sorted_out(reader.readings)
     print("pretrain_gpt.py \\")
     print(" \\\n".join(f"    {shlex.join(reading.ours)}" for reading in [*kept, *changed]))

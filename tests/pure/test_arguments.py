@@ -110,6 +110,18 @@ def test_defaults_without_flags() -> None:
         ("--deterministic-mode", "training", "deterministic", True),
         ("--use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+            "model",
+            "position_embedding_type",
+            "rope",
+        ),
+        (
+            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
+            "model",
+            "position_embedding_type",
+            "rope",
+        ),
         ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
@@ -197,7 +209,7 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
         assert " ".join(reader.readings[-1].given).startswith(name)
         assert bool(reader.notes) != entry.quiet or reader.problems
     elif isinstance(entry, Exchange):
-        for flags, note in ([name], False), ([name, entry.flag, entry.after], True):
+        for flags, note in ([name], False), ([name, entry.flag, "alibi"], True):
             assert bool(read_flags([*argv, *flags]).notes) == note
     else:
         assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
@@ -333,6 +345,24 @@ def test_problems_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
 def test_missing_file() -> None:
     with pytest.raises(ValueError, match=r"--config /nowhere\.yaml: .*No such file"):
         parse_args(["--config", "/nowhere.yaml"])
+
+
+@pytest.mark.parametrize("content", [None, b"a: [", b"\xff\xfe"], ids=["missing", "no YAML", "no text"])
+def test_what_stands_in_a_file_that_cannot_be_read_is_not_asked_for(
+    tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "run.yaml").write_bytes(content)
+    (problem,) = failure(f"--config {tmp_path / 'run.yaml'} --lr 1", capsys)
+    assert problem.startswith(f"--config {tmp_path / 'run.yaml'}: cannot be read: ")
+    assert len(failure(f"--config {tmp_path / 'run.yaml'} --lr x", capsys)) == 2
+
+
+def test_flags_win_over_switches_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "use-rotary-position-embeddings: true\n")
+    assert parse_args(["--config", path]).model.position_embedding_type == "rope"
+    argv = ["--config", path, "--position-embedding-type", "alibi"]
+    assert parse_args(argv).model.position_embedding_type == "alibi"
 
 
 def test_saved_configuration_reads_back(tmp_path: Path) -> None:

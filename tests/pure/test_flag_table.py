@@ -28,7 +28,8 @@ def sections(tables: dict) -> Iterator[str]:
     yield "## Read as other flags\n\n`{}` stands for the flag's values.\n\n| flag | read as |\n| --- | --- |"
     yield from (f"| `{flag}` | `{ours}` |" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
     for flag, (option, before, after) in tables["exchanged"].items():
-        yield f"| `{flag}` | `{option} {after}` in place of `{before}` |"
+        replaced = "any value" if before == "any" else f"`{before}`"
+        yield f"| `{flag}` | `{option} {after}` in place of {replaced} |"
     yield "\n## Values read as others\n\n| flag | value | read as |\n| --- | --- | --- |"
     for flag, values in sorted(tables["same_values"].items()):
         yield from (f"| `{flag}` | `{value}` | {ours} |" for value, ours in values.items())

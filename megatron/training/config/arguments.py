@@ -75,7 +75,8 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             reader.notes.append(f"planned for {world_size} ranks; --world-size says otherwise")
     if reader.problems:
         ranks = world_size or launch.world_size
-        found = validate(resolve(config, ranks), ranks)
+        unread = any(problem.flag == "--config" for problem in reader.problems)  # what is missing may stand in the file
+        found = [] if unread else validate(resolve(config, ranks), ranks)
         problems = reader.problems + [p for p in found if p.flag not in reader.suspects]
         if launch.rank == 0:
             print_problems(problems)
@@ -118,11 +119,11 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     files = FlagReader()
     for path in reader.options.get("--config", ()):
         files.read_file(path)
+    files.exchange()
     reader.values = files.values | reader.values | ({"extension": extensions} if extensions else {})
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
     reader.suspects |= files.suspects
-    reader.exchanges = files.exchanges + reader.exchanges
     reader.exchange()
     return reader
 

@@ -44,11 +44,17 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A switch that replaces one value of a flag, given or the default, by another. Any third value stays."""
+    """A switch that replaces one value of a flag, given or the default, by another, whichever comes first. Any third
+    value stays."""
 
     flag: str
     before: str
+    """The value to replace, or "any"."""
+
     after: str
+
+    def replaces(self, value: str) -> bool:
+        return self.before in ("any", value)
 
 
 @dataclass(frozen=True)

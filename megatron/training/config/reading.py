@@ -95,11 +95,13 @@ class FlagReader:
         self._settings.clear()
 
     def exchange(self) -> None:
-        """Replaces those values that a switch of its own replaces, wherever they come from."""
+        """Replaces those values that a switch of its own replaces, wherever they come from and in any order."""
         for name, entry in self.exchanges:
             flag, _ = spelling_table()[entry.flag]
             value = self.values.get(flag.field, flag.default)
-            if value == entry.before:
+            if entry.replaces(value):
+                if flag.field in self.values and value != entry.after:
+                    self.notes.append(f"{name} makes {entry.flag} {value} {entry.after}")
                 self.values[flag.field] = entry.after
                 self.readings.append(Reading((name,), (entry.flag, entry.after)))
             else:
@@ -274,8 +276,8 @@ class FlagReader:
         try:
             node = compose(path)
         except (OSError, ValueError) as error:
-            why = " ".join(str(error).split())
-            self.problems.append(Problem("--config", path, why, "give a readable YAML file"))
+            why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            self.problems.append(Problem("--config", path, f"cannot be read: {why}", "give a readable YAML file"))
             return
         if node is None:
             return
