@@ -194,6 +194,7 @@ step=""
 name="$(outcome name)" why="$(outcome why)" crashed=0
 case "$name:$code" in
     DONE:* | :0) end 0 "done${why:+: $why}" ;;
+    CALLBACK_FAILED:*) end 3 "done, but $why" ;;
     BAD_CONFIGURATION:*) end 2 "the configuration cannot run: see $log_dir" ;;
     TO_BE_RESUMED:* | KILLED:*) say "ended to be resumed: $why" ;;
     FAILED:*) crashed=1 && say "crashed: $why" ;;

@@ -38,7 +38,7 @@ def read_records(path: Path) -> list[dict[str, float]]:
 def series(records: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
     """(iterations, values) of the records that have `key`."""
     having = [record for record in records if record.get(key) is not None]
-    return [record["iteration"] for record in having], [record[key] for record in having]
+    return [record["iteration"] for record in having], [float(record[key]) for record in having]  # also of "NaN"
 
 
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:

@@ -119,6 +119,8 @@ DATASETS.register("mock", "megatron.core.datasets.build:build_mock")
 class TokenizerFacts:
     needs: tuple[str, ...] = ()
     """Fields of TokenizerConfig that must name a file."""
+    finds_files: bool = False
+    """Whether these may also be names that it finds files by."""
 
 
 TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", TokenizerFacts)
@@ -127,7 +129,7 @@ TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", Tokeniz
 _TOKENIZERS, _MODEL = "megatron.core.tokenizers.build", ("tokenizer_model",)
 TOKENIZERS.register("SentencePieceTokenizer", f"{_TOKENIZERS}:sentencepiece", needs=_MODEL)
 TOKENIZERS.register("Llama2Tokenizer", f"{_TOKENIZERS}:llama2", needs=_MODEL)
-TOKENIZERS.register("HuggingFaceTokenizer", f"{_TOKENIZERS}:huggingface", needs=_MODEL)
+TOKENIZERS.register("HuggingFaceTokenizer", f"{_TOKENIZERS}:huggingface", needs=_MODEL, finds_files=True)
 TOKENIZERS.register("GPT2BPETokenizer", f"{_TOKENIZERS}:gpt2_bpe", needs=("vocab_file", "merge_file"))
 TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
 TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")

@@ -8,7 +8,6 @@ seed it was saved with, at any layout.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -50,6 +49,7 @@ from megatron.training.config.flags import (
     values_by_section,
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.config.saved_flags import resumed_fields
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 
@@ -267,9 +267,6 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
     )
 
 
-COMPARED = tomllib.loads(Path(__file__).with_name("resumed_fields.toml").read_text(encoding="utf-8"))
-
-
 def changed_fields(
     saved: RunConfig, run: RunConfig, sections: Collection[str], ignored: Collection[str] = ()
 ) -> list[str]:
@@ -277,12 +274,12 @@ def changed_fields(
     two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
     given and differs with others is left to them, and so are those `ignored`."""
     changed = []
-    compared = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE
+    compared, rules = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE, resumed_fields()
     for flag in all_flags():
-        if flag.section not in compared or flag.field in (*COMPARED["without_effect"], *ignored):
+        if flag.section not in compared or flag.field in (*rules["without_effect"], *ignored):
             continue
         given = [value_of(config, flag) for config in (saved, run)]
-        effective = COMPARED["effective"].get(flag.field)
+        effective = rules["effective"].get(flag.field)
         values = [getattr(config.model, effective) for config in (saved, run)] if effective else given
         if given[0] != given[1] and values[0] != values[1]:
             before, now = (value if one is None else one for one, value in zip(given, values, strict=True))

@@ -92,7 +92,8 @@ class Callback:
         """After a save was started."""
 
     def on_end(self, run: RunView) -> None:
-        """After the last step and the last save."""
+        """After the last step and the last save. What it raises is reported, and the other callbacks are called; the
+        run ends with code 3 (`CALLBACK_FAILED`), or as a run to be resumed if it is one."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ loss and every rank takes the same decisions.
 
 from __future__ import annotations
 
+import socket
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -136,13 +138,29 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     settle(run)
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
     run.saver.finish(hurry=requests.stopping)
-    for callback in run.callbacks:
-        callback.on_end(run.view)
+    watchdog.begin("the end of callbacks")
+    watchdog.complaint = _end_callbacks(run)
     watchdog.begin("leaving")
-    if not requests.stopping:
-        return ExitCode.DONE
-    runtime.say(f"exiting at iteration {progress.iteration}: {requests.why}")
-    return ExitCode.TO_BE_RESUMED if requests.resumes else ExitCode.DONE
+    if requests.stopping:
+        runtime.say(f"exiting at iteration {progress.iteration}: {requests.why}")
+    return watchdog.code
+
+
+def _end_callbacks(run: TrainingRun) -> str:
+    """Calls `on_end` of all callbacks: the run has ended and is saved, so none may spoil that. Returns, on every rank,
+    what the first one that raised says, which is printed; empty if none did. Collective."""
+    raised = []
+    for callback in run.callbacks:
+        try:
+            callback.on_end(run.view)
+        except Exception as error:
+            rank = run.runtime.launch.name(socket.gethostname())
+            line = f"callback {type(callback).__name__} raised in on_end on {rank}: {type(error).__name__}: {error}"
+            raised.append((line, traceback.format_exc()))
+    found = [each for rank in gather(raised, run.runtime.state.world) for each in rank]
+    for line, trace in found:
+        run.runtime.say(f"{trace}the run has ended and is saved, but {line}")
+    return found[0][0] if found else ""
 
 
 def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[], None] | None = None) -> None:

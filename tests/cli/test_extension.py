@@ -56,6 +56,37 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+RAISES = """
+from megatron.training.hooks import CALLBACKS, Callback
+
+@CALLBACKS.register("uploads")
+class Uploads(Callback):
+    def on_end(self, run):
+        if run.optimizer.ddp.state.world.rank == 1:
+            raise OSError("no network")
+
+@CALLBACKS.register("says")
+class Says(Callback):
+    def on_end(self, run):
+        run.say("the other callback")
+"""
+
+
+def test_a_callback_that_raises_in_the_end_does_not_spoil_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uploads.py").write_text(RAISES)
+    monkeypatch.setenv("OUTCOME_FILE", str(tmp_path / "outcome"))
+    flags = [*FLAGS[: FLAGS.index("--save-interval")], "--mock-data", "--extension", str(tmp_path / "uploads.py")]
+    said = run_forked(2, [*flags, "--save", str(tmp_path / "run")], tmp_path / "screen", code=3)
+    assert "saved checkpoint at iteration 8" in said and "the other callback" in said
+    line = "callback Uploads raised in on_end on rank 1"
+    assert said.rstrip().splitlines()[-1].startswith("the run has ended and is saved, but " + line), said[-500:]
+    assert said.rstrip().endswith("OSError: no network") and "Traceback" in said
+    outcome = (tmp_path / "outcome").read_text()
+    assert outcome.startswith("name=CALLBACK_FAILED\n") and line in outcome
+
+
 PROGRAM = """
 import sys
 from megatron.training.config.arguments import command_line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +204,19 @@ def test_metrics_wait_for_a_disk_with_room(tmp_path: Path, capsys: pytest.Captur
     sink.write({"iteration": 4})
     sink.close()
     assert path.read_text() == "".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3, 4))
+
+
+def test_metrics_that_are_no_numbers_are_told_from_those_not_measured(tmp_path: Path) -> None:
+    sink, values = JsonLinesSink(tmp_path / "m.jsonl", 0), {"a": 1.5, "b": math.nan, "c": math.inf, "d": -math.inf}
+    sink.write({"iteration": 1, "mfu": None} | values)
+    sink.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    record = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert record["mfu"] is None and math.isnan(float(record["b"]))
+    assert [float(record[key]) for key in "acd"] == [1.5, math.inf, -math.inf]
 
 
 def test_damaged_metrics_do_not_stop_a_run(tmp_path: Path) -> None:

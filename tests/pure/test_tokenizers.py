@@ -153,6 +153,35 @@ def test_hugging_face_file_and_folder(folder, gpt2_files):
     assert configured.detokenize(configured.tokenize(TEXT)) == TEXT
 
 
+def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):
+    from huggingface_hub import constants
+    from tokenizers import Tokenizer, models
+
+    name, cache = "some-lab/Model-1.5", tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # HF_HUB_CACHE and HF_HOME are read on import
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model some-lab/Model-1\.5: .* run hf download some-lab/Model-1"
+    ) as e:
+        build("HuggingFaceTokenizer", tokenizer_model=name)
+    assert str(cache) in str(e.value) and "\n" not in str(e.value)
+
+    def save(folder, eos):
+        folder.mkdir(parents=True)
+        tokenizer = Tokenizer(models.BPE.from_file(gpt2_files["vocab_file"], gpt2_files["merge_file"]))
+        tokenizer.add_special_tokens(["<|stop|>"])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        return tokenizer.token_to_id(eos)
+
+    stop = save(cache / "models--some-lab--Model-1.5/snapshots/abc", "<|stop|>")
+    (cache / "models--some-lab--Model-1.5/refs").mkdir()
+    (cache / "models--some-lab--Model-1.5/refs/main").write_text("abc")
+    assert build("HuggingFaceTokenizer", tokenizer_model=name).eod == stop
+    end = save(tmp_path / name, "<|endoftext|>")
+    assert end != stop and build("HuggingFaceTokenizer", tokenizer_model=name).eod == end
+
+
 @pytest.mark.parametrize(
     ("kind", "kwargs", "messages"),
     [
@@ -162,6 +191,7 @@ def test_hugging_face_file_and_folder(folder, gpt2_files):
         ("Llama2Tokenizer", {"tokenizer_model": __file__}, ["not a SentencePiece model"]),
         ("HuggingFaceTokenizer", {"tokenizer_model": str(ROOT)}, ["there is no", "tokenizer.json"]),
         ("HuggingFaceTokenizer", {"tokenizer_model": __file__}, ["not a tokenizer.json"]),
+        ("HuggingFaceTokenizer", {"tokenizer_model": "/no/x"}, ["there is no /no/x; use"]),
         ("GPT2BPETokenizer", {"merge_file": "/no/m"}, ["needs --vocab-file FILE", "--merge-file /no/m: there is no"]),
         ("GPT2BPETokenizer", {"merge_file": __file__, "vocab_file": __file__}, ["must be GPT-2's vocab.json"]),
         ("NullTokenizer", {}, ["needs --vocab-size N"]),

@@ -77,6 +77,7 @@ def batch(tmp_path: Path) -> Batch:
     [
         ("DONE", 0, False),
         ("BAD_CONFIGURATION", 2, False),
+        ("CALLBACK_FAILED", 3, False),
         ("TO_BE_RESUMED", 75, True),
         ("KILLED", 75, True),
         ("FAILED", 75, True),

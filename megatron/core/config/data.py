@@ -98,7 +98,7 @@ class TokenizerConfig(Section):
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
     tokenizer_model: str | None = None
-    """SentencePiece model file, or a local tokenizer.json or its folder."""
+    """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache."""
 
     vocab_file: str | None = None
     """GPT-2 BPE vocab.json."""

@@ -46,11 +46,12 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     Raises ValueError naming every flag or file that is missing.
     """
     kind, problems = str(config.tokenizer_type), []
-    for field in TOKENIZERS.facts(kind).needs:
+    facts = TOKENIZERS.facts(kind)
+    for field in facts.needs:
         flag, value = "--" + field.replace("_", "-"), getattr(config, field)
         if value is None:
             problems.append(f"--tokenizer-type {kind}: needs {flag} FILE")
-        elif not Path(value).exists():
+        elif not facts.finds_files and not Path(value).exists():
             problems.append(f"{flag} {value}: there is no such file; the path is relative to {Path.cwd()}")
     if problems:
         raise ValueError("\n".join(problems))

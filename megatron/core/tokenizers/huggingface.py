@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 # Names of the end-of-document token, tried if no configuration file names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOD>", "<|im_end|>")
 GPT2_EOD = "<|endoftext|>"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""A name on the Hugging Face hub, as gpt2 and meta-llama/Llama-3.1-8B."""
 
 
 class _OverTokenizers:
@@ -39,20 +42,43 @@ class _OverTokenizers:
         return [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
 
 
+def tokenizer_file(name: str) -> Path:
+    """The tokenizer.json that `name` stands for: itself, its folder's, or that of a model of this name in the local
+    Hugging Face cache (HF_HUB_CACHE, HF_HOME), of its main branch. A path that exists wins. Nothing is downloaded.
+
+    Raises ValueError if there is none."""
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.exists() or path.suffix == ".json" or not HUB_NAME.fullmatch(name):
+        raise ValueError(
+            f"--tokenizer-model {name}: there is no {file}; use a local tokenizer.json, its folder, or a name in the "
+            "Hugging Face cache (nothing is downloaded)"
+        )
+    try:
+        from huggingface_hub import constants, try_to_load_from_cache
+    except ImportError:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer: needs a package; pip install tokenizers") from None
+    cached = try_to_load_from_cache(name, "tokenizer.json")
+    if not isinstance(cached, str):
+        raise ValueError(
+            f"--tokenizer-model {name}: there is no such file or folder, and no tokenizer.json of this name in the "
+            f"Hugging Face cache {constants.HF_HUB_CACHE}; where there is a network, run "
+            f"hf download {name} --include '*token*.json'"
+        )
+    return Path(cached)
+
+
 class HuggingFaceTokenizer(_OverTokenizers):
-    """A local tokenizer.json, or its folder. Nothing is downloaded.
+    """What `tokenizer_file` finds.
 
     EOD is the EOS token of tokenizer_config.json or special_tokens_map.json in the same folder. Text is encoded as the
     file specifies, including special tokens.
     """
 
     def __init__(self, path: str) -> None:
-        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-        if not file.is_file():
-            raise ValueError(
-                f"--tokenizer-model {path}: there is no {file}; use a local tokenizer.json or its folder (nothing is "
-                "downloaded; save_pretrained writes one)"
-            )
+        file = tokenizer_file(path)
         self._tokenizer = _from_file(file)
         self._vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values()) + 1

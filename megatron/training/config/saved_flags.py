@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ from megatron.training.config.run_config import RunConfig
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
 """Fields of the optimizer that the schedule consists of, beside those that begin with lr_."""
 
-OWN = ("recompute_", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_per_layer_logging")
-"""Fields of the model, or beginnings of their names, that say how it is computed and stay the run's own."""
+
+@cache
+def resumed_fields() -> dict[str, Any]:
+    """How the model's fields of a run are compared with those of its checkpoint: what resumed_fields.toml says."""
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("resumed_fields.toml").read_text(encoding="utf-8"))
 
 
 def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -86,8 +92,9 @@ def _sections_of(metadata: Path) -> dict[str, dict[str, Any]]:
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:
+    own = resumed_fields()["without_effect"]
     for flag in all_flags():
-        if flag.section == "model" and not flag.field.startswith(OWN):
+        if flag.section == "model" and flag.field not in own:
             yield flag.field, getattr(saved.model, flag.field)
 
 

@@ -22,6 +22,7 @@ from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSp
 from megatron.core.models.hf.weights import HFWeights, placements
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.huggingface import tokenizer_file
 from megatron.training.config.pretrained import tokenizer_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.conversion.formats import Format, Options, Source, Target, Written
@@ -66,12 +67,12 @@ def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
     """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
     found: dict[str, Path] = {}
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-        path = Path(str(tokenizer.tokenizer_model))
-        folder = path if path.is_dir() else path.parent
-        found = {file.name: file for file in tokenizer_files(folder)}
-        found[GENERATION_CONFIG] = folder / GENERATION_CONFIG
-        if not path.is_dir():
-            found["tokenizer.json"] = path
+        try:
+            file = tokenizer_file(str(tokenizer.tokenizer_model))
+        except ValueError:
+            return {}
+        found = {each.name: each for each in tokenizer_files(file.parent)}
+        found |= {"tokenizer.json": file, GENERATION_CONFIG: file.parent / GENERATION_CONFIG}
     elif tokenizer.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
         found = {"tokenizer.model": Path(str(tokenizer.tokenizer_model))}
     elif tokenizer.tokenizer_type == "GPT2BPETokenizer":

@@ -25,7 +25,8 @@ class Sink(Protocol):
 
 
 class JsonLinesSink:
-    """Appends each record as one line of JSON.
+    """Appends each record as one line of JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity",
+    which `float` reads; null is a value that was not measured.
 
     A resumed run continues the file: records later than the checkpoint are dropped, so the file reads as if the run
     had never stopped. A new run renames an existing file instead of overwriting it. If a write fails, for example on
@@ -64,9 +65,7 @@ class JsonLinesSink:
         os.replace(temporary, path)
 
     def write(self, record: Record) -> None:
-        # JSON has no NaN or infinity.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._unwritten += (json.dumps(finite) + "\n").encode()
+        self._unwritten += (json.dumps({key: _json_value(value) for key, value in record.items()}) + "\n").encode()
         try:
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -81,6 +80,13 @@ class JsonLinesSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _json_value(value: Any) -> Any:
+    """`value`, or the name of a number that JSON has not: NaN, Infinity or -Infinity. None is what was not measured."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 class TensorBoardSink:

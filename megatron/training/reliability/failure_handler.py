@@ -45,6 +45,9 @@ class FailureHandler:
         self.at_exit: list[Callable[[], None]] = []
         """Functions called before the process exits by a failure, for at most a second."""
 
+        self.left = False
+        """Whether this rank needs the store no more, whose process may end at any time now."""
+
         self._launch, self._status, self._stacks, self._signals = launch, status, stacks, signals
         self._outcome = outcome
         self._store: Board | None = None
@@ -225,6 +228,7 @@ class FailureHandler:
                 print(cause.text(), file=sys.stderr, flush=True)
             write_error_file(cause.line(), 1)
             self._kill_silent(cause)
+            self.left = True
             board.say("left")
             time.sleep(0.5)  # the launcher hears of the failed rank first
         except RuntimeError:

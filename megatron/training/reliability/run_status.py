@@ -101,6 +101,9 @@ class ExitCode(IntEnum):
     BAD_CONFIGURATION = 2
     """A flag, or a file that a flag names, must be corrected first: a restart does not help."""
 
+    CALLBACK_FAILED = 3
+    """As DONE, and saved, but a callback raised in `on_end`."""
+
     TO_BE_RESUMED = 75
     """Stopped by a signal or the end of the SLURM job, after saving: the same command resumes the run."""
 

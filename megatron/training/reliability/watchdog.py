@@ -35,6 +35,9 @@ class Watchdog:
         self.stacks = StackDump()
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
+        self.complaint = ""
+        """What a callback raised after the run had ended."""
+
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self._board: Board | None = None
         self._conditions = StopConditions({}, None)
@@ -66,6 +69,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def code(self) -> ExitCode:
+        """The exit code of a run that ends in peace."""
+        if self.requests.resumes:
+            return ExitCode.TO_BE_RESUMED
+        return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
+
     def begin(self, phase: str) -> None:
         """Names the phase that begins, for the report of a failure."""
         self.status.phase = phase
@@ -95,7 +105,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Ends the watch in peace. Rank 0 waits a little for slower ranks, as the store may live in its process."""
-        board, first, resumes = self._board, self.launch.rank == 0, self.requests.resumes
+        board, first, code = self._board, self.launch.rank == 0, self.code
         if board is None:
             return
         self._closed.set()
@@ -106,10 +116,12 @@ class Watchdog:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)
         # A launcher sends SIGTERM to the others as soon as the first rank has ended.
         self.signals.stop(ignore=self.launch.launcher != "none")
-        if resumes:
+        if code == ExitCode.TO_BE_RESUMED:
             write_error_file(f"saved; start again to resume: {self.requests.why}")
+        elif code == ExitCode.CALLBACK_FAILED:
+            write_error_file(f"the run has ended and is saved, but {self.complaint}")
         if first:
-            self.outcome.end(ExitCode.TO_BE_RESUMED if resumes else ExitCode.DONE, self.requests.why)
+            self.outcome.end(code, self.requests.why or self.complaint)
         self._board = None
 
     def _run(self, board: Board) -> None:
@@ -121,7 +133,8 @@ class Watchdog:
                         self.requests.ask(Request("resume", f"{number.name} on {board.name(self.launch.rank)}"))
                     elif not self.failures.ending:
                         self.failures.kill_all(number)
-                self._look(board)
+                if not self.failures.left:
+                    self._look(board)
             except RuntimeError as error:  # the store is gone, and with it the process that held it
                 if not self._closed.wait(1.0):
                     self.failures.store_lost(error)
