@@ -46,6 +46,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 12}),
     "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen2-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen2-windows-above": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2}),
+    "smollm3-list": (
+        "smollm3",
+        {
+            **SIZES,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3": ("qwen3", {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-5}),
     "mistral": ("mistral", {**SIZES, "sliding_window": 5, "head_dim": 8}),
     "mistral-no-window": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 8}),

@@ -6,13 +6,15 @@ many micro-batches in flight and recompute any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.attention.partition import Documents, document_starts, rank_spans
+from megatron.core.config.layers import Rotation, Span
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 
@@ -112,11 +114,12 @@ class BatchContext:
     places: Tensor | None = None
     """[s/cp] index of the tokens in their samples; None for 0 .. s-1."""
 
-    rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2]; None without rotary embedding."""
+    rotary: Mapping[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding that the stage's layers have."""
 
-    mask: Tensor | None = None
-    """[1 or b, 1, s, keys] bool, true where a query sees a cached key; None for plain causal attention."""
+    masks: Mapping[Span, Tensor | None] = field(default_factory=dict)
+    """With a cache, for each span that the stage's layers have: [1 or b, 1, s, keys] bool, true where a query sees a
+    cached key; None for plain causal attention."""
 
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, in generation."""
@@ -129,7 +132,7 @@ class BatchContext:
 
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
-        """The context of a batch; the stage adds `rotary` and `mask`."""
+        """The context of a batch; the stage adds `rotary` and `masks`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None and cache is None:
             documents = document_starts(batch.document_ids.tolist())

@@ -139,6 +139,6 @@ HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
 
 for _family in (
     *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
-    *("gemma", "starcoder2", "gpt_neox"),
+    *("gemma", "starcoder2", "gpt_neox", "smollm3"),
 ):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import compiled_regions
 from megatron.core.batch import Batch
+from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.casts import has_kernel
@@ -135,11 +136,14 @@ def layer_kinds(batch: MicroBatch) -> list[Hashable]:
 IDENTITY = ("number", "layer", "key", "training")
 """Attributes in which equal layers differ."""
 
+SETTINGS = bool | int | float | str | Span | Rotation
+"""Types of attributes that say what a part is."""
+
 
 def _kind_of(layer: nn.Module) -> Hashable:
     found: list[Any] = []
     for name, part in layer.named_modules():
-        settings = ((key, value) for key, value in vars(part).items() if isinstance(value, bool | int | float | str))
+        settings = ((key, value) for key, value in vars(part).items() if isinstance(value, SETTINGS))
         found += [name, type(part), *((key, value) for key, value in settings if key not in IDENTITY)]
     found += [(name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()]
     return tuple(found)

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.layout import attended_tokens
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
 
 aten = torch.ops.aten
@@ -51,23 +50,26 @@ class FlopsPerToken:
 @lru_cache(maxsize=16)
 def model_flops(config: TransformerConfig, seq_length: int | None = None) -> FlopsPerToken:
     """Counted on one rank without parallelism, since no layout changes them."""
-    seen = attended_tokens(config, seq_length)
-    # Plain causal attention is one kernel; dropout, windows and ALiBi would be computed by others, tile by tile.
+    length = seq_length or config.seq_length
+    seen = [kind.span.mean(length) for kind in config.layers]
+    # Plain causal attention is one kernel; dropout, windows, chunks and ALiBi are computed by others, tile by tile.
     config = replace(
         config,
-        seq_length=seq_length or config.seq_length,
+        seq_length=length,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         window_size=None,
+        attention_chunk_size=None,
+        window_attn_skip_freq=None,
         position_embedding_type="none" if config.alibi else config.position_embedding_type,
         recompute_granularity=None,
     )
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
-        total = _count(fakes, fakes.build([], True, True), seen)
-        for kind, times in Counter(kinds).items():
-            total += _count(fakes, fakes.build([kinds.index(kind)], False, False), seen) * times
+        total = _count(fakes, fakes.build([], True, True), 0)
+        for (kind, tokens), times in Counter(zip(kinds, seen, strict=True)).items():
+            total += _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens) * times
     return total
 
 

@@ -65,8 +65,8 @@ def attention_shape(config: RunConfig) -> AttentionShape | None:
     """Shape of this rank's attention, if torch may choose its kernel by measurement; None if another kernel computes it
     or the run is deterministic."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
-    windowed = model.window_size is not None and model.window_size < model.seq_length
-    elsewhere = model.alibi or windowed or model.attention_dropout > 0 or config.data.reset_attention_mask
+    some_full = any(not kind.span.hides(model.seq_length) for kind in model.layers)
+    elsewhere = model.alibi or not some_full or model.attention_dropout > 0 or config.data.reset_attention_mask
     if elsewhere or parallel.context_parallel_size > 1 or dtype.itemsize != 2 or config.training.deterministic:
         return None
     tp = parallel.tensor_model_parallel_size

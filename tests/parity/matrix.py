@@ -49,6 +49,12 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "bloom": "--position-embedding-type alibi --embed-layernorm",
         "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
     },
+    "layers": {
+        "alike": "",
+        "windows": "--window-size 5 --window-attn-skip-freq 3",
+        "chunks": "--attention-chunk-size 6 --window-attn-skip-freq ([1]*2+[0]*2+[1]*2) --no-rope-freq 2",
+        "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
+    },
     "mlp": {
         "dense": "",
         "moe": "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"

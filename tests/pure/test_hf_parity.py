@@ -204,9 +204,16 @@ def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str)
         config_from_hf({"model_type": "llama", **SIZES, **change})
 
 
-def test_window_in_some_layers_only_is_refused() -> None:
-    settings = {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-    with pytest.raises(ValueError, match="some layers only"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 2 entries for 3 layers"),
+        ({"layer_types": ["full_attention", "linear_attention", "sliding_attention"]}, "'linear_attention'"),
+    ],
+)
+def test_kinds_of_layers_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
+    settings = {**SIZES, "use_sliding_window": True, "sliding_window": 7, **change}
+    with pytest.raises(ValueError, match=message):
         config_from_hf({"model_type": "qwen2", **settings})
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
+from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.model import TransformerConfig
-from megatron.core.config.moe import MoEConfig, moe_pattern
+from megatron.core.config.moe import MoEConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
@@ -367,7 +368,7 @@ def test_generation_with_a_cache_routes_each_token_alike() -> None:
     ],
 )
 def test_layer_patterns(text: str, expected: list[int]) -> None:
-    assert list(moe_pattern(text, 4)) == [bool(item) for item in expected]
+    assert list(layer_pattern(text, 4, each)) == [bool(item) for item in expected]
 
 
 BROKEN = ["", "0", "-1", "[1]*3", "[1,2,0,0]", "x", "1.5", "[[1]]*4", "__import__('os')", "[1]**4"]
@@ -376,7 +377,7 @@ BROKEN = ["", "0", "-1", "[1]*3", "[1,2,0,0]", "x", "1.5", "[[1]]*4", "__import_
 @pytest.mark.parametrize("text", BROKEN)
 def test_broken_layer_patterns(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        moe_pattern(text, 4)
+        layer_pattern(text, 4, each)
 
 
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "

@@ -15,6 +15,7 @@ from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.all_gather import gathered_attention
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.local_attention import local_attention
+from megatron.core.attention.partition import cut_documents
 from megatron.core.attention.ring import ring_attention
 from megatron.core.attention.tile_kernels import Causal, Dropout, TorchKernel
 from megatron.core.attention.ulysses import ulysses_attention
@@ -60,7 +61,8 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
         super().__init__()
-        self.scale, self.window, self.cp = 1 / sqrt(config.head_dim), config.window_size, ctx.cp
+        self.scale, self.span, self.cp = 1 / sqrt(config.head_dim), config.layer(ctx.layer).span, ctx.cp
+        self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, key
         self.fused = FusedAttention(self.scale)
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
@@ -82,13 +84,13 @@ class CoreAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k and v [keys, b, groups, d] -> [s, b, heads * d]"""
         dropout = self.p > 0 and self.training
-        windowed = self.window is not None and self.window < k.shape[0]
+        hidden = self.span.hides(k.shape[0])
         if context.cache is not None:
             out = self._behind_cache(q, k, v, context)
         elif self.across_ranks is not None:
-            out = self.across_ranks(q, k, v, self.cp, self._causal(context, dropout))
-        elif self.slopes is not None or dropout or windowed or context.documents is not None:
-            out = local_attention(q, k, v, self._causal(context, dropout))
+            out = self.across_ranks(q, k, v, self.cp, self._causal(q, context, dropout))
+        elif self.slopes is not None or dropout or hidden or context.documents is not None:
+            out = local_attention(q, k, v, self._causal(q, context, dropout))
         else:
             out = self.fused(q, k, v)
         return out.flatten(2)
@@ -96,13 +98,16 @@ class CoreAttention(nn.Module):
     def _behind_cache(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """The queries are the last of the keys."""
         if self.slopes is None:
-            return self.fused(q, k, v, context.mask)
+            return self.fused(q, k, v, context.masks[self.span])
         keys = k.shape[0]
-        return local_attention(q, k, v, self._causal(context, False), queries=(range(keys - q.shape[0], keys),))
+        return local_attention(q, k, v, self._causal(k, context, False), queries=(range(keys - q.shape[0], keys),))
 
-    def _causal(self, context: BatchContext, dropout: bool) -> Causal:
-        kernel = self.kernel
+    def _causal(self, rows: Tensor, context: BatchContext, dropout: bool) -> Causal:
+        """`rows` [s/cp, b, ...]"""
+        kernel, documents, length = self.kernel, context.documents, rows.shape[0] * self.cp.size
+        if self.chunk is not None and self.chunk < length:
+            documents = cut_documents(documents, rows.shape[1], length, self.chunk)
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
             kernel = TorchKernel(self.scale, masks, self.slopes)
-        return Causal(kernel, context.documents, self.window)
+        return Causal(kernel, documents, self.window)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.config.layers import Span
+
 
 class KeyValueCache:
     """Keys and values of all earlier tokens, by layer, for at most `max_length` tokens.
@@ -46,25 +48,37 @@ class KeyValueCache:
 def attention_mask(
     queries: int,
     keys: int,
-    window: int | None,
+    span: Span,
     documents: Tensor | None,
     key_documents: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
     """[1 or b, 1, queries, keys] bool, true where a query sees a key; None where plain causal attention suffices.
 
-    The queries are the last of the keys. A query sees at most `window` keys, its own included, and keys of its own
-    document only: `documents` [b, queries], `key_documents` [b, keys].
+    The queries are the last of the keys. A query sees the keys of `span`, and those of its own document only:
+    `documents` [b, queries], `key_documents` [b, keys].
     """
-    if (window is None or window >= keys) and documents is None and queries in (1, keys):
+    if not span.hides(keys) and documents is None and queries in (1, keys):
         return None
     key_at = torch.arange(keys, device=device)
     query_at = key_at[keys - queries :, None]
     seen = key_at <= query_at
-    if window is not None:
-        seen &= key_at > query_at - window
+    if span.window is not None:
+        seen &= key_at > query_at - span.window
     seen = seen[None]
     if documents is not None:
         assert key_documents is not None
         seen = seen & (documents[:, :, None] == key_documents[:, None, :])
+    if span.chunk is not None:
+        chunks = _places(key_at, key_documents) // span.chunk
+        seen = seen & (chunks[:, keys - queries :, None] == chunks[:, None, :])
     return seen.unsqueeze(1)
+
+
+def _places(key_at: Tensor, key_documents: Tensor | None) -> Tensor:
+    """[1 or b, keys]: place of each key in its document; key_at [keys], key_documents [b, keys]"""
+    if key_documents is None:
+        return key_at[None]
+    begins = torch.ones_like(key_documents, dtype=torch.bool)
+    begins[:, 1:] = key_documents[:, 1:] != key_documents[:, :-1]
+    return key_at - torch.where(begins, key_at, 0).cummax(dim=1).values

@@ -8,6 +8,7 @@ one. Every rank then has the same number of query-key pairs to compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
@@ -50,4 +51,13 @@ def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
     """Document starts from document ids [b][s]; the tokens of a document are adjacent."""
     return tuple(
         (0, *(place for place, (before, here) in enumerate(pairwise(ids), 1) if before != here)) for ids in document_ids
+    )
+
+
+@lru_cache(maxsize=64)
+def cut_documents(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
+    """Each document of samples of `length` tokens in documents of at most `longest`."""
+    return tuple(
+        tuple(place for start, stop in pairwise((*starts, length)) for place in range(start, stop, longest))
+        for starts in documents or ((0,),) * samples
     )

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 
 from megatron.core.config.flag_spec import Section, flag
-from megatron.core.config.moe import MoEConfig, moe_pattern
+from megatron.core.config.layers import (
+    LayerKind,
+    Rotation,
+    Span,
+    all_but_last_of_each,
+    each,
+    last_of_each,
+    layer_pattern,
+)
+from megatron.core.config.moe import MoEConfig
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
 
@@ -56,6 +66,14 @@ class TransformerConfig(MoEConfig, Section):
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+
+    window_rotary_base: float | None = None
+    """Base of the rotary frequencies in layers with a sliding window or chunks, where they are then not scaled or
+    interpolated (Gemma 3); default: the same rotary embedding as in other layers."""
+
+    no_rope_freq: str | None = None
+    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list of 1 (without) and 0 for all layers.
+    Default: every layer has it."""
 
     rotary_percent: float = 1.0
     """Fraction of each head's channels that are rotated."""
@@ -157,6 +175,14 @@ class TransformerConfig(MoEConfig, Section):
     window_size: int | None = None
     """Sliding-window attention: each token attends to this many tokens, including itself."""
 
+    attention_chunk_size: int | None = None
+    """Chunked attention: documents are cut into chunks of this many tokens, and each token attends to its own chunk
+    (Llama 4)."""
+
+    window_attn_skip_freq: str | None = None
+    """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
+    2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
+
     recompute_granularity: str | None = flag(None, choices=("selective", "full"))
     """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
 
@@ -205,13 +231,56 @@ class TransformerConfig(MoEConfig, Section):
             return self.ffn_hidden_size
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
+    def layer(self, number: int) -> LayerKind:
+        """What layer `number` is. ValueError if a pattern of layers cannot be read."""
+        return _layer_kinds(self)[number]
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """What each layer is, by number. ValueError if a pattern of layers cannot be read."""
+        return _layer_kinds(self)
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers whose MLP is a mixture of experts, by number. ValueError if --moe-layer-freq cannot be read."""
+        return tuple(number for number, moe in enumerate(self.expert_pattern) if moe)
+
+    @property
+    def expert_pattern(self) -> tuple[bool, ...]:
+        """By layer, whether its MLP is a mixture of experts."""
         if self.num_experts is None:
-            return ()
-        pattern = moe_pattern(self.moe_layer_freq, self.num_layers)
-        return tuple(number for number, moe in enumerate(pattern) if moe)
+            return (False,) * self.num_layers
+        return layer_pattern(self.moe_layer_freq, self.num_layers, each)
+
+    @property
+    def local_pattern(self) -> tuple[bool, ...]:
+        """By layer, whether its attention has a sliding window or chunks."""
+        if self.window_size is None and self.attention_chunk_size is None:
+            return (False,) * self.num_layers
+        if self.window_attn_skip_freq is None:
+            return (True,) * self.num_layers
+        return layer_pattern(self.window_attn_skip_freq, self.num_layers, all_but_last_of_each)
+
+    @property
+    def rope_pattern(self) -> tuple[bool, ...]:
+        """By layer, whether its queries and keys are rotated."""
+        if self.position_embedding_type != "rope":
+            return (False,) * self.num_layers
+        if self.no_rope_freq is None:
+            return (True,) * self.num_layers
+        return tuple(not skipped for skipped in layer_pattern(self.no_rope_freq, self.num_layers, last_of_each))
+
+    @property
+    def local_span(self) -> Span:
+        """What attention sees in layers with a sliding window or chunks."""
+        return Span(self.window_size, self.attention_chunk_size)
+
+    @property
+    def local_rotation(self) -> Rotation:
+        """The rotary embedding of layers with a sliding window or chunks."""
+        if self.window_rotary_base is None:
+            return Rotation(self.rotary_base)
+        return Rotation(self.window_rotary_base, scaled=False)
 
     @property
     def moe_ffn_size(self) -> int:
@@ -264,3 +333,17 @@ class TransformerConfig(MoEConfig, Section):
         """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
         stream's variance does not grow with depth."""
         return self.init_method_std / sqrt(2 * max(self.num_layers, 1))
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
+    return tuple(
+        LayerKind(
+            experts,
+            config.local_span if local else Span(),
+            (config.local_rotation if local else Rotation(config.rotary_base)) if rotated else None,
+        )
+        for experts, local, rotated in zip(
+            config.expert_pattern, config.local_pattern, config.rope_pattern, strict=True
+        )
+    )

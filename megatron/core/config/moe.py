@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import flag
@@ -86,47 +85,3 @@ class MoEConfig:
             return "sigmoid" if self.moe_router_topk == 1 else "pre_softmax"
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
         return "sigmoid" if self.moe_router_score_function == "sigmoid" else softmax
-
-
-MOST_LAYERS = 10**6
-"""Entries that a list of --moe-layer-freq may have while it is evaluated."""
-
-
-def moe_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Parses --moe-layer-freq to one bool per layer. Raises ValueError if the text is not legal."""
-    try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError):
-        raise ValueError(f"{text!r} is neither a number nor a list of 0 and 1") from None
-    if isinstance(value, int):
-        if value < 1:
-            raise ValueError(f"{value} must be above 0")
-        return tuple(layer % value == 0 for layer in range(num_layers))
-    if len(value) != num_layers or any(item not in (0, 1) for item in value):
-        raise ValueError(f"the list must have a 0 or 1 for each of {num_layers} layers, and has {len(value)} entries")
-    return tuple(item == 1 for item in value)
-
-
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluates whole numbers, lists of them, and + and * of both."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List | ast.Tuple):
-        return [item for element in node.elts for item in _items(element)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
-            length, times = (len(left), right) if isinstance(left, list) else (len(right), left)  # type: ignore[arg-type]
-            if length * times > MOST_LAYERS:  # type: ignore[operator]
-                raise TypeError(node)
-            return left * right  # type: ignore[operator]
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-    raise TypeError(node)
-
-
-def _items(node: ast.expr) -> list[int]:
-    value = _evaluate(node)
-    if isinstance(value, list):
-        raise TypeError(node)
-    return [value]

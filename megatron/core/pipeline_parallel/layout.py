@@ -86,10 +86,9 @@ def split_layers(
 
 
 def attended_tokens(config: TransformerConfig, seq_length: int | None = None) -> float:
-    """Mean number of tokens that a token attends to: s/2 causal, less under a sliding window (w - w^2 / 2s)."""
-    s = seq_length or config.seq_length
-    w = min(config.window_size or s, s)
-    return w * (1 - w / (2 * s))
+    """Mean over layers of the mean number of tokens that a token attends to (`Span.mean`)."""
+    spans = [kind.span.mean(seq_length or config.seq_length) for kind in config.layers]
+    return sum(spans) / max(len(spans), 1)
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:

@@ -32,9 +32,10 @@ class TransformerBlock(nn.Module):
             build_norm("decoder.final_layernorm", config.hidden_size, config, ctx) if final_norm else nn.Identity()
         )
         self.segments = recompute_segments(config, len(self.layers))
-        rotary = config.position_embedding_type == "rope"
-        self.rotary = RotaryEmbedding(config, ctx.device, ctx.dtype) if rotary else None
-        self.window, self.alibi = config.window_size, config.alibi
+        kinds = [config.layer(number) for number in numbers]
+        rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
+        self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
+        self.spans, self.alibi = tuple(dict.fromkeys(kind.span for kind in kinds)), config.alibi
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -53,7 +54,7 @@ class TransformerBlock(nn.Module):
         return x
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what all layers share: rotary tables, and with cached keys their mask, or for tiles their documents."""
+        """Adds what layers share: rotary tables, and with cached keys their masks, or for tiles their documents."""
         length, cache = x.shape[0] * self.sequence_shards, context.cache
         past = cache.length if cache else 0
         if cache is not None:
@@ -63,11 +64,12 @@ class TransformerBlock(nn.Module):
                 starts = None if of_keys is None else document_starts(of_keys.tolist())
                 context = replace(context, documents=starts)
             else:
-                mask = attention_mask(length, past + length, self.window, documents, of_keys, x.device)
-                context = replace(context, mask=mask)
-        if self.rotary is None:
+                shape = length, past + length
+                masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.spans}
+                context = replace(context, masks=masks)
+        if not self.rotary:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places
         if positions is None:
             positions = torch.arange(past, past + length, device=x.device)
-        return replace(context, rotary=self.rotary(positions))
+        return replace(context, rotary={rotation: table(positions) for rotation, table in self.rotary.items()})

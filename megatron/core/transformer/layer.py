@@ -42,7 +42,7 @@ class TransformerLayer(nn.Module):
         self.self_attention = ATTENTIONS[config.attention_module](f"{name}.self_attention", config, ctx)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
         self.pre_mlp_layernorm = build_norm(f"{name}.pre_mlp_layernorm", size, config, ctx)
-        mlp = MoELayer if ctx.layer in config.moe_layers else MLPS[config.mlp_module]
+        mlp = MoELayer if config.layer(ctx.layer).experts else MLPS[config.mlp_module]
         self.mlp = mlp(f"{name}.mlp", config, ctx)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
         self.recompute_norms = config.recomputes("layernorm")

@@ -10,17 +10,21 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 
 
-def rotary_frequencies(config: TransformerConfig) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position of each pair of channels.
+def rotary_frequencies(config: TransformerConfig, rotation: Rotation | None = None) -> Tensor:
+    """[rotary_dim / 2] fp32: radians per position of each pair of channels; by default of full attention.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
     rotary_dim = int(config.head_dim * config.rotary_percent)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    frequencies = 1.0 / (config.rotary_base**exponents)
+    rotation = rotation or Rotation(config.rotary_base)
+    frequencies = 1.0 / (rotation.base**exponents)
+    if not rotation.scaled:
+        return frequencies
     if config.use_rope_scaling:
         frequencies = _scale_frequencies(frequencies, config)
     return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
@@ -47,8 +51,10 @@ class RotaryEmbedding:
     Angles are fp32 whatever the model's dtype, as the published models were trained and are run.
     """
 
-    def __init__(self, config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.frequencies = rotary_frequencies(config).to(device)
+    def __init__(
+        self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation | None = None
+    ) -> None:
+        self.frequencies = rotary_frequencies(config, rotation).to(device)
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

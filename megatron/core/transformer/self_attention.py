@@ -38,15 +38,16 @@ class SelfAttention(nn.Module):
         rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
         self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")
+        self.rotation = config.layer(ctx.layer).rotation
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
-        self.own_values = config.position_embedding_type == "rope" and not config.qk_layernorm
+        self.own_values = self.rotation is not None and not config.qk_layernorm
         self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         q, k, v = self._project(x)
-        if context.rotary is not None:
-            q, k = self.rotate(q, k, *context.rotary)
+        if self.rotation is not None:
+            q, k = self.rotate(q, k, *context.rotary[self.rotation])
             v = v.contiguous() if self.own_values else v
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)

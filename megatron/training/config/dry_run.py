@@ -58,8 +58,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     if m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
     yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
-    window = f", window {m.window_size}" if m.window_size else ""
-    yield f"sequence length {m.seq_length}, positions {m.position_embedding_type}{window}, {m.normalization}"
+    yield f"sequence length {m.seq_length}, positions {_positions(m)}{_local_attention(m)}, {m.normalization}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
@@ -77,6 +76,18 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
         f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
+
+
+def _positions(m: TransformerConfig) -> str:
+    rotated = sum(m.rope_pattern)
+    return m.position_embedding_type + (f" in {rotated} layers" if 0 < rotated < m.num_layers else "")
+
+
+def _local_attention(m: TransformerConfig) -> str:
+    local = sum(m.local_pattern)
+    kind = f"chunks of {m.attention_chunk_size}" if m.attention_chunk_size else f"window {m.window_size}"
+    where = f" in {local} layers" if local < m.num_layers else ""
+    return f", {kind}{where}" if local else ""
 
 
 def _experts_line(m: TransformerConfig) -> str:

@@ -24,8 +24,6 @@ WITHOUT_EQUAL = {
     "heterogeneous_layers_config_path": "layers of different shapes",
     "heterogeneous_layers_config_encoded_json": "layers of different shapes",
     "qk_l2_norm": "L2 norms of queries and keys",
-    "no_rope_freq": "layers without rotary embedding",
-    "window_attn_skip_freq": "windows in some layers",
     "add_bias_linear_fc": "biases in some layers",
     "hybrid_override_pattern": "state-space layers",
     "is_hybrid_model": "state-space layers",
@@ -82,6 +80,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
     model = config.model
     problems = {
         "--embed-layernorm": model.embed_layernorm,
+        "--attention-chunk-size": model.attention_chunk_size,
+        "--window-rotary-base": model.window_rotary_base,
         "--position-embedding-type alibi": model.alibi,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu"),
     }
@@ -96,7 +96,7 @@ def _plain(value: Any, kind: type, field: str) -> Any:
     """A value in the type of our field; `_DEFAULT` for what leaves it open."""
     if value is None:
         return _DEFAULT
-    if field == "moe_layer_freq":
+    if field in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         return str(value)
     if field == "window_size":
         return value[0] + 1 if isinstance(value, list | tuple) else value

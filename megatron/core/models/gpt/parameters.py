@@ -117,7 +117,7 @@ def _layer(number: int, config: TransformerConfig, sequence_parallel: bool) -> I
         yield from _norm(f"{name}.self_attention.{norm}", config.head_dim, config, HEAD_NORM_PARTIAL_OVER)
     yield from proj.metas(sequence_parallel)
     yield from _norm(f"{name}.pre_mlp_layernorm", config.hidden_size, config, partial_over)
-    if number not in config.moe_layers:
+    if not config.layer(number).experts:
         yield from _mlp(f"{name}.mlp", config, config.ffn_size, sequence_parallel)
         return
     yield router_meta(f"{name}.mlp.router", config, sequence_parallel)

@@ -7,7 +7,7 @@ config.json may come from anyone: what has the wrong type or an impossible value
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args, get_type_hints
 
@@ -43,6 +43,10 @@ LLAMA3_SCALING = {
     "high_freq_factor": "rope_scaling_high_freq_factor",
     "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
 }
+
+
+LOCAL = "sliding_attention"
+"""In layer_types of config.json, a layer with a sliding window."""
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -114,8 +118,9 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf)
-    fields.setdefault("window_size", _window_from_hf(hf))
-    return TransformerConfig(**fields)
+    if "no_rope_layers" in family.defaults:
+        fields["no_rope_freq"] = _no_rope_from_hf(hf)
+    return TransformerConfig(**_window_from_hf(hf) | fields)
 
 
 def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,21 +142,38 @@ def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _window_from_hf(hf: Mapping[str, Any]) -> int | None:
-    """Sliding window of all layers, or None. Raises ValueError if only some layers have one."""
+def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
     window, layers = hf.get("sliding_window"), hf.get("num_hidden_layers", 0)
     if not window or not hf.get("use_sliding_window", True):
-        return None
+        return {"window_size": None}
     if rule := _broken_rule(window, int):
         raise ValueError(f"config.json: sliding_window = {window!r} must be {rule}")
     first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
-    full, sliding = {"full_attention"} if first > 0 else set(), {"sliding_attention"} if first < layers else set()
-    kinds = set(hf.get("layer_types") or full | sliding)
-    if kinds == {"full_attention"}:
-        return None
-    if kinds != {"sliding_attention"}:
-        raise ValueError("config.json: a sliding window in some layers only is not supported")
-    return window
+    period = hf.get("sliding_window_pattern") or 0
+    usual = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
+    kinds = list(hf.get("layer_types") or usual)
+    if unknown := set(kinds) - {"full_attention", LOCAL}:
+        raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    if LOCAL not in kinds:
+        return {"window_size": None}
+    return {"window_size": window, "window_attn_skip_freq": _pattern([kind == LOCAL for kind in kinds], usual=True)}
+
+
+def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers without rotary embedding. A list has 1 for those with it."""
+    layers, interval = hf.get("num_hidden_layers", 0), hf.get("no_rope_layer_interval") or 0
+    rotated = hf.get("no_rope_layers") or [not interval or (number + 1) % interval for number in range(layers)]
+    if len(rotated) != layers:
+        raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries for {layers} layers")
+    return _pattern([not item for item in rotated], usual=False)
+
+
+def _pattern(layers: Sequence[bool], usual: bool) -> str | None:
+    """A pattern of layers as the text of a flag; None if all are as usual."""
+    return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])
 
 
 def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
@@ -178,6 +200,10 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": 0} if config.window_size else {}
+        if 0 < sum(config.local_pattern) < config.num_layers:
+            hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
+    if "no_rope_layers" in family.defaults:
+        hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
     return hf
 
 
@@ -234,7 +260,9 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_ffn_size,
         "moe_router_score_function": config.moe_router_scores.removeprefix("pre_"),
         "moe_router_pre_softmax": config.moe_router_scores == "pre_softmax",
-        "moe_layer_freq": "1" if len(config.moe_layers) == config.num_layers else config.moe_layer_freq,
+        "moe_layer_freq": _pattern(config.expert_pattern, usual=True) or "1",
+        "window_attn_skip_freq": _pattern(config.local_pattern, usual=True) if any(config.local_pattern) else None,
+        "no_rope_freq": _pattern([not rotated for rotated in config.rope_pattern], usual=False),
     }
 
 
@@ -242,6 +270,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
     fields = asdict(replace(config, **_stated(config)))
     rotary = config.position_embedding_type == "rope"
+    if not rotary:
+        fields |= {"no_rope_freq": None, "window_rotary_base": None}
     idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]

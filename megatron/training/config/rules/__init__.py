@@ -13,7 +13,7 @@ from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, tokenizer
 from megatron.training.config.rules.length import batch, length, schedule
-from megatron.training.config.rules.model import attention, positions, tensor_parallel
+from megatron.training.config.rules.model import attention, layers, positions, tensor_parallel
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.optimizer import optimizer
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation
@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     sequence,
     heads_over_context,
     positions,
+    layers,
     experts,
     pipeline,
     recomputation,

@@ -89,6 +89,38 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 
 
+def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Patterns of layers, and what they need beside them."""
+    m = c.model
+    local, rotary = "--window-size or --attention-chunk-size", "--position-embedding-type rope"
+    if m.window_size is not None and m.attention_chunk_size is not None:
+        yield Problem.exclusive("--attention-chunk-size", m.attention_chunk_size, "--window-size")
+    some_local = m.window_size is not None or m.attention_chunk_size is not None
+    for flag, value, needed, given in (
+        ("--window-attn-skip-freq", m.window_attn_skip_freq, local, some_local),
+        ("--window-rotary-base", m.window_rotary_base, local, some_local),
+        ("--window-rotary-base", m.window_rotary_base, rotary, m.position_embedding_type == "rope"),
+        ("--no-rope-freq", m.no_rope_freq, rotary, m.position_embedding_type == "rope"),
+    ):
+        if value is not None and not given:
+            yield Problem.no_effect(flag, value, needed)
+    if m.num_layers < 1:
+        return
+    for flag, value, read in (
+        ("--window-attn-skip-freq", m.window_attn_skip_freq, lambda: m.local_pattern),
+        ("--no-rope-freq", m.no_rope_freq, lambda: m.rope_pattern),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            yield Problem(flag, value, str(error), f"use for example 4 or {pattern_of(m.num_layers)}")
+
+
+def pattern_of(num_layers: int) -> str:
+    """A list of 0 and 1 for so many layers, as an example."""
+    return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
+
+
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m = c.model
     if c.data.reset_position_ids and not c.restarts_positions:

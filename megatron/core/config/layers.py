@@ -1,0 +1,117 @@
+"""What differs from layer to layer of a model, and the patterns by which flags say so. No torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which earlier tokens of its document a token attends to, itself included. All of them by default."""
+
+    window: int | None = None
+    """Only the last so many."""
+
+    chunk: int | None = None
+    """Only those of its own chunk: documents are cut into chunks of so many tokens (Llama 4)."""
+
+    def mean(self, length: int) -> float:
+        """Mean number of tokens that a token of a document of `length` tokens attends to: s/2 by the convention for
+        causal attention, less in a window (w - w^2 / 2s) or in chunks."""
+        if self.chunk is not None and self.chunk < length:
+            whole, rest = divmod(length, self.chunk)
+            return (whole * self.chunk**2 + rest**2) / (2 * length)
+        w = min(self.window or length, length)
+        return w * (1 - w / (2 * length))
+
+    def hides(self, length: int) -> bool:
+        """Whether some token does not see all earlier ones of a document of `length` tokens."""
+        return any(limit is not None and limit < length for limit in (self.window, self.chunk))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding of the model."""
+
+    base: float
+    scaled: bool = True
+    """Whether the model's scaling of frequencies and interpolation of positions apply."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one layer is, where layers of a model may differ."""
+
+    experts: bool = False
+    """Whether its channel mixer is a mixture of experts."""
+
+    span: Span = Span()
+    """What its attention sees."""
+
+    rotation: Rotation | None = None
+    """The rotary embedding of its queries and keys; None for none."""
+
+
+MOST_LAYERS = 10**6
+"""Entries that a list may have while it is evaluated."""
+
+
+def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
+    """Parses a pattern of layers to one bool per layer: a period N, which `of_period(layer, N)` applies, or a list of
+    0 and 1 such as "([0]*3+[1]*58)". Raises ValueError if the text is not legal."""
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        raise ValueError(f"{text!r} is neither a number nor a list of 0 and 1") from None
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{value} must be above 0")
+        return tuple(of_period(layer, value) for layer in range(num_layers))
+    if len(value) != num_layers:
+        raise ValueError(f"the list must have a 0 or 1 for each of {num_layers} layers, and has {len(value)} entries")
+    wrong = next((layer for layer, item in enumerate(value) if item not in (0, 1)), None)
+    if wrong is not None:
+        raise ValueError(f"the list must have a 0 or 1 for each layer, and has {value[wrong]} for layer {wrong}")
+    return tuple(item == 1 for item in value)
+
+
+def each(layer: int, period: int) -> bool:
+    """Layers 0, N, 2N, ..."""
+    return layer % period == 0
+
+
+def last_of_each(layer: int, period: int) -> bool:
+    """Layers N - 1, 2N - 1, ..."""
+    return layer % period == period - 1
+
+
+def all_but_last_of_each(layer: int, period: int) -> bool:
+    """N - 1 layers of N."""
+    return not last_of_each(layer, period)
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Evaluates whole numbers, lists of them, and + and * of both."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List | ast.Tuple):
+        return [item for element in node.elts for item in _items(element)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(left, int) != isinstance(right, int):
+            length, times = (len(left), right) if isinstance(left, list) else (len(right), left)  # type: ignore[arg-type]
+            if length * times > MOST_LAYERS:  # type: ignore[operator]
+                raise TypeError(node)
+            return left * right  # type: ignore[operator]
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+    raise TypeError(node)
+
+
+def _items(node: ast.expr) -> list[int]:
+    value = _evaluate(node)
+    if isinstance(value, list):
+        raise TypeError(node)
+    return [value]
