@@ -46,7 +46,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 12}),
     "qwen2": ("qwen2", {**SIZES, "tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen2-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
-    "qwen2-windows-above": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2-windows-above": (
+        "qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2}),
     "smollm3-list": (
         "smollm3",

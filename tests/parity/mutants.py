@@ -25,7 +25,9 @@ from megatron.core import collectives as mappings
 from megatron.core.attention import all_gather as gathered
 from megatron.core.attention import core_attention, ring, tile_kernels
 from megatron.core.attention.alibi import alibi_slopes
+from megatron.core.attention.partition import Documents, cut_documents
 from megatron.core.attention.tiles import Tile
+from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
@@ -87,6 +89,11 @@ class _SlopesOfTheFirstRank(list[float]):
 
 def _distances_of_rows(tile: Tile, device: torch.device) -> Tensor:
     return torch.arange(len(tile.queries), device=device)[:, None] - torch.arange(len(tile.keys), device=device)
+
+
+def _chunks_of_own_rows(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
+    """Of two context-parallel ranks: as many chunks as a rank's rows have, not as the sequence has."""
+    return cut_documents(documents, samples, length // 2, longest)
 
 
 def _keep_own_gradient(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -219,6 +226,20 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "ALiBi distances of a rank's rows, not of positions": (
         [(tile_kernels, "distances", _distances_of_rows)],
         [Combination.of(world="2", cp="2ring", style="bloom"), Combination.of(world="4", cp="4ring", style="bloom")],
+    ),
+    "kinds of layers by place in the stage, not by number": (
+        [(TransformerConfig, "layer", lambda self, number: self.layers[number % 3])],
+        [
+            Combination.of(world="2", pp="2", style="llama", layers="bases"),
+            Combination.of(world="2", pp="2", style="llama", layers="chunks"),
+        ],
+    ),
+    "chunks of a rank's rows, not of the sequence": (
+        [(core_attention, "cut_documents", _chunks_of_own_rows)],
+        [
+            Combination.of(world="2", cp="2gather", layers="chunks"),
+            Combination.of(world="2", cp="2ring", layers="chunks"),
+        ],
     ),
     "weight gradients left in the queue": (
         [(weight_grad.WeightGradQueue, "run", lambda self, key: self._jobs.pop(key))],

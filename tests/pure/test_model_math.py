@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.batch import Batch
+from megatron.core.config.layers import Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -166,6 +168,20 @@ def test_window_counts_what_is_seen(window: int) -> None:
     exact = sum(min(i + 1, window) for i in range(32)) / 32
     assert attended_tokens(config) == pytest.approx(exact, abs=0.5)
     assert attended_tokens(TransformerConfig(**shape(1, 8, 1, 8, 8, 32))) == 16
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 32, 40])
+def test_chunks_count_what_is_seen(chunk: int) -> None:
+    exact = sum(i % chunk + 1 for i in range(32)) / 32
+    assert Span(chunk=chunk).mean(32) == pytest.approx(exact, abs=0.5)
+
+
+def test_layers_of_several_kinds_count_what_each_sees() -> None:
+    """Of four layers two have a window, one has chunks in its place: sums of single layers."""
+    base = TransformerConfig(**shape(1, 64, 4, 64, 128, 32), position_embedding_type="rope", add_bias_linear=False)
+    mixed = replace(base, num_layers=4, window_size=8, window_attn_skip_freq="([1]*2+[0]*2)", no_rope_freq="3")
+    alone = [model_flops(config) for config in (base, replace(base, window_size=8))]
+    assert model_flops(mixed).attention == pytest.approx(2 * alone[0].attention + 2 * alone[1].attention)
 
 
 def test_activation_formulas() -> None:

@@ -14,6 +14,7 @@ from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile
+from megatron.core.config.layers import Span
 from megatron.core.dropout import attention_dropout
 
 SCALE = 0.4
@@ -65,7 +66,7 @@ def assert_equal_with_gradients(
 
 
 def mask(window: int | None, documents: Tensor | None) -> Tensor:
-    seen = attention_mask(LENGTH, LENGTH, window, documents, documents, torch.device("cpu"))
+    seen = attention_mask(LENGTH, LENGTH, Span(window), documents, documents, torch.device("cpu"))
     return seen if seen is not None else torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
