@@ -55,7 +55,7 @@ STYLES = {
     "windows-in-some": replace(
         LLAMA, window_size=5, window_attn_skip_freq="2", window_rotary_base=500.0, use_rope_scaling=True
     ),
-    "chunks-in-some": replace(LLAMA, attention_chunk_size=6, window_attn_skip_freq="[0, 1]", no_rope_freq="[1, 0]"),
+    "chunks-in-some": replace(LLAMA, attention_chunk_size=6, window_attn_skip_freq="2", no_rope_freq="2"),
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),

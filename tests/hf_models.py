@@ -50,12 +50,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
-    "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2}),
+    "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "smollm3-list": (
         "smollm3",
         {
             **SIZES,
             "no_rope_layers": [0, 1, 0],
+            "pad_token_id": None,
             "use_sliding_window": True,
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -199,7 +199,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["sliding_window"] = config.window_size
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
-            hf |= {"max_window_layers": 0} if config.window_size else {}
+            hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
         if 0 < sum(config.local_pattern) < config.num_layers:
             hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
     if "no_rope_layers" in family.defaults:
