@@ -6,28 +6,23 @@ import json
 import os
 import pickle
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.batch import Batch
-from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import Checkpoint
-from megatron.core.parallel_state import Axis
 from megatron.training.checkpointing import load_whole_model
+from megatron.training.config.flags import config_of_sections
 from megatron.training.conversion.common_state import load_pickle
-from tests.forked import run_forked
+from megatron.training.conversion.megatron_args import refuse_inexpressible
+from tests.megatron_checkpoints import convert, loss_of, losses_of_a_run, of_their_run, opened, unpack
 from tools import convert_checkpoint
 from tools.common import run_tool
-
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "megatron_checkpoints"
 
 
 @pytest.fixture(params=["dense", "moe"])
@@ -40,33 +35,9 @@ def dense(tmp_path: Path) -> Path:
     return unpack("dense", tmp_path)
 
 
-def unpack(name: str, folder: Path) -> Path:
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / name
-
-
-def convert(*words: str | Path) -> None:
-    assert convert_checkpoint.main([str(word) for word in words]) == 0
-
-
-def opened(path: Path) -> Checkpoint:
-    checkpoint = choose_checkpoint(path, Axis())
-    assert checkpoint is not None
-    return checkpoint
-
-
-def loss_of(checkpoint: Path, tokens: list[list[int]]) -> float:
-    model, _ = load_whole_model(checkpoint, number_format="fp32")
-    data = torch.tensor(tokens)
-    with torch.no_grad():
-        logits = model.logits(None, Batch.of_tokens(data[:, :-1].contiguous()))
-    return float(F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()))
-
-
 def test_the_loss_is_theirs_and_the_run_stands_where_it_stood(theirs: Path, tmp_path: Path) -> None:
     convert("--input", theirs, "--output", tmp_path / "ours")
-    expected = json.loads((FIXTURES / f"{theirs.name}.json").read_text())
+    expected = of_their_run(theirs.name)
     assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)
     checkpoint = opened(tmp_path / "ours")
     assert checkpoint.folder.name == "iter_0000002"
@@ -78,30 +49,11 @@ def test_the_loss_is_theirs_and_the_run_stands_where_it_stood(theirs: Path, tmp_
         assert checkpoint.read(f"optimizer.exp_avg.{name}").abs().amax() > 0
 
 
-STORED = """
-import json
-from megatron.core.datasets.streaming import stream_splits
-from megatron.core.parts import DATASETS
-
-@DATASETS.register("stored")
-def stored(config, format, seed, sizes):
-    samples = sum(json.load(open({path!r}))["tokens"], [])
-    return stream_splits(lambda split, first: iter(samples[first:]), format, sizes, "stored")
-"""
-
-
 def test_training_goes_on_with_their_losses_at_another_layout(theirs: Path, tmp_path: Path) -> None:
     """The fourth loss depends on the update of the third step, and with it on Adam's moments and step count."""
-    source = FIXTURES / f"{theirs.name}.json"
-    (tmp_path / "stored.py").write_text(STORED.format(path=str(source)))
     convert("--input", theirs, "--output", tmp_path / "ours")
-    flags = ["--config", tmp_path / "ours/run_config.yaml", "--load", tmp_path / "ours", "--save", tmp_path / "run"]
-    flags += ["--extension", tmp_path / "stored.py", "--dataset-type", "stored", "--train-iters", "4", "--pp", "2"]
-    flags += "--cpu --eval-iters 0 --log-interval 1 --num-workers 0".split()
-    run_forked(2, [str(flag) for flag in flags], tmp_path / "screen")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
-    expected = json.loads(source.read_text())["losses"]
+    expected = of_their_run(theirs.name)["losses"]
+    found = losses_of_a_run(theirs.name, tmp_path / "ours", tmp_path, "--pp", "2")
     assert found == {3: pytest.approx(expected[2], abs=1e-6), 4: pytest.approx(expected[3], abs=1e-6)}
 
 
@@ -171,6 +123,14 @@ def test_weights_without_a_position_are_a_release(dense: Path, tmp_path: Path) -
     assert torch.equal(opened(tmp_path / "again").read(name), opened(tmp_path / "ours").read(name))
 
 
+def test_models_that_megatron_has_not_are_refused(dense: Path, tmp_path: Path) -> None:
+    convert("--input", dense, "--output", tmp_path / "ours")
+    model = opened(tmp_path / "ours").payload["config"]["model"]
+    config = config_of_sections({"model": model | {"scale_word_embeddings": True, "activation_func": "geglu"}})
+    with pytest.raises(ValueError, match="Megatron-LM has no --scale-word-embeddings, --activation-func"):
+        refuse_inexpressible(config)
+
+
 class Attack:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.mkdir, ("executed",)  # type: ignore[return-value]
@@ -234,13 +194,8 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def one_file_per_rank(folder: Path) -> None:
-    (folder / "mp_rank_00_000").mkdir()
-
-
 CASES = {
     "its optimizer state is in dp_reshardable": save_by_buckets,
-    "one file per rank (mp_rank_00_000), which cannot be read": one_file_per_rank,
     "common.pt is refused": execute_in_common,
     "is not a readable checkpoint: UnpicklingError": execute_in_index,
     "__1_0.distcp": lose_a_shard,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,18 @@ HARMLESS = (
     ("megatron.core.rerun_state_machine", "RerunState"),
     ("megatron.core.rerun_state_machine", "RerunDiagnostic"),
     ("megatron.core.optimizer.optimizer_config", "ParamKey"),
+    ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
+    ("_io", "BytesIO"),
+    ("types", "SimpleNamespace"),
 )
 """(module, name) of the classes whose values Megatron-LM stores among its arguments. None of them is imported."""
 
 
-def load_pickle(path: Path) -> dict[str, Any]:
+def load_pickle(path: Path, kind: Any = dict) -> Any:
     """Reads a file of torch.save that may come from anywhere, with weights_only and a list of harmless classes.
 
-    Raises ValueError, in one line, for a file that is missing, damaged or asks for any other class or function.
+    Raises ValueError, in one line, for a file that is missing, damaged, asks for any other class or function, or holds
+    something else than a `kind`.
     """
     import numpy
 
@@ -56,8 +61,8 @@ def load_pickle(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is refused: {_reason(str(error))}") from None
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {str(error).splitlines()[0][:200]}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} instead of a dict")
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of a {getattr(kind, '__name__', kind)}")
     return found
 
 
@@ -88,7 +93,7 @@ def _reason(message: str) -> str:
     return lines[0][:200] if lines else "not a pickle of plain data"
 
 
-def args_of(common: dict[str, Any], path: Path) -> dict[str, Any]:
+def args_of(common: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Megatron-LM's arguments in a checkpoint. Raises ValueError without them."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
@@ -118,3 +123,35 @@ def update_count(optimizer: Any) -> int | None:
     if len(counts) > 1:
         raise ValueError(f"its parameters differ in the number of updates: {sorted(counts)}; only one is supported")
     return counts.pop() if counts else None
+
+
+def loss_scaler_of(optimizer: Any, samples: int) -> dict[str, float]:
+    """The state of fp16's loss scale under our names; empty without one.
+
+    Megatron-LM divides the scaled loss by the `samples` of a replica's batch before the backward pass, and we after it.
+    """
+    for each in optimizer.values() if isinstance(optimizer, dict) else optimizer if isinstance(optimizer, list) else ():
+        if isinstance(each, dict) and (found := loss_scaler_of(each, samples)):
+            return found
+    state = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    if not isinstance(state, dict) or not isinstance(state.get("scale"), int | float | torch.Tensor):
+        return {}
+    found = {"scale": max(1.0, float(state["scale"]) / power_of_two(samples))}
+    for ours, theirs in SCALER_COUNTERS.items():
+        if isinstance(state.get(theirs), int):
+            found[ours] = state[theirs]
+    return found
+
+
+def scaler_state(state: Mapping[str, float], samples: int) -> dict[str, Any]:
+    """The opposite of `loss_scaler_of`."""
+    counters = {theirs: int(state[ours]) for ours, theirs in SCALER_COUNTERS.items() if ours in state}
+    return {"scale": torch.tensor([state["scale"] * power_of_two(samples)])} | counters
+
+
+SCALER_COUNTERS = {"good_steps": "growth_tracker", "allowance": "hysteresis_tracker"}
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()

@@ -91,6 +91,7 @@ class DCPSource(Source):
             tuple(kinds),
             lambda kind, name: self.checkpoint.read(optimizer_key(kind, name)),
             lambda kind, name: tensors[optimizer_key(kind, name)].dtype,
+            self.checkpoint.payload["optimizer"]["loss_scaler"],
         )
 
 
@@ -130,7 +131,10 @@ class DCPTarget(Target):
             **asdict(training.progress if training else Progress()),
             "metrics": {},
             "layout": asdict(ParallelDims()) | {"use_distributed_optimizer": False},
-            "optimizer": {"step_count": training.step_count if training else 0, "loss_scaler": {}},
+            "optimizer": {
+                "step_count": training.step_count if training else 0,
+                "loss_scaler": dict(training.loss_scaler) if training else {},
+            },
             "rng": {"seed": self.config.training.seed},
             "config": values_by_section(self.config),
         }

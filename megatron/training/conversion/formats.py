@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -56,6 +56,9 @@ class TrainingState:
 
     dtype: Callable[[str, str], torch.dtype]
     """The dtype in which `read` returns it."""
+
+    loss_scaler: Mapping[str, float] = field(default_factory=dict)
+    """State of fp16's loss scale: "scale", and of a dynamic one "good_steps" and "allowance"."""
 
 
 class Source(ABC):

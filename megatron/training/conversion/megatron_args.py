@@ -83,6 +83,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--attention-chunk-size": model.attention_chunk_size,
         "--window-rotary-base": model.window_rotary_base,
         "--position-embedding-type alibi": model.alibi,
+        "--scale-word-embeddings": model.scale_word_embeddings,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu"),
     }
     if found := [flag for flag, used in problems.items() if used]:

@@ -1,4 +1,4 @@
-"""Names of parameters in Megatron-LM's torch_dist checkpoints, and where each of ours lies in them.
+"""Names of parameters in Megatron-LM's checkpoints, and where each of ours lies in those of torch_dist.
 
 Layers of equal kind are stacked along a new first dim under one name, or each has its own. Each tensor of theirs is one
 of ours in another shape: query groups, heads and channels are one dim there, and so are gate and up.
@@ -6,6 +6,7 @@ of ours in another shape: query groups, heads and channels are one dim there, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -56,14 +57,19 @@ def find_places(metas: Mapping[str, ParamMeta], shapes: Shapes, num_layers: int)
         used |= {part.key for parts in _candidates(meta) for part in parts}
         places[name] = Place(meta, found)
         problems += _misfits(meta, found, shapes, num_layers)
-    problems += [f"{key} is unknown" for key in shapes if key not in used and not _skipped(key)]
+    problems += [f"{key} is unknown" for key in shapes if key not in used and not is_skipped(key)]
     if problems:
-        more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise ValueError("; ".join(problems[:6]) + more)
+        raise ValueError(few(problems))
     return places
 
 
-def _skipped(key: str) -> bool:
+def few(problems: Sequence[str]) -> str:
+    """The first problems in one line, with the number of the others."""
+    return "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+
+
+def is_skipped(key: str) -> bool:
+    """Whether a tensor of theirs is none of the model: buffers, and what is kept for fp8."""
     return key.endswith(EXTRA_STATE) or "rotary_pos_emb.inv_freq" in key or key.endswith("local_tokens_per_expert")
 
 
@@ -102,6 +108,42 @@ def names_in(name: str, stacked: bool, moe_layers: Sequence[int]) -> tuple[list[
     suffixes = list(_suffixes(inside))[: 2 if both else 1]
     front = LAYERS if stacked else f"{LAYERS}{number}."
     return [front + suffix for suffix in suffixes], int(number) if stacked else None
+
+
+def names_inside(name: str) -> Iterator[str]:
+    """Every name, with the number of the layer, that a dense parameter of ours may have in one rank's module."""
+    if not name.startswith(LAYERS):
+        yield name
+        return
+    number, inside = name.removeprefix(LAYERS).split(".", 1)
+    yield from (f"{LAYERS}{number}.{suffix}" for suffix in _suffixes(inside))
+
+
+OLD_NAMES = tuple(
+    (re.compile(old), new)
+    for old, new in (
+        (r"^(module\.)+", ""),
+        (r"^(language_model\.embedding|embedding)\.", "embedding."),
+        (r"^language_model\.(encoder|transformer|decoder)\.", "decoder."),
+        (r"^(language_model\.output_layer|word_embeddings_for_head)\.", "output_layer."),
+        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+        (r"^(decoder\.layers\.\d+\.)attention\.", r"\1self_attention."),
+        (r"^(decoder\.layers\.\d+\.)input_norm\.", r"\1input_layernorm."),
+        (r"^(decoder\.layers\.\d+\.)post_attention_(layer)?norm\.", r"\1pre_mlp_layernorm."),
+        (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    )
+)
+"""Names of Megatron-LM before its core -> those of its core."""
+
+
+def current_name(name: str) -> str:
+    """The name that a tensor of an older model has today."""
+    for old, new in OLD_NAMES:
+        name = old.sub(new, name)
+    return name
 
 
 def _candidates(meta: ParamMeta) -> Iterator[tuple[Part, ...]]:

@@ -19,7 +19,7 @@ from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
-from megatron.training.conversion.common_state import COMMON
+from megatron.training.conversion.common_state import COMMON, scaler_state
 from megatron.training.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.training.conversion.megatron_args import refuse_inexpressible
 from megatron.training.conversion.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape
@@ -145,6 +145,10 @@ class TorchDistTarget(Target):
             return common
         dense, experts = (self._optimizer(self.training.step_count, expert) for expert in (False, True))
         optimizer = {0: dense, 1: experts} if self.config.model.moe_layers else dense
+        if self.config.parallel.fp16 and self.training.loss_scaler:
+            state = scaler_state(self.training.loss_scaler, self.config.training.global_batch_size or 1)
+            for each in (dense, experts):
+                each["grad_scaler"] = state
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, Any]:

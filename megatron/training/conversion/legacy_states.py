@@ -1,0 +1,184 @@
+"""States of the optimizer in Megatron-LM's files of one rank, where they have an order instead of names.
+
+The plain optimizers store them by the number of the parameter in its group. The distributed optimizer stores, for each
+buffer of parameters, one flat fp32 tensor of each kind (`distrib_optim.pt`). Groups and buffers list parameters in the
+order of the model, so that names follow from counts and shapes, which are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Held = dict[str, Tensor]
+"""Tensors of a rank by name, in the order of the model."""
+
+FROZEN = " (parameters that are not trained have no states)"
+ALIGNMENT = 64
+"""A parameter in a buffer of the distributed optimizer begins at a multiple of this many elements."""
+
+PLAIN_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+BUFFER_KINDS = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def states_of(chunks: Sequence[Held], optimizer: Any, buffers: Any, args: Mapping[str, Any]) -> dict[str, Held]:
+    """The optimizer's states of a rank: kind -> name of the parameter -> tensor in its shape.
+
+    `chunks`: the rank's parameters; `optimizer`: its entry of the rank's file; `buffers`: the content of
+    distrib_optim.pt if there is one. Raises ValueError if they do not fit each other.
+    """
+    apart = (args.get("expert_model_parallel_size") or 1) > 1
+    if buffers is not None:
+        return _of_buffers(chunks, buffers, apart, args)
+    if args.get("use_distributed_optimizer"):
+        raise ValueError("distrib_optim.pt is missing")
+    found: dict[str, Held] = {}
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for kind, name, tensor in _of_groups(chunks, each, apart):
+            found.setdefault(kind, {})[name] = tensor
+    return found
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+# Plain optimizers
+
+
+def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, tensor) of each state of one optimizer."""
+    try:
+        inner = state.get("optimizer", state)
+        groups, states = inner["param_groups"], inner["state"]
+        mains = state.get("fp32_from_fp16_params", state.get("fp32_from_fp16"))
+        decoupled = any(map(_decoupled, groups))
+        for index, group in enumerate(groups):
+            members = list(_members(chunks, group, apart, decoupled))
+            numbers, copies = group["params"], iter(mains[index] if mains is not None else ())
+            if len(numbers) != len(members):
+                raise ValueError(f"a group has {len(numbers)} parameters, where the model has {len(members)}{FROZEN}")
+            for number, (name, weight) in zip(numbers, members, strict=True):
+                if mains is not None:
+                    main = weight if weight.dtype == torch.float32 else next(copies)
+                    yield "main_param", name, _fitting(main, name, weight)
+                for kind in PLAIN_KINDS:
+                    if states.get(number, {}).get(kind) is not None:
+                        yield kind, name, _fitting(states[number][kind], name, weight)
+    except (TypeError, LookupError, AttributeError, StopIteration) as error:
+        raise ValueError(f"it is in an unknown format ({type(error).__name__})") from None
+
+
+def _decoupled(group: Mapping[str, Any]) -> bool:
+    """Whether a group has a learning rate of its own: --decoupled-lr, which is that of embedding and output layer."""
+    return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
+
+
+def _members(
+    chunks: Sequence[Held], group: Mapping[str, Any], apart: bool, decoupled: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a group. Experts have groups of their own if EP is above 1."""
+    if group.get("lr_mult", 1.0) != 1.0:
+        raise ValueError("a group of parameters has a factor of the learning rate (lr_mult)")
+    decays = group.get("wd_mult", group.get("weight_decay")) != 0
+    for chunk in chunks:
+        for name, weight in chunk.items():
+            same = decays == (weight.dim() > 1 and not name.endswith(".bias"))
+            same &= not apart or bool(group.get("is_expert_parallel")) == is_expert(name)
+            if same and (not decoupled or _decoupled(group) == (name in DECOUPLED)):
+                yield name, weight
+
+
+def _fitting(state: Any, name: str, weight: Tensor) -> Tensor:
+    if not isinstance(state, Tensor) or state.shape != weight.shape or not state.is_floating_point():
+        what = f"a tensor {list(state.shape)}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
+        raise ValueError(f"{name} of shape {list(weight.shape)} has {what} as a state{FROZEN}")
+    return state
+
+
+# Distributed optimizer
+
+
+def _of_buffers(chunks: Sequence[Held], content: Any, apart: bool, args: Mapping[str, Any]) -> dict[str, Held]:
+    """Dense parameters and, if EP is above 1, experts have buffers of their own: the last entry of a list. An entry is
+    None where another rank has saved it."""
+    parts = content if isinstance(content, list) else [content]
+    several = apart and len(parts) > 1
+    found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
+    for experts, entries in ((False, parts[: len(parts) - several]), (True, parts[-1:] if several else [])):
+        stored = [tensors for part in entries if part is not None for tensors in _stored(part)]
+        if all(part is None for part in entries):
+            continue
+        members = [buffer for chunk in chunks for buffer in _buffers(chunk, experts if apart else None)]
+        if len(stored) != len(members):
+            raise ValueError(f"it has {len(stored)} buffers of parameters, where the model has {len(members)}{FROZEN}")
+        for tensors, buffer in zip(stored, members, strict=True):
+            places = _places(buffer, tensors, args)
+            for theirs, ours in BUFFER_KINDS.items():
+                for (name, weight), start in zip(buffer, places, strict=True):
+                    found[ours][name] = tensors[theirs][start : start + weight.numel()].view(weight.shape)
+    return found
+
+
+def _stored(part: Any) -> Iterator[Mapping[str, Any]]:
+    """The tensors of each buffer of an optimizer."""
+    if not isinstance(part, dict) or not part.get("buckets_coalesced"):
+        raise ValueError("distrib_optim.pt is in the format of Megatron-LM before core 0.6, bucket by bucket")
+    for number in sorted(key for key in part if isinstance(key, int)):
+        for stored in part[number].values() if isinstance(part[number], dict) else [None]:
+            tensors: Mapping[str, Any] = stored if isinstance(stored, dict) else {}
+            flat = [tensors.get(kind) for kind in BUFFER_KINDS]
+            shapes = {tuple(each.shape) if isinstance(each, Tensor) else () for each in flat}
+            if len(shapes) != 1 or len(shapes.pop()) != 1:
+                raise ValueError("distrib_optim.pt does not hold param, exp_avg and exp_avg_sq of each buffer")
+            yield tensors
+
+
+def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
+    """The parameters of each buffer of a chunk: those of one dtype, and dense or of experts where these are apart."""
+    found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, weight in chunk.items():
+        if experts is None or experts == is_expert(name):
+            found.setdefault(weight.dtype, []).append((name, weight))
+    yield from found.values()
+
+
+def _places(buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Any], args: Mapping[str, Any]) -> list[int]:
+    """Where each parameter begins in the flat tensors of its buffer.
+
+    The size tells whether the buffer is divided into buckets, and whether tied embeddings have one of their own.
+    """
+    total = tensors["param"].numel()
+    replicas = args.get("data_parallel_size") or 1
+    size = args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * (replicas if isinstance(replicas, int) else 1))
+    for tied_apart in (False, True):
+        for bucket in (None, size):
+            places, end = layout_of([(name, weight.numel()) for name, weight in buffer], bucket, tied_apart)
+            if end == total:
+                return places
+    raise ValueError(f"a buffer has {total} elements, where the model has {end}{FROZEN}")
+
+
+def layout_of(
+    parameters: Sequence[tuple[str, int]], bucket_size: int | None, tied_apart: bool
+) -> tuple[list[int], int]:
+    """Where each parameter of so many elements begins, and the length of the whole.
+
+    Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
+    once it has `bucket_size` elements; its end is not padded.
+    """
+    places, base, at = [], 0, 0
+    for name, size in reversed(parameters):
+        alone = tied_apart and name in DECOUPLED
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+        if alone:
+            base, at = base + at, 0
+        places.append(base + at)
+        at += size
+        if alone or (bucket_size is not None and at >= bucket_size):
+            base, at = base + at, 0
+    return places[::-1], base + at

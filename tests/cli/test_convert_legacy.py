@@ -1,0 +1,425 @@
+"""tools/convert_checkpoint.py reads Megatron-LM's checkpoints of one file per rank, old names and formats included, and
+refuses those that attack, are damaged or incomplete."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.training.conversion.legacy_states import layout_of
+from tests.megatron_checkpoints import convert, loss_of, losses_of_a_run, of_their_run, opened, unpack
+from tools import convert_checkpoint
+from tools.common import run_tool
+
+NAMES = {
+    "legacy_interleaved": "TP 2, PP 2 with two chunks each, GPT-2 with tied embeddings, the plain optimizer",
+    "legacy_moe": "TP 2, stages of two layers and of one, EP 2, experts in two of three layers, distrib_optim.pt",
+}
+
+
+@pytest.fixture(params=NAMES)
+def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return unpack(request.param, tmp_path)
+
+
+@pytest.fixture
+def interleaved(tmp_path: Path) -> Path:
+    return unpack("legacy_interleaved", tmp_path)
+
+
+def test_the_loss_is_theirs_and_the_run_stands_where_it_stood(theirs: Path, tmp_path: Path) -> None:
+    convert("--input", theirs, "--output", tmp_path / "ours")
+    expected = of_their_run(theirs.name)
+    assert loss_of(tmp_path / "ours", expected["tokens"][2]) == pytest.approx(expected["losses"][2], abs=1e-6)
+    payload = opened(tmp_path / "ours").payload
+    assert (payload["iteration"], payload["consumed_samples"], payload["optimizer"]["step_count"]) == (2, 8, 2)
+    assert payload["scheduled_samples"] == 8
+
+
+def test_training_goes_on_with_their_losses_at_another_layout(theirs: Path, tmp_path: Path) -> None:
+    """The fourth loss depends on the update of the third step, and with it on Adam's moments, the step count and the
+    learning rate, which was warming up."""
+    convert("--input", theirs, "--output", tmp_path / "ours")
+    expected = of_their_run(theirs.name)["losses"]
+    found = losses_of_a_run(
+        theirs.name, tmp_path / "ours", tmp_path, *"--tp 2 --sequence-parallel --lr-decay-iters 13".split()
+    )
+    assert found == {3: pytest.approx(expected[2], abs=1e-6), 4: pytest.approx(expected[3], abs=1e-6)}
+
+
+# The same checkpoint in other forms
+
+
+def ranks(folder: Path) -> list[Path]:
+    found = sorted((folder / "iter_0000002").glob("mp_rank_*/model_optim_rng.pt"))
+    assert len(found) == {"legacy_interleaved": 4, "legacy_moe": 8}[folder.name]
+    return found
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], only: slice = slice(None)) -> None:
+    for path in ranks(folder)[only]:
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+
+
+def same(first: Checkpoint, second: Checkpoint) -> bool:
+    assert first.tensors.keys() == second.tensors.keys() and first.tensors
+    return all(torch.equal(first.read(key), second.read(key)) for key in first.tensors)
+
+
+def assert_converts_to_the_same(folder: Path, change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    convert("--input", folder, "--output", tmp_path / "before")
+    rewrite(folder, change)
+    convert("--input", folder, "--output", tmp_path / "after")
+    assert same(opened(tmp_path / "before"), opened(tmp_path / "after"))
+
+
+def renamed(chunk: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    def change(key: str) -> str:
+        for old, new in names.items():
+            key = key.replace(old, new)
+        return key
+
+    return {change(key): value for key, value in chunk.items()}
+
+
+TE_NAMES = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".0.pre_mlp_layernorm.": ".0.mlp.linear_fc1.layer_norm_",
+}
+
+
+def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: Path) -> None:
+    """Transformer Engine's names: norms of linear layers belong to them, experts are numbered at the end."""
+    experts = "linear_fc1.weight", "linear_fc2.weight"
+    names = {
+        f".experts.local_experts.{expert}.{linear}": f".experts.{linear}{expert}"
+        for expert in range(2)
+        for linear in experts
+    }
+
+    def change(content: dict[str, Any]) -> None:
+        for key in [key for key in content if key.startswith("model")]:
+            content[key] = renamed(content[key], TE_NAMES | names)
+            content[key]["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"scales")
+        content["args"].fp8 = "hybrid"
+
+    assert_converts_to_the_same(theirs, change, tmp_path)
+
+
+def test_experts_may_be_in_one_tensor(tmp_path: Path) -> None:
+    """weight1 [h, experts * 2 ffn], weight2 [experts * ffn, h]: viewed as [experts, input, output channels]."""
+    folder = unpack("legacy_moe", tmp_path)
+    convert("--input", folder, "--output", tmp_path / "before", "--weights-only")
+
+    def change(content: dict[str, Any]) -> None:
+        model = content["model"]
+        for name in [name for name in model if name.endswith(".local_experts.0.linear_fc1.weight")]:
+            front = name.removesuffix("local_experts.0.linear_fc1.weight")
+            for linear, grouped in (("linear_fc1", "weight1"), ("linear_fc2", "weight2")):
+                each = [model.pop(f"{front}local_experts.{expert}.{linear}.weight").t() for expert in range(2)]
+                whole = torch.stack(each)
+                model[front + grouped] = whole.reshape((8, -1) if grouped == "weight1" else (-1, 8))
+
+    rewrite(folder, change)
+    convert("--input", folder, "--output", tmp_path / "after", "--weights-only")
+    assert same(opened(tmp_path / "before"), opened(tmp_path / "after"))
+
+
+OLD_NAMES = {
+    "decoder.": "",
+    ".linear_qkv.": ".query_key_value.",
+    ".self_attention.linear_proj.": ".self_attention.dense.",
+    ".pre_mlp_layernorm.": ".post_attention_norm.",
+    ".input_layernorm.": ".input_norm.",
+    ".linear_fc1.": ".dense_h_to_4h.",
+    ".linear_fc2.": ".dense_4h_to_h.",
+    "final_layernorm.": "final_norm.",
+}
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+def test_models_from_before_the_core_are_read(version: float, interleaved: Path, tmp_path: Path) -> None:
+    """Nested dicts, other names, and until version 2 another order of queries, keys and values of each rank."""
+
+    def reordered(name: str, value: Tensor) -> Tensor:
+        if ".query_key_value." not in name or version >= 2:
+            return value
+        parts = value.reshape(2, 3, 2, *value.shape[1:])  # 2 heads of 2 channels on a rank
+        return (parts.movedim(1, 0) if version == 0 else parts.movedim(1, 2)).reshape(value.shape)
+
+    def change(content: dict[str, Any]) -> None:
+        content.pop("checkpoint_version")
+        content |= {"checkpoint_version": version} if version else {}
+        for key in [key for key in content if key.startswith("model")]:
+            chunk = content[key]
+            layers = {name: chunk[name] for name in chunk if name.startswith("decoder.") and chunk[name] is not None}
+            embedding = {
+                kind: {"weight": chunk[f"embedding.{kind}.weight"]}
+                for kind in ("word_embeddings", "position_embeddings")
+                if f"embedding.{kind}.weight" in chunk
+            }
+            encoder = {name: reordered(name, value) for name, value in renamed(layers, OLD_NAMES).items()}
+            content[key] = {"language_model": {"embedding": embedding, "encoder": encoder}}
+
+    convert("--input", interleaved, "--output", tmp_path / "before", "--weights-only")
+    rewrite(interleaved, change)
+    convert("--input", interleaved, "--output", tmp_path / "after", "--weights-only")
+    assert same(opened(tmp_path / "before"), opened(tmp_path / "after"))
+
+
+def in_16_bits(scaled: bool, content: dict[str, Any]) -> None:
+    """The model in 16 bits, and its fp32 parameters with the optimizer, group by group."""
+    dtype = torch.float16 if scaled else torch.bfloat16
+    chunks = [content[key] for key in ("model0", "model1")]
+    everything = [value for chunk in chunks for value in chunk.values() if isinstance(value, Tensor)]
+    mains = [[value for value in everything if value.dim() == dim] for dim in (2, 1)]
+    for chunk in chunks:
+        chunk.update({key: value.to(dtype) for key, value in chunk.items() if isinstance(value, Tensor)})
+    content["args"].fp16, content["args"].bf16 = scaled, not scaled
+    content["optimizer"] = {"optimizer": content["optimizer"], "fp32_from_fp16_params": mains}
+    if scaled:
+        scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
+        content["optimizer"]["grad_scaler"] = scaler
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fp32_parameters_and_the_loss_scale_are_carried(scaled: bool, interleaved: Path, tmp_path: Path) -> None:
+    convert("--input", interleaved, "--output", tmp_path / "before")
+    rewrite(interleaved, lambda content: in_16_bits(scaled, content))
+    convert("--input", interleaved, "--output", tmp_path / "after")
+    before, after = opened(tmp_path / "before"), opened(tmp_path / "after")
+    for key in before.tensors:
+        main = key.replace("model.", "optimizer.main_param.")
+        assert torch.equal(after.read(main), before.read(key))
+    samples = 4  # of a replica's batch, by which Megatron-LM divides the scaled loss
+    expected = {"scale": 4096 / samples, "good_steps": 3, "allowance": 1} if scaled else {}
+    assert after.payload["optimizer"]["loss_scaler"] == expected
+    convert("--input", tmp_path / "after", "--output", tmp_path / "back", "--to", "megatron")
+    convert("--input", tmp_path / "back", "--output", tmp_path / "again")
+    again = opened(tmp_path / "again")
+    assert again.payload["optimizer"] == after.payload["optimizer"]
+    assert same(again, after)
+
+
+def test_fp32_parameters_in_another_order_are_refused(
+    interleaved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        in_16_bits(False, content)
+        mains = content["optimizer"]["fp32_from_fp16_params"][1]
+        mains[0], mains[1] = mains[1], mains[0]
+
+    rewrite(interleaved, change)
+    with pytest.raises(SystemExit):
+        run_tool(lambda: convert_checkpoint.main(["--input", str(interleaved), "--output", str(tmp_path / "ours")]))
+    assert "the optimizer's fp32 parameters are not in the order of the model" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["legacy_interleaved"]
+    convert("--input", interleaved, "--output", tmp_path / "ours", "--weights-only")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "apart", "places", "end"),
+    [
+        (None, False, [192, 128, 0], 202),
+        (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter, and its end is not padded
+        (None, True, [192, 128, 0], 202),
+    ],
+)
+def test_places_in_a_buffer(bucket: int | None, apart: bool, places: list[int], end: int) -> None:
+    assert layout_of([("a", 10), ("b", 64), ("c", 100)], bucket, apart) == (places, end)
+
+
+def test_tied_embeddings_have_a_bucket_of_their_own() -> None:
+    """The parameters behind end on a multiple of 64, as the embedding would have begun there."""
+    assert layout_of([("embedding.word_embeddings.weight", 10), ("b", 70)], None, True) == ([128, 0], 138)
+
+
+# Attacks and damage
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.mkdir, ("executed",)  # type: ignore[return-value]
+
+
+def execute(folder: Path) -> None:
+    rewrite(folder, lambda content: content.update(rng_state=Attack()), slice(2, 3))
+
+
+def plain_pickle(folder: Path) -> None:
+    import pickle
+
+    ranks(folder)[0].write_bytes(pickle.dumps(Attack()))
+
+
+def lose_a_rank(folder: Path) -> None:
+    shutil.rmtree(ranks(folder)[3].parent)
+
+
+def lose_a_file(folder: Path) -> None:
+    ranks(folder)[3].unlink()
+
+
+def cut_a_file(folder: Path) -> None:
+    path = ranks(folder)[1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_a_shape(folder: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        name = "decoder.layers.0.mlp.linear_fc1.weight"
+        content["model1"][name] = content["model1"][name][:-1]
+
+    rewrite(folder, change, slice(2, 3))
+
+
+def lose_a_tensor(folder: Path) -> None:
+    name = "decoder.layers.0.mlp.linear_fc2.bias"
+    rewrite(folder, lambda content: content["model0"].pop(name))
+
+
+def lose_a_shard(folder: Path) -> None:
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    rewrite(folder, lambda content: content["model0"].pop(name), slice(2, 3))
+
+
+def add_a_tensor(folder: Path) -> None:
+    rewrite(folder, lambda content: content["model0"].update({"adapter.weight": torch.zeros(2)}), slice(1))
+
+
+def add_an_object(folder: Path) -> None:
+    rewrite(folder, lambda content: content["model0"].update({"adapter": "text"}), slice(1))
+
+
+def another_iteration(folder: Path) -> None:
+    rewrite(folder, lambda content: content.update(iteration=7), slice(1, 2))
+
+
+def no_arguments(folder: Path) -> None:
+    rewrite(folder, lambda content: content.pop("args"))
+
+
+def no_chunk(folder: Path) -> None:
+    rewrite(folder, lambda content: content.pop("model1"), slice(1))
+
+
+def states_of_another_shape(folder: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+    rewrite(folder, change)
+
+
+def fewer_states(folder: Path) -> None:
+    rewrite(folder, lambda content: content["optimizer"]["param_groups"][0]["params"].pop())
+
+
+def another_optimizer(folder: Path) -> None:
+    rewrite(folder, lambda content: content.update(optimizer={"state": 3}))
+
+
+def lie(name: str, value: object) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda content: setattr(content["args"], name, value))
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "mp_rank_01_000/model_optim_rng.pt is refused": execute,
+    "mp_rank_00_000/model_optim_rng.pt is": plain_pickle,
+    "mp_rank_01_001 is missing; its arguments say TP 2, PP 2, EP 1": lose_a_rank,
+    "mp_rank_01_001/model_optim_rng.pt is missing": lose_a_file,
+    "mp_rank_00_001/model_optim_rng.pt is damaged": cut_a_file,
+    "decoder.layers.2.mlp.linear_fc1.weight has shape [5, 8] at TP rank 1": cut_a_shape,
+    "decoder.layers.0.mlp.linear_fc2.bias is missing": lose_a_tensor,
+    "decoder.layers.0.mlp.linear_fc2.weight is missing at TP rank 1, EP rank 0": lose_a_shard,
+    "adapter.weight is unknown": add_a_tensor,
+    "holds a str as adapter": add_an_object,
+    "is of iteration 7, unlike the others": another_iteration,
+    "has no arguments (args)": no_arguments,
+    "its ranks hold 1 to 2 chunks of the model": no_chunk,
+    "has a tensor [3] as a state": states_of_another_shape,
+    "a group has": fewer_states,
+    "it is in an unknown format": another_optimizer,
+    "is no rank of TP 1, PP 2, EP 1": lie("tensor_model_parallel_size", 1),
+    "mp_rank_02_000 is missing": lie("tensor_model_parallel_size", 10**9),
+    "the parallel size pp is -1": lie("pipeline_model_parallel_size", -1),
+    "its arguments say num_layers 1000000000": lie("num_layers", 10**9),
+    "has shape [6, 8] at TP rank 0, EP rank 0, not [10, 8]": lie("ffn_hidden_size", 20),
+    "distrib_optim.pt is missing": lie("use_distributed_optimizer", True),
+}
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_attacks_and_damage_are_one_line_and_leave_nothing(
+    message: str, interleaved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CASES[message](interleaved)
+    with pytest.raises(SystemExit) as error:
+        run_tool(lambda: convert_checkpoint.main(["--input", str(interleaved), "--output", "ours"]))
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["legacy_interleaved"]
+
+
+def cut_the_buffers(folder: Path) -> None:
+    for path in (folder / "iter_0000002").glob("mp_rank_*/distrib_optim.pt"):
+        content = torch.load(path, weights_only=False)
+        for each in content:
+            for number in [key for key in each or () if isinstance(key, int)]:
+                for kinds in each[number].values():
+                    kinds.update({kind: value[1:] for kind, value in kinds.items() if isinstance(value, Tensor)})
+        torch.save(content, path)
+
+
+def shift_the_buffers(folder: Path) -> None:
+    for path in (folder / "iter_0000002").glob("mp_rank_*/distrib_optim.pt"):
+        content = torch.load(path, weights_only=False)
+        for each in content:
+            for number in [key for key in each or () if isinstance(key, int)]:
+                for kinds in each[number].values():
+                    kinds["param"] = kinds["param"].roll(1)
+        torch.save(content, path)
+
+
+def execute_in_buffers(folder: Path) -> None:
+    torch.save([Attack()], folder / "iter_0000002" / "mp_rank_00_000_000" / "distrib_optim.pt")
+
+
+def bucket_by_bucket(folder: Path) -> None:
+    torch.save({0: {}}, folder / "iter_0000002" / "mp_rank_00_000_000" / "distrib_optim.pt")
+
+
+BUFFERS = {
+    "elements, where the model has": cut_the_buffers,
+    "the optimizer's fp32 parameters are not in the order of the model": shift_the_buffers,
+    "distrib_optim.pt is refused": execute_in_buffers,
+    "bucket by bucket": bucket_by_bucket,
+}
+
+
+@pytest.mark.parametrize("message", BUFFERS)
+def test_buffers_that_do_not_fit_are_one_line_and_leave_nothing(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = unpack("legacy_moe", tmp_path)
+    BUFFERS[message](folder)
+    with pytest.raises(SystemExit) as error:
+        run_tool(lambda: convert_checkpoint.main(["--input", str(folder), "--output", "ours"]))
+    assert error.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert (message in line and "--weights-only" in line) or "is refused" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["legacy_moe"]
+    convert("--input", folder, "--output", tmp_path / "weights", "--weights-only")

@@ -1,0 +1,72 @@
+"""Checkpoints of megatron-core in tests/fixtures, conversions of them, and runs that continue from these."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.batch import Batch
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.storage import Checkpoint
+from megatron.core.parallel_state import Axis
+from megatron.training.checkpointing import load_whole_model
+from tests.forked import run_forked
+from tools import convert_checkpoint
+
+FIXTURES = Path(__file__).parent / "fixtures" / "megatron_checkpoints"
+
+STORED = """
+import json
+from megatron.core.datasets.streaming import stream_splits
+from megatron.core.parts import DATASETS
+
+@DATASETS.register("stored")
+def stored(config, format, seed, sizes):
+    samples = sum(json.load(open({path!r}))["tokens"], [])
+    return stream_splits(lambda split, first: iter(samples[first:]), format, sizes, "stored")
+"""
+
+
+def unpack(name: str, folder: Path) -> Path:
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def of_their_run(name: str) -> Any:
+    """Tokens [steps, batch, s + 1] and losses [steps] of the run; the checkpoint is that of its second step."""
+    return json.loads((FIXTURES / f"{name}.json").read_text())
+
+
+def convert(*words: str | Path) -> None:
+    assert convert_checkpoint.main([str(word) for word in words]) == 0
+
+
+def opened(path: Path) -> Checkpoint:
+    checkpoint = choose_checkpoint(path, Axis())
+    assert checkpoint is not None
+    return checkpoint
+
+
+def loss_of(checkpoint: Path, tokens: list[list[int]]) -> float:
+    model, _ = load_whole_model(checkpoint, number_format="fp32")
+    data = torch.tensor(tokens)
+    with torch.no_grad():
+        logits = model.logits(None, Batch.of_tokens(data[:, :-1].contiguous()))
+    return float(F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()))
+
+
+def losses_of_a_run(name: str, start: Path, folder: Path, *flags: str) -> dict[int, float]:
+    """Iteration -> loss of two ranks that continue from a converted checkpoint up to step 4, on the data of theirs."""
+    (folder / "stored.py").write_text(STORED.format(path=str(FIXTURES / f"{name}.json")))
+    words = ["--config", start / "run_config.yaml", "--load", start, "--save", folder / "run", "--train-iters", "4"]
+    words += ["--extension", folder / "stored.py", "--dataset-type", "stored", *flags]
+    words += "--cpu --eval-iters 0 --log-interval 1 --num-workers 0".split()
+    run_forked(2, [str(word) for word in words], folder / "screen")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
