@@ -26,7 +26,9 @@ def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) 
         return
     perplexity = math.exp(loss) if loss < 700 else math.inf
     if run.config.logging.log_format == "megatron":
-        runtime.say(megatron_format.evaluation_lines(split, iteration, loss))
+        due, last = iteration % training.eval_interval == 0, iteration == run.train_iters
+        for named in [*([""] if due else []), *(["valid"] if last else [])] if split == "valid" else [split]:
+            runtime.say(megatron_format.evaluation_lines(named, iteration, loss))
     else:
         runtime.say(f" {split} after iteration {iteration} | loss: {loss:.6E} | perplexity: {perplexity:.6E}")
     run.measured[f"{split}_loss"] = loss

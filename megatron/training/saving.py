@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.training.checkpointing import Checkpointer, build_saver
 from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime
+from megatron.training.metrics import megatron_format
 from megatron.training.progress import Progress
 
 
@@ -25,6 +26,7 @@ class RunSaver:
         self.writer = build_saver(self.options, runtime.state.world, progress)
         """None without --save."""
         self.checkpointer, self._runtime, self._progress = checkpointer, runtime, progress
+        self._as_megatron = checkpointer.config.logging.log_format == "megatron"
         self.exporter: HFExporter | None = None
         """None without --export-hf-interval."""
 
@@ -56,7 +58,8 @@ class RunSaver:
         self.writer.save(iteration, *self.checkpointer.contents(self._progress, metrics))
         if self.writer.background:
             stalled = time.perf_counter() - start
-            self._runtime.say(f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s")
+            line = f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
+            self._runtime.say(megatron_format.save_line(iteration, self.options.save) if self._as_megatron else line)
         self.report()
 
     def report(self, last: bool = False) -> None:
@@ -67,7 +70,8 @@ class RunSaver:
         for report in self.writer.reports() if self.writer is not None else []:
             if report.error is None:
                 folder, seconds = self.options.save, report.seconds
-                self._runtime.say(f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s")
+                line = f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s"
+                self._runtime.say(megatron_format.saved_line(report.iteration, folder) if self._as_megatron else line)
                 self._export(report.iteration)
                 continue
             message = _failure(report)

@@ -29,6 +29,7 @@ from megatron.training.initialize import (
     shut_down,
     start_watchdog,
 )
+from megatron.training.metrics import megatron_format
 from megatron.training.metrics.interval import Interval, summarize
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.progress import Step
@@ -70,6 +71,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     watchdog.begin("opening the logs")
     log = RunLog(run, resources)
     runtime.say(str(runtime.phases))
+    if config.logging.log_format == "megatron":
+        own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
+        runtime.say(megatron_format.parameters_line(sum(own)))
     if progress.iteration:
         runtime.say(f" loaded checkpoint of iteration {progress.iteration} from {config.checkpoint.load}")
     elif config.checkpoint.load and not config.checkpoint.finetune:

@@ -42,9 +42,10 @@ def test_progress_line_of_megatron() -> None:
 
 
 def test_validation_lines_of_megatron() -> None:
-    ruler, line, end = megatron_format.evaluation_lines("valid", 10, 3.25).split("\n")
+    ruler, line, end = megatron_format.evaluation_lines("", 10, 3.25).split("\n")
     assert line == " validation loss at iteration 10 | lm loss value: 3.250000E+00 | lm loss PPL: 2.579034E+01 | "
     assert ruler == end == "-" * (len(line) + 1)
+    assert " at iteration 10 on validation set | " in megatron_format.evaluation_lines("valid", 10, 3.25)
     assert " at iteration 10 on test set | " in megatron_format.evaluation_lines("test", 10, 3.25)
     assert "PPL: 4.851652E+08" in megatron_format.evaluation_lines("valid", 10, 1e4)
 

@@ -130,7 +130,8 @@ class LoggingConfig:
     """Iterations between progress lines."""
 
     log_format: str = flag("default", choices=("default", "megatron"))
-    """Format of progress and validation lines on the console: this program's, or Megatron-LM's for parsers of it."""
+    """Format of the console's lines of progress, validation and saving: this program's, or Megatron-LM's for its
+    parsers."""
 
     log_throughput: bool = False
     """--log-format megatron: print the throughput per device. Without it, throughput is always printed."""

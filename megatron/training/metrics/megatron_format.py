@@ -35,9 +35,25 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
     return f" [{(now or datetime.now()):%Y-%m-%d %H:%M:%S}] " + " | ".join(parts) + " |"
 
 
+def parameters_line(count: int) -> str:
+    """The line of the number of parameters on the first rank of TP and PP."""
+    return f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {count}"
+
+
+def save_line(iteration: int, folder: str | None) -> str:
+    """The line of a save that begins."""
+    return f"saving checkpoint at iteration {iteration:7d} to {folder} in torch_dist format"
+
+
+def saved_line(iteration: int, folder: str | None) -> str:
+    """The line of a save that has succeeded."""
+    return f"  successfully saved checkpoint from iteration {iteration:7d} to {folder}"
+
+
 def evaluation_lines(split: str, iteration: int, loss: float) -> str:
-    """The three lines of an evaluation: the loss between two rulers."""
-    where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
+    """The three lines of an evaluation: the loss between two rulers. `split`: "test", "valid", or "" for that of a
+    validation during the training, whose line names no split."""
+    where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     ruler = "-" * (len(line) + 1)
     return f"{ruler}\n{line}\n{ruler}"
