@@ -19,14 +19,15 @@ def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) 
     """Evaluates `valid` or `test` and logs the loss and its perplexity, unless the run is asked to stop meanwhile.
     Each validation reads the next samples. Collective."""
     training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration
-    number = (iteration - 1) // training.eval_interval if split == "valid" else 0
+    number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
     loss = mean_loss(run, iterator, number * training.eval_iters * training.eval_batch_size)
     if loss is None:
         return
     perplexity = math.exp(loss) if loss < 700 else math.inf
     if run.config.logging.log_format == "megatron":
-        due, last = iteration % training.eval_interval == 0, iteration == run.train_iters
+        last = iteration == run.train_iters or training.skip_train
+        due = iteration % training.eval_interval == 0 and not training.skip_train
         for named in [*([""] if due else []), *(["valid"] if last else [])] if split == "valid" else [split]:
             runtime.say(megatron_format.evaluation_lines(named, iteration, loss))
     else:

@@ -30,6 +30,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.flight_recorder import groups_of, record_collectives
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Board, meet
+from megatron.training.reliability.stop_requests import StopConditions
 from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
@@ -165,7 +166,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     deadlines = {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
-    if training.exit_duration_in_mins is not None:
+    if training.exit_duration_in_mins:
         until = time.time() + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")
     if end := os.environ.get("SLURM_JOB_END_TIME"):
@@ -175,7 +176,9 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
         deadlines[f"the SLURM job ends in {margin} minutes"] = (int(end) - 60 * margin, "resume")
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
     kill_switch = Path(training.kill_switch_path) if training.kill_switch_path else None
-    watchdog.start(training.exit_signal_handler, deadlines, folder, kill_switch)
+    trigger = Path(training.trigger_path) if training.trigger_path else None
+    conditions = StopConditions(deadlines, [each for each in (folder, trigger) if each is not None], kill_switch)
+    watchdog.start(training.exit_signal_handler, conditions, folder)
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -86,7 +86,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
     saved_at, startup = progress.iteration or None, True
-    while progress.iteration < run.train_iters:
+    while progress.iteration < run.train_iters and not config.training.skip_train:
         watchdog.begin(f"step {progress.iteration + 1}")
         if not requests.tick():
             if requests.stopping:
@@ -134,9 +134,14 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         if may_stop and run.callbacks and (why := _stop_reason(run)):
             runtime.say(f"exiting at iteration {iteration}: {why}")
             break
-    if config.checkpoint.save and saved_at != progress.iteration:
+    trained = not config.training.skip_train
+    if config.checkpoint.save and saved_at != progress.iteration and trained:
         save(run)
-    if progress.iteration >= run.train_iters and run.data.test is not None and not requests.stopping:
+    if not trained and run.data.valid is not None and not requests.stopping:
+        with collection.around_evaluation():
+            evaluate(run, "valid", run.data.valid, log)
+    whole = progress.iteration >= run.train_iters or not trained
+    if whole and run.data.test is not None and not requests.stopping:
         with collection.around_evaluation():
             evaluate(run, "test", run.data.test, log)
     settle(run)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.folders import saved_folders
 from tests.forked import run_forked, run_program
 from tools.preprocess_data import main as preprocess
 
@@ -26,7 +27,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
-    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    whole, halves, other, alone = (tmp_path / name for name in ("whole", "halves", "other", "alone"))
     screen = tmp_path / "screen"
     run_forked(2, [*MODEL, "--tp", "2", "--save", str(whole)], screen)
     half = [*MODEL, "--tp", "2", "--save", str(halves), "--load", str(halves)]
@@ -34,6 +35,13 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     assert (halves / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
     # The same ten iterations, taken on by another layout: pipeline stages instead of tensor ranks.
     run_forked(2, [*MODEL, "--pp", "2", "--load", str(halves), "--save", str(other)], screen)
+    # And the loss of its evaluation, without training.
+    said = run_forked(2, [*MODEL, "--pp", "2", "--load", str(halves), "--save", str(alone), "--skip-train"], screen)
+    (valid, test) = records(alone / "metrics.jsonl")
+    (logged,) = (each for each in records(whole / "metrics.jsonl") if each["iteration"] == 10 and "valid_loss" in each)
+    assert valid["iteration"] == test["iteration"] == 10 and "test_loss" in test
+    assert valid["valid_loss"] == pytest.approx(logged["valid_loss"], rel=1e-5)
+    assert "valid after iteration 10" in said and "saved checkpoint" not in said and not saved_folders(alone)
     run_forked(2, half, screen)
     assert losses(halves) == losses(whole)
     assert len(losses(whole)) == 20

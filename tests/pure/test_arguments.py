@@ -125,6 +125,14 @@ def test_defaults_without_flags() -> None:
         ("--use-rotary-position-embeddings --no-position-embedding", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding --use-rotary-position-embeddings", "model", "position_embedding_type", "rope"),
         ("--no-position-embedding --position-embedding-type rope", "model", "position_embedding_type", "rope"),
+        ("--position-embedding-type rotary", "model", "position_embedding_type", "rope"),
+        ("--glu-activation swiglu", "model", "swiglu", True),
+        ("--glu-activation geglu", "model", "activation_func", "geglu"),
+        ("--batch-size 4", "training", "micro_batch_size", 4),
+        ("--eval-only True", "training", "skip_train", True),
+        ("--no-train 1", "training", "skip_train", True),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "parallel", "cp_comm_type", "p2p"),
+        ("--cuda-graph-impl transformer_engine", "parallel", "cuda_graph_impl", "none"),
         ("--recompute-activations", "model", "recompute_granularity", "selective"),
         ("--window-size 4096", "model", "window_size", 4096),
         ("--window-size 4095,0", "model", "window_size", 4096),
@@ -155,7 +163,7 @@ def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
-        "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --batch-size 8 "
+        "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --padded-vocab-size 8 "
         "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
         "--cp-comm-type ring --quick-geglu --lr 3",
@@ -166,8 +174,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
         "--mtp-num-layers 1: asks for multi-token prediction, which is not built; remove it",
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
-        "--batch-size 8: asks for a batch size of the whole model-parallel group, which older versions had, which is "
-        "not built; use --micro-batch-size and --global-batch-size",
+        "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
+        "and --make-vocab-size-divisible-by",
         "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
         "--swiglu yes: takes no value; give the flag alone",

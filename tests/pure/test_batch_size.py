@@ -79,6 +79,13 @@ def test_length_of_a_run(length: str, samples: int | None, iterations: int | Non
     assert (samples_of_run(config), iterations_of_run(config)) == (samples, iterations)
 
 
+@pytest.mark.parametrize(("given", "used"), [(100, 96), (96, 96), (9, 8), (7, 7)])
+def test_a_batch_that_does_not_fit_the_ranks_is_rounded_down(given: int, used: int) -> None:
+    """To a multiple of micro-batch size 2 * DP 4; one that is less stays, and is refused."""
+    flags = f"--micro-batch-size 2 --global-batch-size {given} --decrease-batch-size-if-needed"
+    assert resolve(parse_args(flags.split()), 4).training.global_batch_size == used
+
+
 def test_microbatches() -> None:
     assert num_microbatches(64, 2, 4) == 8
 

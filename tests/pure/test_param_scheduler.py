@@ -106,6 +106,12 @@ def test_weight_decay_ramps():
     assert scheduler(weight_decay=0.3).weight_decay_at(5) == 0.3
 
 
+def test_wsd_without_an_anneal_stays_at_the_peak_to_the_end():
+    s = scheduler(lr_decay_style="WSD", lr_wsd_decay_iters=0, lr_warmup_iters=10)
+    assert s.lr_at(10 * BATCH) == s.lr_at(100 * BATCH) == s.config.lr
+    assert s.lr_at(101 * BATCH) == s.config.min_lr
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

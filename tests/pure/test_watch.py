@@ -13,7 +13,7 @@ from megatron.training.reliability.stop_requests import StopConditions
 def test_a_trigger_file_that_cannot_be_removed_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conditions = StopConditions({}, tmp_path)
+    conditions = StopConditions({}, [tmp_path])
     (tmp_path / "save").touch()
 
     def refuse(path: Path) -> None:
@@ -27,9 +27,17 @@ def test_a_trigger_file_that_cannot_be_removed_is_told_once(
     assert not (tmp_path / "save").exists()
 
 
+def test_triggers_are_looked_for_in_all_folders(tmp_path: Path) -> None:
+    conditions = StopConditions({}, [tmp_path / "save", tmp_path / "triggers"])
+    assert list(conditions.due()) == []
+    (tmp_path / "triggers").mkdir()
+    (tmp_path / "triggers" / "exit").touch()
+    assert [request.kind for request in conditions.due()] == ["stop"] and list(conditions.due()) == []
+
+
 def test_a_kill_switch_stops_as_long_as_it_exists(tmp_path: Path) -> None:
     switch = tmp_path / "stop-here"
-    conditions = StopConditions({}, None, switch)
+    conditions = StopConditions({}, [], switch)
     assert list(conditions.due()) == []
     switch.touch()
     for _ in range(2):

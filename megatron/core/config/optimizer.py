@@ -65,7 +65,7 @@ class OptimizerConfig(Section):
     """WSD: shape of the final anneal."""
 
     lr_wsd_decay_iters: int | None = None
-    """WSD: iterations of the final anneal."""
+    """WSD: iterations of the final anneal; 0 for none."""
 
     lr_wsd_decay_samples: int | None = None
     """WSD: samples of the final anneal."""

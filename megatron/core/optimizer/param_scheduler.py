@@ -158,8 +158,9 @@ def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "
             f"{length.decay:g}: lower --lr-warmup-iters, -samples or -fraction, or raise --lr-decay-iters or -samples"
         )
-    if config.lr_decay_style == "WSD" and not 0 < length.anneal <= length.decay:
+    given = config.lr_wsd_decay_iters is not None or config.lr_wsd_decay_samples is not None
+    if config.lr_decay_style == "WSD" and (not given or length.anneal > length.decay):
         raise ValueError(
-            f"--lr-decay-style WSD needs a final anneal (--lr-wsd-decay-iters or -samples) above 0 and at most "
+            f"--lr-decay-style WSD needs the length of a final anneal (--lr-wsd-decay-iters or -samples), of at most "
             f"the decay length of {length.decay:g} samples, not {length.anneal:g}"
         )

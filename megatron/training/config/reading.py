@@ -170,7 +170,8 @@ class FlagReader:
     def _same_as(self, name: str, texts: list[str], entry: SameAs) -> None:
         """A flag that stands for others. `{}` stands for its values; without one it takes none."""
         words = entry.flags.split()
-        fixed = name not in foreign_flags().entries  # the value is part of the entry
+        fixed = foreign_flags().entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry
+        fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"
             self._refuse(name, texts, rule, f"or use {entry.flags}")

@@ -24,6 +24,9 @@ class TrainingConfig:
     global_batch_size: int | None = None
     """Samples in one optimizer step; default: micro-batch-size * data-parallel size."""
 
+    decrease_batch_size_if_needed: bool = False
+    """Round global-batch-size down to a multiple of micro-batch-size * data-parallel size."""
+
     num_microbatches: int | None = None
     """Derived: global-batch-size / (micro-batch-size * dp). An error if given and unequal."""
 
@@ -48,7 +51,7 @@ class TrainingConfig:
     """Seed of initial weights, dropout and data order."""
 
     exit_interval: int | None = None
-    """Save and exit when the iteration is a multiple of this."""
+    """Save and exit when the iteration is a multiple of this; 0 for never."""
 
     exit_duration_in_mins: float | None = None
     """Save and exit after this many minutes."""
@@ -59,8 +62,14 @@ class TrainingConfig:
     kill_switch_path: str | None = flag(None, "--kill-switch-file")
     """Save and exit as soon as this file exists."""
 
+    trigger_path: str | None = None
+    """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
+
     exit_margin_in_mins: float = 3.0
     """Save and exit this many minutes before the end of the SLURM job."""
+
+    skip_train: bool = False
+    """Do not train: evaluate the checkpoint in --load on the validation and test sets, and exit."""
 
     eval_interval: int = 1000
     """Iterations between evaluations on the validation set."""
@@ -207,7 +216,7 @@ class CheckpointConfig:
     folder, of which the model's flags and weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval")
-    """Iterations between checkpoints; one is always written at the end when --save is given."""
+    """Iterations between checkpoints, 0 for none; one is always written at the end when --save is given."""
 
     load_optim: bool = flag(True, name="--no-load-optim")
     """Do not load optimizer state."""

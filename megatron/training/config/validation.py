@@ -119,6 +119,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
     if replicas and training.micro_batch_size > 0:
         step = training.micro_batch_size * replicas
         training = _filled(training, global_batch_size=step * (training.num_microbatches or 1))
+        if training.decrease_batch_size_if_needed and training.global_batch_size > step:
+            training = replace(training, global_batch_size=training.global_batch_size // step * step)
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
     if training.train_tokens is None or config.model.seq_length < 1:

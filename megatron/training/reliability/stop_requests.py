@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.training.reliability.rank_store import Board, Request
@@ -104,15 +104,19 @@ class StopRequests:
         return None
 
 
+TRIGGERS = {"save": "save", "exit": "stop"}
+"""Name of a file -> kind of the request that it makes."""
+
+
 class StopConditions:
-    """Deadlines, and the files `save` and `exit` in the --save folder. Rank 0 looks for them."""
+    """Deadlines, and the files `save` and `exit` in the folders of --save and --trigger-path. Rank 0 looks for them."""
 
     def __init__(
-        self, deadlines: Mapping[str, tuple[float, str]], folder: Path | None, kill_switch: Path | None = None
+        self, deadlines: Mapping[str, tuple[float, str]], folders: Sequence[Path], kill_switch: Path | None = None
     ) -> None:
-        """`deadlines`: what ends -> (`time.time()` of its end, kind of the request). `kill_switch`: a file that stops
-        the run as long as it exists."""
-        self._deadlines, self._folder, self._kill_switch = deadlines, folder, kill_switch
+        """`deadlines`: what ends -> (`time.time()` of its end, kind of the request). `folders`: where the files are
+        looked for. `kill_switch`: a file that stops the run as long as it exists."""
+        self._deadlines, self._folders, self._kill_switch = deadlines, folders, kill_switch
         self._stuck = set[Path]()
         """Files that could not be removed."""
 
@@ -123,9 +127,7 @@ class StopConditions:
                 yield Request(kind, why)
         if self._kill_switch is not None and self._kill_switch.exists():
             yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
-        if self._folder is None:
-            return
-        for path, kind in ((self._folder / "save", "save"), (self._folder / "exit", "stop")):
+        for path, kind in ((folder / name, kind) for folder in self._folders for name, kind in TRIGGERS.items()):
             try:
                 if path.is_file():
                     path.unlink()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -40,7 +39,7 @@ class Watchdog:
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self._board: Board | None = None
-        self._conditions = StopConditions({}, None)
+        self._conditions = StopConditions({}, [])
         self._meetings = 0
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -50,21 +49,15 @@ class Watchdog:
         self._board = board
         self.failures.connect(board)
 
-    def start(
-        self,
-        signals: bool,
-        deadlines: Mapping[str, tuple[float, str]],
-        folder: Path | None,
-        kill_switch: Path | None = None,
-    ) -> None:
+    def start(self, signals: bool, conditions: StopConditions, folder: Path | None) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run; `deadlines`, `kill_switch`: see `StopConditions`; `folder`: where `save`
-        and `exit` files are looked for, and stacks are written. Raises ValueError if the folder cannot be written."""
+        `signals`: whether signals end the run; `conditions`: what else does; `folder`: where stacks are written. Raises
+        ValueError if the folder cannot be written."""
         assert self._board is not None, "connect first"
         if folder is not None:
             self.stacks.open(folder / "stacks", self.launch.rank)
-        self._conditions = StopConditions(deadlines, folder, kill_switch)
+        self._conditions = conditions
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()

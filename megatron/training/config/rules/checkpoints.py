@@ -36,7 +36,7 @@ def exports(c: RunConfig) -> Iterator[Problem]:
             yield Problem.no_effect("--export-hf-dir", c.checkpoint.export_hf_dir, "--export-hf-interval")
     elif c.checkpoint.save is None:
         yield Problem.no_effect("--export-hf-interval", wanted, "--save")
-    elif interval is None or (interval > 0 and wanted % interval):
+    elif not interval or (interval > 0 and wanted % interval):
         rule = f"exports checkpoints, so it must be a multiple of --save-interval {interval or '(not given)'}"
         nearest = interval * max(1, round(wanted / interval)) if interval else wanted
         remedy = f"nearest: {nearest}" if interval else f"add --save-interval {wanted}"

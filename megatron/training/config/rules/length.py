@@ -90,6 +90,8 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not names and c.data.dataset == "mock":
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
+    if t.skip_train and t.eval_iters == 0:
+        yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", "raise --eval-iters")
     samples, size = samples_of_run(c), t.global_batch_size
     if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
         size = t.rampup_batch_size[0]
@@ -137,9 +139,10 @@ def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
     if known and decay and warmup >= decay > 0:
         rule = f"must be below the length of the decay, {decay}"
         yield Problem(f"--lr-warmup-{unit}", warmup, rule, f"nearest: {decay - 1}, or raise --lr-decay-{unit}")
-    given = o.lr_wsd_decay_iters or o.lr_wsd_decay_samples
+    lengths = [value for value in (o.lr_wsd_decay_iters, o.lr_wsd_decay_samples) if value is not None]
+    given = max(lengths, default=0)
     if o.lr_decay_style == "WSD":
-        if not given:
+        if not lengths:
             remedy = f"add --lr-wsd-decay-{unit}"
             yield Problem("--lr-decay-style", "WSD", "needs the length of the final anneal", remedy)
         elif known and decay and anneal and anneal > decay:
