@@ -42,6 +42,7 @@ CASES: dict[str, TransformerConfig] = {
     "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn"),
     "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
     "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.1),
+    "drop-least": replace(MIXTRAL, moe_expert_capacity_factor=0.1, moe_min_capacity=3),
     "drop-last": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
 }
 
@@ -99,7 +100,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
             unbiased[i, j, sorted(range(count), key=lambda e: (-scores[i, j, e].item(), e))[:k]] = 1
     kept = chosen.clone()
     if config.moe_expert_capacity_factor is not None:
-        capacity = -(-config.moe_expert_capacity_factor * k * s // count)
+        capacity = max(-(-config.moe_expert_capacity_factor * k * s // count), config.moe_min_capacity)
         for j in range(b):
             for e in range(count):
                 takers = [i for i in range(s) if chosen[i, j, e]]

@@ -107,7 +107,8 @@ class Checkpointer:
         """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and
         the optimizer, and says which were skipped and why.
 
-        Returns where the run stands: at the start if there is no checkpoint or under --finetune. Raises ValueError, on
+        Returns where the run stands: at the start if there is no checkpoint, or under --finetune or
+        --reset-iteration. Raises ValueError, on
         every rank, if the checkpoint does not fit the run, or the run's data, of which `data_fingerprint` tells, is not
         what its data position refers to.
         """
@@ -129,7 +130,10 @@ class Checkpointer:
         checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
-        progress = Progress() if options.finetune else saved_progress(checkpoint.payload)
+        anew = options.finetune or options.reset_iteration
+        progress = Progress() if anew else saved_progress(checkpoint.payload)
+        if not options.load_lr_state:
+            progress.scheduled_samples = 0
         progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         return progress
@@ -228,7 +232,8 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool,
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
                 "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
             )
-        if problem := _other_data(checkpoint, options.override_data_fingerprint, data_fingerprint):
+        other = options.override_data_fingerprint or options.reset_iteration  # other data are no matter
+        if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem)
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):
         problems.append("it has no optimizer state: give --no-load-optim to go on with fresh moments, or --finetune")

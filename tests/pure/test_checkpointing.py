@@ -60,8 +60,9 @@ class Run:
     def save(self, progress: Progress) -> Path:
         return Checkpointer(self.config, STATE, self.stages, self.optimizer).save(progress)
 
-    def load(self) -> Progress:
-        return Checkpointer(self.config, STATE, self.stages, self.optimizer).load()
+    def load(self, data_fingerprint: str | None = None) -> Progress:
+        checkpointer = Checkpointer(self.config, STATE, self.stages, self.optimizer)
+        return checkpointer.load(data_fingerprint=data_fingerprint)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}
@@ -135,6 +136,20 @@ def test_precision_may_change(tmp_path: Path, saved: ModelParallelConfig, loaded
         assert torch.equal(param.reshape(-1), highest.to(dtype)), name
         assert main not in b or torch.equal(b[main], highest.float()), name
         assert torch.equal(b[f"exp_avg {param.meta.name}"], a[f"exp_avg {param.meta.name}"])
+
+
+def test_a_run_starts_anew_with_its_moments(tmp_path: Path) -> None:
+    one = Run(config(tmp_path, parallel=BF16))
+    one.step(0)
+    one.save(Progress(5, 40, 30, data_fingerprint="a"))
+    for options, data, there in (
+        ({"reset_iteration": True}, "b", Progress(data_fingerprint="b")),
+        ({"load_lr_state": False}, "a", Progress(5, 40, 0, data_fingerprint="a")),
+    ):
+        two = Run(config(tmp_path, parallel=BF16, **options))
+        assert two.load(data_fingerprint=data) == there
+        assert two.optimizer.step_count == 1
+        assert all(torch.equal(tensor, one.tensors()[name]) for name, tensor in two.tensors().items())
 
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])

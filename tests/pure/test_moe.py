@@ -65,6 +65,20 @@ def test_layer_is_what_it_is_written_out(case: str, dispatcher: str) -> None:
     assert (dropped > 0) == (config.moe_expert_capacity_factor is not None)
 
 
+def test_evaluation_has_a_capacity_of_its_own() -> None:
+    whole = MIXTRAL
+    limited = replace(whole, moe_expert_capacity_factor=0.7)
+    x = random_input(whole)
+    for config, trained, evaluated in (
+        (replace(whole, moe_eval_capacity_factor=0.7), whole, limited),
+        (replace(limited, moe_eval_capacity_factor=100.0), limited, whole),
+        (limited, limited, limited),
+    ):
+        layer = build_layer(config)
+        assert torch.equal(layer(x, context(B, SCALE)), build_layer(trained)(x, context(B, SCALE)))
+        assert torch.equal(layer.eval()(x, context(B)), build_layer(evaluated)(x, context(B)))
+
+
 def test_tally_and_states_of_a_step() -> None:
     layer, x = build_layer(DEEPSEEK), random_input(DEEPSEEK)
     balance = layer.router.balance

@@ -71,6 +71,21 @@ def test_legal(flags: str, world_size: int) -> None:
     assert problems(flags, world_size) == []
 
 
+def test_one_expert_is_a_dense_mlp() -> None:
+    flags = "--num-experts 1 --moe-router-topk 2 --ep 4 --moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --tp 2"
+    config = parse_args(argv(flags))
+    resolved = resolve(config, 4)
+    assert resolved.model.num_experts is None and resolved.parallel.expert_model_parallel_size == 1
+    assert validate(config, 4) == [] and "a dense MLP" in " ".join(map(str, notices(config, 4)))
+    for own in (
+        "moe-router-score-function sigmoid",
+        "moe-shared-expert-intermediate-size 8",
+        "moe-eval-capacity-factor 0.5",
+    ):
+        config = parse_args(argv(f"--num-experts 1 --{own}"))
+        assert resolve(config, 1).model.num_experts == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [

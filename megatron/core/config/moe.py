@@ -62,6 +62,12 @@ class MoEConfig:
     """Capacity of an expert for one sequence, relative to an even share; tokens beyond it are dropped, smallest weights
     first. Default: no token is dropped."""
 
+    moe_eval_capacity_factor: float | None = None
+    """Capacity of an expert in evaluation; default: moe-expert-capacity-factor."""
+
+    moe_min_capacity: int = 0
+    """Smallest capacity of an expert for one sequence, in tokens, where capacity is limited."""
+
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
     """Tokens to drop beyond the capacity: those of smallest weight (probs), or the last ones (position)."""
 
@@ -74,6 +80,11 @@ class MoEConfig:
 
     moe_per_layer_logging: bool = False
     """Log the load of each expert in each layer, in addition to the mean over layers."""
+
+    @property
+    def moe_drops_tokens(self) -> bool:
+        """Whether experts have a limited capacity, in training or evaluation."""
+        return not (self.moe_expert_capacity_factor is None and self.moe_eval_capacity_factor is None)
 
     @property
     def moe_router_scores(self) -> str:

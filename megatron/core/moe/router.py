@@ -143,6 +143,9 @@ class TopKRouter(nn.Module):
         self.queue, self.sequence = ctx.queue, ctx.experts.sequence
         self.shard = ctx.tp.rank if ctx.sequence_parallel else 0
         self.capacity_factor = config.moe_expert_capacity_factor
+        in_evaluation = config.moe_eval_capacity_factor
+        self.eval_capacity_factor = self.capacity_factor if in_evaluation is None else in_evaluation
+        self.min_capacity = config.moe_min_capacity
         self.keep_first = config.moe_token_drop_policy == "position"
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
@@ -160,7 +163,8 @@ class TopKRouter(nn.Module):
         weights = self.scores.weights(logits, chosen)
         if self.scaling is not None:
             weights = weights * self.scaling
-        kept = None if self.capacity_factor is None else self._kept(chosen, weights.detach(), context)
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        kept = None if factor is None else self._kept(chosen, weights.detach(), context, factor)
         if self.training and context.aux_scale is not None:
             probabilities = self.scores.probabilities(logits if self.balance.coefficient else logits.detach())
             weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context)
@@ -171,11 +175,10 @@ class TopKRouter(nn.Module):
     def _best(self, scores: Tensor) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
-    def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext) -> Tensor:
-        """Bool [s, b, k]: whether the expert has capacity for the token."""
+    def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext, factor: float) -> Tensor:
+        """Bool [s, b, k]: whether the expert has capacity for the token, with this capacity factor."""
         length = chosen.shape[0] * self.sequence.size
-        assert self.capacity_factor is not None
-        capacity = ceil(self.capacity_factor * self.topk * length / self.num_experts)
+        capacity = max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)

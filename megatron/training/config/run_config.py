@@ -227,6 +227,12 @@ class CheckpointConfig:
     finetune: bool = False
     """Load the weights only, and start at iteration 0 with fresh optimizer, schedule and data order."""
 
+    reset_iteration: bool = False
+    """Load weights and optimizer state, and start at iteration 0 with fresh schedule and data order."""
+
+    load_lr_state: bool = flag(True, name="--no-load-lr-state")
+    """Start the schedules of learning rate and weight decay anew: their position is not loaded."""
+
     async_save: bool = True
     """Write checkpoints in the background; training waits only for the copy to host memory."""
 

@@ -34,7 +34,7 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def _findings(config: RunConfig, world_size: int) -> list[Problem]:
-    problems = [*single_values(config), *(problem for _, _, problem in switched_off(config))]
+    problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     resolved = resolve(config, world_size)
     for rule in RULES:
@@ -59,6 +59,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """
+    for section, field, value, _ in switched_off(config):
+        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     training = _resolve_training(config, world_size)
     return replace(
         config,
@@ -81,8 +83,7 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
 
 
 def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    parallel = replace(config.parallel, **{field: value for field, value, _ in switched_off(config)})
-    return _filled(parallel, data_parallel_size=_data_parallel_size(config, world_size))
+    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:

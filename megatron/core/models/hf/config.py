@@ -278,5 +278,5 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
-    idle += ["moe_token_drop_policy"] if config.moe_expert_capacity_factor is None else []
+    idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     return {name: value for name, value in fields.items() if name not in idle}

@@ -11,7 +11,7 @@ from megatron.training.config.run_config import RunConfig
 
 def checkpoints(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.checkpoint.load is None:
-        for field in ("finetune", "exit_on_missing_checkpoint", "override_data_fingerprint"):
+        for field in ("finetune", "reset_iteration", "exit_on_missing_checkpoint", "override_data_fingerprint"):
             if getattr(c.checkpoint, field):
                 yield Problem.no_effect(dashed(field), None, "--load")
     if c.checkpoint.save is None:

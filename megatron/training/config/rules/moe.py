@@ -77,8 +77,12 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     if not m.moe_router_enable_expert_bias and m.moe_router_bias_update_rate != MoEConfig.moe_router_bias_update_rate:
         rate = m.moe_router_bias_update_rate
         yield Problem.no_effect("--moe-router-bias-update-rate", rate, "--moe-router-enable-expert-bias")
-    if m.moe_expert_capacity_factor is None and m.moe_token_drop_policy != "probs":
-        yield Problem.no_effect("--moe-token-drop-policy", m.moe_token_drop_policy, "--moe-expert-capacity-factor")
+    for flag, value, default in (
+        ("--moe-token-drop-policy", m.moe_token_drop_policy, "probs"),
+        ("--moe-min-capacity", m.moe_min_capacity, 0),
+    ):
+        if value != default and not m.moe_drops_tokens:
+            yield Problem.no_effect(flag, value, "--moe-expert-capacity-factor")
 
 
 def _scores(m: MoEConfig) -> Iterator[Problem]:
