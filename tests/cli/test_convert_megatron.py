@@ -131,6 +131,16 @@ def test_models_that_megatron_has_not_are_refused(dense: Path, tmp_path: Path) -
         refuse_inexpressible(config)
 
 
+def test_states_of_muon_are_refused(dense: Path, tmp_path: Path) -> None:
+    convert("--input", dense, "--output", tmp_path / "ours", "--weights-only")
+    flags = ["--config", tmp_path / "ours/run_config.yaml", "--load", tmp_path / "ours", "--save", tmp_path / "run"]
+    flags += "--optimizer muon --mock-data --train-iters 1 --cpu --eval-iters 0 --num-workers 0".split()
+    run_forked(1, [str(flag) for flag in flags], tmp_path / "screen")
+    with pytest.raises(ValueError, match=r"has no momentum_buffer of embed.+as under --optimizer muon"):
+        convert("--input", tmp_path / "run", "--output", tmp_path / "back", "--to", "megatron")
+    convert("--input", tmp_path / "run", "--output", tmp_path / "back", "--to", "megatron", "--weights-only")
+
+
 class Attack:
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.mkdir, ("executed",)  # type: ignore[return-value]

@@ -5,8 +5,8 @@
 
 At each layout a model is trained for one step in bf16 and saved: rounding makes each checkpoint different from the
 others. Then each layout loads them all (`megatron.testing.reshard`): parameters, fp32 main parameters, both moments of
-Adam and biases of experts must have the same bits. CI loads each layout's checkpoint at one other, see
-test_reshard.py.
+Adam, the momentum of Muon and biases of experts must have the same bits. CI loads each layout's checkpoint at one
+other, see test_reshard.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MODELS = {
     "--moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --swiglu --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --untie-embeddings-and-output-weights",
 }
+MODELS["muon"] = f"{MODELS['experts']} --optimizer muon"
 LAYOUTS: dict[str, dict[str, tuple[int, str]]] = {
     "dense": {
         "one": (1, ""),
@@ -70,6 +71,10 @@ LAYOUTS: dict[str, dict[str, tuple[int, str]]] = {
         "cp2-ep2": (4, "--cp 2 --ep 2"),
         "pp2-ep2-dp3": (6, "--pp 2 --etp 1"),
     },
+}
+LAYOUTS["muon"] = {
+    name: LAYOUTS["experts"][name]
+    for name in ("one", "dp3", "tp2-etp1-ep2", "pp2-zb-v", "etp2-ep2", "dp2-whole", "pp2-ep2-dp3")
 }
 
 

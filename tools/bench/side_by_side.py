@@ -21,7 +21,10 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
 """Does one round of a contestant's work and returns what is compared."""
@@ -62,8 +65,16 @@ def timed(step: Callable[[], Any], steps: int, tokens: int) -> Round:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """A training step of this program with such flags, as its users run it; imports it and sets threads, so it is to
-    be called in a contestant's process. ValueError if the flags do not fit."""
+    """A training step of this program with such flags, as its users run it: see `own_run`."""
+    run = own_run(flags)
+    from megatron.training.training import Interval, train_step
+
+    return lambda: train_step(run, Interval())
+
+
+def own_run(flags: Sequence[str]) -> TrainingRun:
+    """A run of this program with such flags; imports it and sets threads, so it is to be called in a contestant's
+    process. ValueError if the flags do not fit."""
     from megatron.training.reliability.launch import Launch, choose_allocators
 
     choose_allocators(os.environ)
@@ -73,7 +84,6 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
     from megatron.training.config.validation import resolve, validate
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.setup import build_run
-    from megatron.training.training import Interval, train_step
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     launch = Launch.from_environment()
@@ -81,8 +91,7 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
     problems = validate(config, launch.world_size)
     if problems:
         raise ValueError("; ".join(map(str, problems)))
-    run = build_run(config, initialize(config, launch, StartupPhases()))
-    return lambda: train_step(run, Interval())
+    return build_run(config, initialize(config, launch, StartupPhases()))
 
 
 @dataclass(frozen=True)

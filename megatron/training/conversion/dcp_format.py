@@ -83,8 +83,14 @@ class DCPSource(Source):
         kinds = [kind for kind in STATE_KINDS if any(key.startswith(optimizer_key(kind, "")) for key in tensors)]
         if not kinds:
             return None
-        if missing := [name for name in self.metas if optimizer_key(kinds[-1], name) not in tensors]:
-            raise ValueError(f"{self.checkpoint.folder} has no optimizer state of {missing[0]}; give --weights-only")
+        if missing := [
+            (kind, name) for name in self.metas for kind in kinds if optimizer_key(kind, name) not in tensors
+        ]:
+            kind, name = missing[0]
+            raise ValueError(
+                f"{self.checkpoint.folder} has no {kind} of {name}, though of other parameters, as under --optimizer "
+                "muon and --freeze; give --weights-only"
+            )
         return TrainingState(
             saved_progress(self.checkpoint.payload),
             int(self.checkpoint.payload["optimizer"]["step_count"]),
