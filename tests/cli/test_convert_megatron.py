@@ -20,6 +20,7 @@ from megatron.training.checkpointing import load_whole_model
 from megatron.training.config.flags import config_of_sections
 from megatron.training.conversion.common_state import load_pickle
 from megatron.training.conversion.megatron_args import refuse_inexpressible
+from tests.forked import run_forked
 from tests.megatron_checkpoints import convert, loss_of, losses_of_a_run, of_their_run, opened, unpack
 from tools import convert_checkpoint
 from tools.common import run_tool

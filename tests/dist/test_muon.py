@@ -10,6 +10,7 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from torch import Tensor
 
 from megatron.core.config.newton_schulz import COEFFICIENTS, coefficients
+from megatron.core.optimizer import matrix_plan
 from megatron.core.optimizer.muon import newton_schulz, scale
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
@@ -63,7 +64,8 @@ class MuonOracle(Oracle):
             place.copy_(matrix.view(place.shape))
 
 
-def compare(rank, world, dims, distributed, flags):
+def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND):
+    matrix_plan.ROUND = round_size
     torch.Tensor.bfloat16 = torch.Tensor.clone  # torch's iteration in fp64 too
     state = build_parallel_state(dims, rank)
     ddp, optimizer = build(state, distributed, **FLAGS, **ADAM, **flags)
@@ -90,6 +92,12 @@ def test_muon_equals_one_process(dims, distributed):
 
 def test_nesterov_and_the_scale_of_jordan():
     run_world(4, compare, ParallelDims(tp=2, dp=2), True, JORDAN)
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)], ids=str)
+def test_matrices_are_exchanged_in_rounds(dims):
+    """One matrix in each round, so that messages of two rounds are under way together."""
+    run_world(dims.world_size, compare, dims, True, MOONLIGHT, 1)
 
 
 def compare_in_bf16(rank, world):

@@ -245,6 +245,10 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
         "--checkpoint-num-layers 2 is read as --recompute-num-layers 2",
         "--lr-decay-style wsd is read as WSD",
     )
+    theirs = "--optimizer dist_muon --muon-use-nesterov --muon-tp-mode distributed --muon-no-split-qkv"
+    ours = "--optimizer muon --muon-nesterov --no-muon-split-qkv"
+    command = command_line(f"{TINY} {theirs}".split(), Launch())
+    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 2
     line = failure(f"{TINY} --optimizer lion", capsys)[0]
     assert line == "--optimizer lion: asks for the Lion optimizer, which is not built; use adam or sgd or muon"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]

@@ -79,7 +79,7 @@ class MatrixPlan:
     """The exchange of one rank's stage. `layouts` are the buffers of the stage's ranks, `ranks` those ranks.
 
     `splits` tells by its name whether a fused weight is divided into its linear maps. With `blockwise`, each shard of
-    tensor parallelism counts as a matrix of its own. `round_size`: see `ROUND`.
+    tensor parallelism counts as a matrix of its own. `round_size` takes the place of `ROUND`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class MatrixPlan:
         distributed: bool,
         splits: Callable[[str], bool] = lambda name: True,
         blockwise: bool = False,
-        round_size: int = ROUND,
+        round_size: int | None = None,
     ) -> None:
         self.dims, self.ranks, self.distributed = dims, tuple(ranks), distributed
         self._layouts = [layout for layout in layouts if layout.whole]
@@ -108,7 +108,7 @@ class MatrixPlan:
                 self.matrices += found
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
         """Of each matrix, the owner's place in `ranks`."""
-        self.rounds = self._in_rounds(round_size)
+        self.rounds = self._in_rounds(round_size or ROUND)
         """Numbers of the matrices that are gathered at the same time."""
 
     def _matrices_of(self, meta: ParamMeta, splits: Callable[[str], bool], blockwise: bool) -> Iterator[Matrix]:

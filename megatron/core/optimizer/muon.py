@@ -60,6 +60,8 @@ class Muon(Optimizer):
         self.exchange.transform(read, self._orthogonalized, write)
 
     def _orthogonalized(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return newton_schulz(x, self._coefficients)
         with _float32_matmul_precision(self.config.muon_fp32_matmul_prec):
             return newton_schulz(x, self._coefficients)
 
