@@ -5,6 +5,7 @@ python pretrain_gpt.py --extension examples/ademamix.py --optimizer ademamix --a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 
 from torch import Tensor
 
@@ -20,6 +21,21 @@ class AdEMAMixConfig:
     """Weight of the slow average in an update."""
     ademamix_beta3: float = 0.9999
     """Decay of the slow average."""
+    ademamix_alpha_warmup: int = 0
+    """Updates over which alpha rises from 0."""
+    ademamix_beta3_warmup: int = 0
+    """Updates over which beta3 rises from adam-beta1, its half-life in a straight line."""
+
+    def at(self, step: Tensor, beta1: float) -> tuple[Tensor | float, Tensor | float]:
+        """alpha and beta3 of an update (section 3.1 of the paper)."""
+        alpha: Tensor | float = self.ademamix_alpha
+        beta3: Tensor | float = self.ademamix_beta3
+        if self.ademamix_alpha_warmup:
+            alpha = alpha * (step / self.ademamix_alpha_warmup).clamp(max=1)
+        if self.ademamix_beta3_warmup:
+            share, first, last = (step / self.ademamix_beta3_warmup).clamp(max=1), log(beta1), log(self.ademamix_beta3)
+            beta3 = (first * last / ((1 - share) * last + share * first)).exp()
+        return alpha, beta3
 
 
 @OPTIMIZERS.register("ademamix", states=("exp_avg", "exp_avg_slow", "exp_avg_sq"))
@@ -30,8 +46,9 @@ class AdEMAMix(Optimizer):
         config, options = self.config, self.config.options(AdEMAMixConfig)
         fast, slow, square = states["exp_avg"], states["exp_avg_slow"], states["exp_avg_sq"]
         fast.lerp_(grad, 1 - config.adam_beta1)
-        slow.lerp_(grad, 1 - options.ademamix_beta3)
+        alpha, beta3 = options.at(step, config.adam_beta1)
+        slow.mul_(beta3).add_((1 - beta3) * grad)
         square.lerp_(grad.square(), 1 - config.adam_beta2)
         scale = (square / (1 - config.adam_beta2**step)).sqrt_().add_(config.adam_eps)
-        moved = fast / (1 - config.adam_beta1**step) + options.ademamix_alpha * slow
+        moved = fast / (1 - config.adam_beta1**step) + alpha * slow
         param.sub_(lr * (moved / scale + weight_decay * param))

@@ -20,7 +20,7 @@ from megatron.training.extensions import extension_flags
 class GoldfishConfig:
     goldfish_k: int = 4
     """Leave out one token in so many."""
-    goldfish_context: int = 13
+    goldfish_h: int = 13
     """Tokens that the hash is of."""
 
 
@@ -29,7 +29,7 @@ class GoldfishLoss(CrossEntropy):
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
         options = config.options(GoldfishConfig)
-        before = F.pad(batch.tokens, (options.goldfish_context - 1, 0)).unfold(1, options.goldfish_context, 1)
-        primes = torch.arange(options.goldfish_context) * 2_654_435_761 + 40_503
+        before = F.pad(batch.tokens, (options.goldfish_h - 1, 0)).unfold(1, options.goldfish_h, 1)
+        primes = torch.arange(options.goldfish_h) * 2_654_435_761 + 40_503
         kept = (before * primes).sum(-1).bitwise_right_shift(7) % options.goldfish_k != 0  # [b, s], at every layout
         return replace(batch, loss_mask=batch.loss_mask * kept)

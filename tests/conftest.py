@@ -60,6 +60,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def forget_extensions() -> Iterator[None]:
     """What the extensions of a test file have registered is gone after it: other files compare flags and sections."""
+    yield from _forgetting()
+
+
+@pytest.fixture
+def forget_extensions_at_once() -> Iterator[None]:
+    """`forget_extensions` after one test."""
+    yield from _forgetting()
+
+
+def _forgetting() -> Iterator[None]:
     registries = [part for kinds in (parts, hooks) for part in vars(kinds).values() if isinstance(part, Registry)]
     tables = [*(registry._entries for registry in registries), flags.EXTENSION_SECTIONS, extensions._LOADED]
     before = [dict(table) for table in tables]

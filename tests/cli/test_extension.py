@@ -56,6 +56,22 @@ def test_a_run_of_own_parts_is_stopped_resumed_and_used(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) -> None:
+    flags = [*FLAGS[: FLAGS.index("--save-interval")], "--mock-data", "--save", str(tmp_path)]
+    theirs = "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 5 --optimizer ademamix --ademamix-beta3-warmup 9"
+    done = run_program("pretrain_gpt.py", *flags, *theirs.split())
+    assert done.returncode == 0, done.stderr
+    for line in ("--xielu loads examples/xielu.py", "--goldfish-loss loads", "--optimizer ademamix loads"):
+        assert line in done.stderr
+    again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
+    assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
+
+    # A part of the user's own by this name comes first.
+    (tmp_path / "own.py").write_text((ROOT / "examples" / "xielu.py").read_text())
+    done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--xielu", "--dry-run")
+    assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr
+
+
 RAISES = """
 from megatron.training.hooks import CALLBACKS, Callback
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.training.config.flags import sections
+from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_program
 
 EXAMPLES = {
-    "ademamix.py": "--optimizer ademamix",
+    "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
-    "goldfish_loss.py": "--loss-func goldfish --goldfish-context 3",
+    "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
     "xielu.py": "--activation-func xielu",
@@ -55,6 +59,20 @@ def test_example_computes_the_same_at_every_layout(name: str, rows: list[str], t
     assert len(equal) == len(rows) + len(own) if rows else len(equal) > 15
 
 
+def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
+    load_extensions([str(ROOT / "examples" / "ademamix.py")])
+    options = sections()["AdEMAMix"](ademamix_alpha=8.0, ademamix_beta3_warmup=100, ademamix_alpha_warmup=50)
+
+    def half_life(beta: float) -> float:
+        return math.log(0.5) / math.log(beta)
+
+    first, last = half_life(0.9), half_life(0.9999)
+    for step, share in (1, 0.01), (50, 0.5), (100, 1.0), (1000, 1.0):
+        alpha, beta3 = options.at(torch.tensor(float(step), dtype=torch.float64), 0.9)
+        assert float(alpha) == pytest.approx(8 * min(1.0, step / 50))
+        assert half_life(float(beta3)) == pytest.approx(first + share * (last - first))
+
+
 def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:
     """The sum over tensor-parallel ranks forgotten, as is easily done."""
     text = (ROOT / "examples" / "xielu.py").read_text()
@@ -86,7 +104,7 @@ def test_early_stopping_and_a_metric(tmp_path: Path) -> None:
     """Without learning nothing improves after the first evaluation, and one token in four is left out of the loss."""
     flags = (
         "--extension examples/early_stopping.py examples/trained_share.py examples/goldfish_loss.py "
-        "--loss-func goldfish --goldfish-context 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "
+        "--loss-func goldfish --goldfish-h 3 --lr 1e-30 --train-iters 9 --eval-interval 1 --eval-iters 1 "
         "--patience 2"
     )
     out, records = train(flags, tmp_path)

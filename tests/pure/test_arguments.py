@@ -204,6 +204,7 @@ def test_meaningless_flags_get_one_line_each() -> None:
     assert command.config == parse_args(TINY.split())
 
 
+@pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", foreign_flags().entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By a note that begins with it, by a problem, or by being another name of a field."""

@@ -30,6 +30,9 @@ def sections(tables: dict) -> Iterator[str]:
     for flag, (option, before, after) in tables["exchanged"].items():
         replaced = "any value" if before == "any" else f"`{before}`"
         yield f"| `{flag}` | `{option} {after}` in place of {replaced} |"
+    yield "\n## Values of examples\n\nA file of `examples/` registers each, and is loaded for it as by `--extension`.\n"
+    yield "| value | file |\n| --- | --- |"
+    yield from (f"| `{value}` | [{file}](../examples/{file}) |" for value, file in sorted(tables["examples"].items()))
     yield "\n## Values read as others\n\n| flag | value | read as |\n| --- | --- | --- |"
     for flag, values in sorted(tables["same_values"].items()):
         yield from (f"| `{flag}` | `{value}` | {ours} |" for value, ours in values.items())

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training.config.flags import all_flags, config_of_sections, field_table, flat_values, help_text, value_of
+from megatron.training.config.flags import (
+    all_flags,
+    config_of_sections,
+    field_table,
+    flat_values,
+    help_text,
+    spelling_table,
+    value_of,
+)
+from megatron.training.config.megatron_flags import foreign_flags
 from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, plain, texts_of, tokens_of
@@ -30,6 +39,10 @@ OPTION_HELP = (
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
     ("--help, -h", "Print this and exit."),
 )
+
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+"""Extensions that a clone of the repository has."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,10 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     Raises ExtensionError."""
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens)
+    examples = needed_examples(tokens)
+    extensions += load_extensions([str(EXAMPLES / file) for file in examples])
     reader = FlagReader()
+    reader.notes += [f"{given} loads examples/{file} as an extension" for file, given in examples.items()]
     reader.read_all(tokens)
     files = FlagReader()
     for path in reader.options.get("--config", ()):
@@ -126,6 +142,25 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     reader.suspects |= files.suspects
     reader.exchange()
     return reader
+
+
+def needed_examples(tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
+    """File of examples/ -> the flag that asks for what it registers, where nobody has registered that."""
+    needed: dict[str, str] = {}
+    for name, texts in tokens:
+        if _registered(name, *texts[:1]):
+            continue
+        option, value = foreign_flags().stands_for(name, *texts[:1])
+        file = foreign_flags().examples.get(f"{option} {value}")
+        if file is not None and not _registered(option, value):
+            needed[file] = " ".join([name, *texts[:1]])
+    return needed
+
+
+def _registered(name: str, value: str = "") -> bool:
+    """Whether a flag is known, and takes the value."""
+    flag, _ = spelling_table().get(name, (None, True))
+    return flag is not None and (not flag.spec.choices or value in flag.spec.choices)
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]:

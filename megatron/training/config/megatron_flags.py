@@ -85,6 +85,15 @@ class ForeignFlags:
     values_not_built: dict[str, dict[str, str]]
     """Flag -> its value -> the feature that it asks for."""
 
+    examples: dict[str, str]
+    """Flag and value -> the file of examples/ that registers the value."""
+
+    def stands_for(self, name: str, value: str = "") -> tuple[str, str]:
+        """The flag and value that a flag with a value is read as: itself unless it stands for them."""
+        entry = self.find(name, value)
+        option, _, text = (entry.flags if isinstance(entry, SameAs) else f"{name} {value}").partition(" ")
+        return option, text
+
     def find(self, name: str, value: str = "") -> Entry | None:
         """What a flag is that no field has, alone or with its first value; None if nobody knows it."""
         if entry := self.entries.get(f"{name} {value}"):
@@ -118,4 +127,4 @@ def foreign_flags() -> ForeignFlags:
         entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
         entries |= dict.fromkeys(group.get("flags", ()), entry)
         prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
-    return ForeignFlags(entries, prefixes, tables["same_values"], tables["values_not_built"])
+    return ForeignFlags(entries, prefixes, tables["same_values"], tables["values_not_built"], tables["examples"])
