@@ -59,6 +59,8 @@ STYLES = {
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),
+    "multi-token": replace(LLAMA, mtp_num_layers=2),
+    "multi-token-tied": replace(GPT, mtp_num_layers=1, embed_layernorm=True),
 }
 
 
@@ -71,7 +73,8 @@ def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **m
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(config.vocab_size, (samples, config.seq_length + 1), generator=generator)
     loss_mask = (torch.rand(samples, config.seq_length, generator=generator) < 0.8).float()
-    return Batch(text[:, :-1], text[:, 1:], loss_mask, torch.arange(samples) + 7, **more)
+    batch = Batch(text[:, :-1], text[:, 1:], loss_mask, torch.arange(samples) + 7, **more)
+    return batch.with_future(config.mtp_depths)
 
 
 def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.partition import Documents, document_starts, rank_spans
@@ -58,6 +59,19 @@ class Batch:
     number: int = 0
     """Number of the micro-batch in its step."""
 
+    future_tokens: Tensor | None = None
+    """[b, s, N] int64: the token k = 1 ... N places further on, for multi-token prediction (`with_future`); 0 beyond
+    the end of the sample. None without it, as the three below."""
+
+    future_labels: Tensor | None = None
+    """[b, s, N] int64: the label k places further on."""
+
+    future_loss_mask: Tensor | None = None
+    """[b, s, N] float: 1 where the loss of that label counts."""
+
+    future_position_ids: Tensor | None = None
+    """[b, s, N] int64: the position of that token."""
+
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
         """A batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
@@ -71,6 +85,32 @@ class Batch:
         """Scalar on the device: tokens whose loss counts."""
         return self.loss_mask.sum()
 
+    def with_future(self, depths: int) -> Batch:
+        """A batch of whole samples with what multi-token prediction of so many depths reads of later tokens.
+
+        At depth k the loss of a token counts where that of the token itself counts and those of the k tokens behind it,
+        and where the label k places further on is in the token's own document. Of the last k tokens it never counts.
+        """
+        if not depths:
+            return self
+        assert self.places is None, "the batch is sharded already"
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        positions = places if self.position_ids is None else self.position_ids
+        shifts = range(1, depths + 1)
+        masks, documents = [self.loss_mask], self.document_ids
+        for k in shifts:
+            masks.append(masks[-1] * _later(self.loss_mask, k))
+        if documents is not None:  # of labels: that of the last one is not known, and counts as its token's
+            of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
+            masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
+        return replace(
+            self,
+            future_tokens=torch.stack([_later(self.tokens, k) for k in shifts], dim=-1),
+            future_labels=torch.stack([_later(self.labels, k) for k in shifts], dim=-1),
+            future_loss_mask=torch.stack(masks[1:], dim=-1),
+            future_position_ids=torch.stack([_later(positions, k) for k in shifts], dim=-1),
+        )
+
     def local_to(self, cp: Axis) -> Batch:
         """The shard of a context-parallel rank: [b, s] -> [b, s/cp]. Reads `document_ids` on the host."""
         documents = self.documents
@@ -81,7 +121,7 @@ class Batch:
         assert self.places is None, "the batch is sharded already"
         spans = rank_spans(self.tokens.shape[1], cp.rank, cp.size)
         places = torch.cat([torch.arange(span.start, span.stop, device=self.tokens.device) for span in spans])
-        sequences = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+        sequences = ("tokens", "labels", "loss_mask", "position_ids", "document_ids", *FUTURE)
         shards = {name: value[:, places] for name in sequences if (value := getattr(self, name)) is not None}
         return replace(self, **shards, documents=documents, places=places)
 
@@ -93,6 +133,15 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold a tensor."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position_ids")
+"""Fields of later tokens, for multi-token prediction."""
+
+
+def _later(x: Tensor, places: int) -> Tensor:
+    """x [b, s]: the value so many places further on, 0 beyond the end."""
+    return F.pad(x[:, places:], (0, places))
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,14 @@ def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
     return _pair(x, axis, _swap, _swap)
 
 
+def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """x [s, ..., f/t] -> [s/t, ..., f]: trades a sharding of the features for one of the sequence, by an all-to-all."""
+    if axis.size == 1:
+        return x
+    blocks = x.unflatten(0, (axis.size, part_length(x, axis, 0)))
+    return swap_blocks(blocks, axis).movedim(0, -2).flatten(-2)
+
+
 class RingExchange:
     """One ring step: send `x` to the next rank, receive a tensor of the same shape from the previous one.
 

@@ -51,10 +51,18 @@ LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts)
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
 
-LOSSES: Registry[Any, NoFacts] = Registry("--loss-func", NoFacts)
+
+@dataclass(frozen=True)
+class LossFacts:
+    multi_token: bool = False
+    """Whether it may be called with the labels of a later token (--mtp-num-layers): each loss follows from its logits
+    and its label alone."""
+
+
+LOSSES: Registry[Any, LossFacts] = Registry("--loss-func", LossFacts)
 """`Loss(config, tp)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
 
-LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy")
+LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class FakeStages:
             position_ids=torch.zeros_like(tokens) if batch.own_positions else None,
             aux_scale=torch.ones(()) if model.num_experts is not None else None,
         )
-        self.micro_batch = whole.local_to(state.cp)
+        self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
     def build(
         self, layers: Sequence[int], first: bool, last: bool, segments: Sequence[Segment] | None = None

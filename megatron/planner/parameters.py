@@ -43,7 +43,7 @@ class ParameterCount:
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Of an extension's layers, under names of their own."""
+    """Projections of multi-token prediction, and what an extension's layers have under names of their own."""
     output_layer: int = 0
 
     @property

@@ -57,10 +57,13 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
 
 
 def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
-    """The loss sum of the step. Leaves its gradients in `main_grad`."""
+    """The loss sum of the step, with that of multi-token prediction. Leaves its gradients in `main_grad`."""
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
-    return sums.loss_and_tokens[0].item()
+    further = run.forward_backward.multi_token
+    loss = (sums.loss_and_tokens[0] + further.weighted_sum()).item()
+    further.forget_step()
+    return loss
 
 
 def _difference(

@@ -146,7 +146,7 @@ class _Activations:
         self.tp_rank = run.runtime.state.tp.rank if run.config.parallel.sequence_parallel else 0
         for model in run.stages.values():
             modules: dict[str, nn.Module] = {} if model.embedding is None else {"embedding": model.embedding}
-            modules |= {f"decoder.layers.{layer.number}": layer for layer in model.decoder.layers}
+            modules |= model.named_layers()
             for name, module in modules.items():
                 place = getattr(module, "number", -1)
                 handle = module.register_forward_hook(partial(self.record, name, place))

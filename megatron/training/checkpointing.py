@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.state_dict import (
 from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
@@ -172,9 +173,11 @@ def load_whole_model(
     config, state = saved_config(checkpoint), ParallelState()
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
     dtypes = dtypes if number_format is None else {number_format: True}
-    model = GPTModel(config.model, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
+    inferred = replace(config.model, mtp_num_layers=None)  # which predict further tokens, in training only
+    model = GPTModel(inferred, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
     targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
-    checkpoint.load(targets, Axis(), ignore=_unused(checkpoint, load_optimizer=False))
+    unused = _unused(checkpoint, load_optimizer=False)
+    checkpoint.load(targets, Axis(), ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
     model.eval()
     return model, config
 

@@ -124,5 +124,5 @@ def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime:
     this rank's part of each."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
-    local = [prepare(config, Batch(**values)).local_to(runtime.state.cp) for values in fields]
-    return [batch.to(runtime.device) for batch in local]
+    whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]
+    return [batch.local_to(runtime.state.cp).to(runtime.device) for batch in whole]

@@ -13,6 +13,7 @@ from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
+from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Step
 
@@ -41,6 +42,7 @@ class ForwardBackward:
     pipeline: Pipeline
     experts: ExpertLoad
     scaling: DelayedScaling
+    multi_token: MultiTokenLosses
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
         """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
@@ -60,14 +62,16 @@ class ForwardBackward:
         return self.experts.with_scale(batches, seed, total, step.samples * self.config.model.seq_length), total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Updates expert biases and fp8 scales after an update of the weights, unless `skip` is 1."""
+        """Updates expert biases, fp8 scales and what is logged after an update of the weights, unless `skip` is 1."""
         self.experts.end_step(skip)
+        self.multi_token.end_step(skip)
         self.scaling.end_step(skip)
 
     def forget_step(self) -> None:
         """Drops the gradients and tallies of a step that will not update the weights."""
         self.ddp.zero_grad_buffer()
         self.experts.forget_step()
+        self.multi_token.forget_step()
         self.scaling.forget_step()
 
 

@@ -29,6 +29,7 @@ from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
+from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
@@ -45,14 +46,13 @@ def build_stages(
     holds = pipeline_stages(model, config.parallel)
     stages: dict[int, GPTModel] = {}
     for stage in layout.stages_of(state.pp.rank):
-        embedding = stages[0].embedding if 0 in stages else None
         stages[stage] = GPTModel(
             model,
             config.parallel,
             state,
             **vars(holds[stage]),
             tied_stages=tied_stages(model, layout),
-            tied_weight=embedding.word_embeddings.weight if embedding is not None else None,
+            embedding=stages[0].embedding if 0 in stages else None,
             queue=queue,
             casts=casts,
             device=runtime.device,
@@ -113,6 +113,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
     pipeline = Pipeline(config, runtime, stages, queue, casts)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
+    multi_token = MultiTokenLosses(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
     parts = (parts or Parts()).with_registered(config)
@@ -125,7 +126,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer=optimizer,
         scheduler=scheduler,
         pipeline=pipeline,
-        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling),
+        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token),
         data=data,
         batch_sizes=batch_sizes,
         train_iters=train_iters,

@@ -64,6 +64,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "adam": "",
         "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
     },
+    "multi token": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
 }
 LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "world": {"1": "", "2": "", "4": "", "8": ""},
@@ -230,6 +231,13 @@ NAMED = {
     "experts and pipeline parallelism": Combination.of(world="8", mlp="moe", ep="2", pp="2", schedule="zb-h1"),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
+    "multi-token prediction over pipeline stages": Combination.of(
+        world="4", pp="2", tp="2sp", embeddings="untied", multi_token="2"
+    ),
+    "multi-token prediction and context parallelism": Combination.of(world="2", cp="2ring", multi_token="2"),
+    "multi-token prediction and experts": Combination.of(
+        world="4", mlp="moe", ep="2", pp="2", schedule="zb-h1", multi_token="1"
+    ),
     "recomputation under sequence parallelism": Combination.of(world="4", tp="4sp", recompute="selective"),
     "whole matrices over tensor and data parallelism": Combination.of(
         world="4", tp="2sp", update="muon", heads="gqa", style="llama"

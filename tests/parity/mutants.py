@@ -27,10 +27,12 @@ from megatron.core.attention import core_attention, ring, tile_kernels
 from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.partition import Documents, cut_documents
 from megatron.core.attention.tiles import Tile
+from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe import dispatcher
 from megatron.core.moe import load_balancing as balance
 from megatron.core.optimizer import matrix_exchange, muon
@@ -156,6 +158,31 @@ _true_matrices, _true_stacked = MatrixPlan._matrices_of, matrix_exchange.MatrixE
 _true_muon = muon.Muon.__init__
 
 
+def _labels_too_near(self: Batch, depths: int) -> Batch:
+    """Each depth of multi-token prediction is trained on the label of the depth before."""
+    batch = _true_future(self, depths)
+    assert batch.future_labels is not None
+    nearer = torch.cat((self.labels[:, :, None], batch.future_labels[:, :, :-1]), dim=2)
+    return replace(batch, future_labels=nearer)
+
+
+def _last_tokens_count(self: Batch, depths: int) -> Batch:
+    """Tokens whose label lies beyond the sample count, with token 0 for it."""
+    batch = _true_future(self, depths)
+    assert batch.future_loss_mask is not None
+    return replace(batch, future_loss_mask=torch.ones_like(batch.future_loss_mask))
+
+
+_true_future = Batch.with_future
+
+
+def _factor_twice(self: Any, *args: Any) -> Tensor:
+    return self.weight * _true_prediction(self, *args)
+
+
+_true_prediction = MultiTokenPrediction.forward
+
+
 # What is broken, how, and combinations that must notice.
 MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "row-parallel forward all-reduce dropped": ([_without_reduction("ROW")], [Combination.of(world="2", tp="2")]),
@@ -271,6 +298,22 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "Nesterov's look-ahead forgotten": (
         [(muon.Muon, "__init__", _without_nesterov)],
         [Combination.of(world="2", update="muon")],
+    ),
+    "labels of multi-token prediction shifted by one too few": (
+        [(Batch, "with_future", _labels_too_near)],
+        [Combination.of(multi_token="1"), Combination.of(world="2", cp="2ring", multi_token="2")],
+    ),
+    "last tokens of multi-token prediction not masked": (
+        [(Batch, "with_future", _last_tokens_count)],
+        [Combination.of(multi_token="2"), Combination.of(world="2", pp="2", multi_token="1")],
+    ),
+    "factor of multi-token prediction applied twice": (
+        [(MultiTokenPrediction, "forward", _factor_twice)],
+        [Combination.of(multi_token="2"), Combination.of(world="2", pp="2", multi_token="1")],
+    ),
+    "the embedding's copy for multi-token prediction not summed over stages": (
+        [(finalize, "_sum_shared_grads", _nothing)],
+        [Combination.of(world="2", pp="2", embeddings="untied", multi_token="1")],
     ),
     "auxiliary loss from the local part of the sequence": (
         [(balance, "all_reduce_", lambda x, axis: x)],

@@ -163,7 +163,7 @@ def test_abbreviations_are_not_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = failure(
-        "--num-layer 30 --hidden-size x --mtp-num-layers 1 --moe-input-jitter-eps 1 --padded-vocab-size 8 "
+        "--num-layer 30 --hidden-size x --mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 "
         "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
         "--cp-comm-type ring --quick-geglu --lr 3",
@@ -172,7 +172,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "--num-layer 30: unknown flag; did you mean --num-layers?",
         "--hidden-size x: must be a whole number; for example 2, 1_000_000 or 1e6",
-        "--mtp-num-layers 1: asks for multi-token prediction, which is not built; remove it",
+        "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not built; remove it",
         "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
         "--padded-vocab-size 8: asks for a padded vocabulary given by its size, which is not built; use --vocab-size "
         "and --make-vocab-size-divisible-by",
@@ -343,7 +343,7 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
-        ("mtp-num-layers: 1", "mtp-num-layers 1: asks for multi-token prediction"),
+        ("quick-geglu: true", "quick-geglu: asks for this activation function"),
         ("dry-run: true", "dry-run: is not configuration"),
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],

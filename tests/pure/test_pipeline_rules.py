@@ -128,8 +128,20 @@ def test_legal(flags: str, world_size: int) -> None:
         (
             "--pp 2 --pipeline-model-parallel-layout Et*7|t*7,m|L",
             2,
-            "--pipeline-model-parallel-layout Et*7|t*7,m|L: m asks for multi-token prediction, which is not built; "
-            "remove m",
+            "--pipeline-model-parallel-layout Et*7|t*7,m|L: must have m, multi-token prediction, in the last stage "
+            "only, right before L, whose head it shares; use for example Et*3|t*3|mL",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7,mmL --mtp-num-layers 1",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7,mmL: has m 2 times, which must be --mtp-num-layers 1; write mL "
+            "for L, or use --mtp-num-layers 2",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Et*7|t*7L --mtp-num-layers 2",
+            2,
+            "--pipeline-model-parallel-layout Et*7|t*7L: has m 0 times, which must be --mtp-num-layers 2; write mmL "
+            "for L, or use --mtp-num-layers 0",
         ),
         (
             "--pp 2 --pipeline-schedule 1f1b --pipeline-model-parallel-layout E|t*7|t*7|L",

@@ -139,6 +139,13 @@ class TransformerConfig(MoEConfig, Section):
     loss_func: str = flag("cross_entropy", choices=LOSSES)
     """Loss of each token; training minimizes the mean over tokens."""
 
+    mtp_num_layers: int | None = None
+    """Depths N of multi-token prediction (MTP): modules behind the last layer that predict N further tokens
+    (DeepSeek-V3); default: none."""
+
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
+
     z_loss_coeff: float = 0.0
     """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
 
@@ -295,6 +302,11 @@ class TransformerConfig(MoEConfig, Section):
         """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
         larger = RECOMPUTED_WITH.get(module)
         return module in self.recomputed_modules and larger not in self.recomputed_modules
+
+    @property
+    def mtp_depths(self) -> int:
+        """Depths of multi-token prediction; 0 without it."""
+        return self.mtp_num_layers or 0
 
     @property
     def alibi(self) -> bool:

@@ -59,8 +59,8 @@ class ModelParallelConfig(PrecisionConfig):
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
     pipeline_model_parallel_layout: str | None = None
-    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, L loss, | next stage, *n repetition of a symbol or
-    group. A multiple of PP of them, dealt to the ranks in turn."""
+    """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
+    | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
 
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""

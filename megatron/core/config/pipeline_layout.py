@@ -1,7 +1,8 @@
 """Pipeline stages written by hand: the grammar of --pipeline-model-parallel-layout. No torch.
 
-A stage is a sequence of E (embedding), t (transformer layer) and L (norm, head and loss); | separates stages. A symbol
-or a group in parentheses is repeated by *n: `Et*3|(tt|)*2L` is `Ettt|tt|tt|L`. Commas and spaces are ignored.
+A stage is a sequence of E (embedding), t (transformer layer), m (module of multi-token prediction) and L (norm, head
+and loss); | separates stages. m stands right before L, whose head it shares. A symbol or a group in parentheses is
+repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
     """
     stages = expanded(text).split("|")
     whole = "".join(stages)
-    if "m" in whole:
-        raise ValueError("m asks for multi-token prediction, which is not built; remove m")
     if whole.count("E") != 1 or not stages[0].startswith("E"):
         raise ValueError("must have E, the embedding, once, as the first symbol; use for example Et*3|t*3L")
     if whole.count("L") != 1 or not stages[-1].endswith("L"):
         raise ValueError("must have L, the loss, once, as the last symbol; use for example Et*3|t*3L")
+    if "m" in whole.rstrip("L").rstrip("m") or whole.count("m") != stages[-1].count("m"):
+        rule = "must have m, multi-token prediction, in the last stage only, right before L, whose head it shares"
+        raise ValueError(f"{rule}; use for example Et*3|t*3|mL")
     return tuple(stage.count("t") for stage in stages)
+
+
+def multi_token_depths(text: str) -> int:
+    """The number of modules of multi-token prediction. Raises ValueError as `layers_of_stages` does."""
+    return expanded(text).count("m")
 
 
 def expanded(text: str) -> str:
@@ -38,7 +45,7 @@ def expanded(text: str) -> str:
     while at < len(rest):
         token = TOKEN.match(rest, at)
         if token is None:
-            raise ValueError(f"cannot be read at {rest[at:]!r}; use E, t, L, |, *n and parentheses")
+            raise ValueError(f"cannot be read at {rest[at:]!r}; use E, t, m, L, |, *n and parentheses")
         symbol, count = token.groups()
         if symbol == "(":
             open_groups.append([])

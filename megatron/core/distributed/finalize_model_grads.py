@@ -54,13 +54,14 @@ def _sum_partial_grads(ddp: DistributedDataParallel, state: ParallelState) -> No
 
 
 def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> None:
-    shared = [
-        bucket.owned_grad(piece)
+    shared = {
+        piece.meta.name: bucket.owned_grad(piece)
         for bucket in ddp.buckets
         for piece in bucket.owned_pieces
         if len(piece.meta.shared_stages) > 1
-    ]
-    all_reduce_flat_(shared, state.embd)
+    }
+    # Two stages build the same parameters beside others, and may have them in another order.
+    all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd)
 
 
 def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis) -> None:

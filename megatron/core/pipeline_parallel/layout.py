@@ -6,12 +6,13 @@ A *stage* is a global pipeline stage; a rank's local stages are its *chunks*, in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.models.gpt.parameters import multi_token_metas, parameter_metas
+from megatron.core.param_meta import ParamMeta
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,33 @@ def attended_tokens(config: TransformerConfig, seq_length: int | None = None) ->
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
     """What the embedding and the head cost, in layers of the mean, by their FLOPs: the embedding is a look-up and
     costs nothing. By the parameters of built-in layers, which stand for an extension's."""
-    metas = parameter_metas(config, first=False)
-    head = config.padded_vocab_size * config.hidden_size
-    matrices = sum(meta.numel for meta in metas if meta.matrix) - head
+    layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
+    return 0.0, head * config.num_layers / layers if layers else 0.0
+
+
+def multi_token_cost(config: TransformerConfig) -> float:
+    """What multi-token prediction costs, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
+    the last one's kind, and the head once more."""
+    layers, depths = _layer_costs(config), range(config.mtp_depths)
+    metas = [meta for depth in depths for meta in multi_token_metas(depth, config, False)]
+    cost = _matrices(metas, config) + len(depths) * _attention_cost(config) if metas else 0.0
+    return cost * config.num_layers / layers + len(depths) * end_costs(config)[1] if layers else 0.0
+
+
+def _layer_costs(config: TransformerConfig) -> float:
+    """Multiplications per token of all layers; 0 without layers."""
+    matrices = _matrices(parameter_metas(config, first=False, last=False), config)
+    return matrices + config.num_layers * _attention_cost(config) if matrices else 0.0
+
+
+def _attention_cost(config: TransformerConfig) -> float:
+    return 2 * config.query_projection_size * attended_tokens(config)
+
+
+def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
+    """Elements of the matrices that a token meets: of experts, those it is routed to."""
+    matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:
         matrices -= experts - experts * config.moe_router_topk // config.num_experts
-    attention = 2 * config.num_layers * config.query_projection_size * attended_tokens(config)
-    return 0.0, head * config.num_layers / (matrices + attention) if matrices else 0.0
+    return matrices

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.pipeline_layout import layers_of_stages
-from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, split_layers
+from megatron.core.config.pipeline_layout import layers_of_stages, multi_token_depths
+from megatron.core.pipeline_parallel.layout import PipelineLayout, end_costs, multi_token_cost, split_layers
 from megatron.core.pipeline_parallel.schedules import layout_of
 
 FIRST_LAYERS = "--decoder-first-pipeline-num-layers"
@@ -21,7 +21,8 @@ LAST_LAYERS = "--decoder-last-pipeline-num-layers"
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage holds: its layers by global number, the embedding (first), norm and head (last)."""
+    """What one pipeline stage holds: its layers by global number, the embedding (first), norm and head (last), and with
+    the head the modules of multi-token prediction."""
 
     layers: Sequence[int]
     first: bool = True
@@ -61,6 +62,10 @@ def stages_by_hand(model: TransformerConfig, parallel: ModelParallelConfig, text
     if sum(layers) != model.num_layers:
         rule = f"has {sum(layers)} layers, which must be --num-layers {model.num_layers}"
         raise ValueError(f"{named}: {rule}; add or remove t, or use --num-layers {sum(layers)}")
+    depths = multi_token_depths(text)
+    if depths != model.mtp_depths:
+        rule = f"has m {depths} times, which must be --mtp-num-layers {model.mtp_depths}"
+        raise ValueError(f"{named}: {rule}; write {'m' * model.mtp_depths}L for L, or use --mtp-num-layers {depths}")
     return layers
 
 
@@ -76,7 +81,7 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
         model.num_layers,
         layout.num_stages,
         1.0 if parallel.account_for_embedding_in_pipeline_split else first_cost,
-        1.0 if parallel.account_for_loss_in_pipeline_split else last_cost,
+        (1.0 if parallel.account_for_loss_in_pipeline_split else last_cost) + multi_token_cost(model),
         fixed=fixed_layers(model, parallel, layout),
         rank_of=layout.rank_of,
     )
@@ -87,15 +92,17 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
     """The forward of each stage, in layers, by FLOPs."""
     first_cost, last_cost = end_costs(model)
+    last_cost += multi_token_cost(model)
     stages = pipeline_stages(model, parallel)
     return [len(stage.layers) + first_cost * stage.first + last_cost * stage.last for stage in stages]
 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
-    """The stages that hold a copy each of a tied embedding: the first and the last, unless one rank has both, which
-    then share one parameter."""
+    """The stages that hold a copy each of the embedding, if it is tied or multi-token prediction reads it: the first
+    and the last, unless one rank has both, which then share one."""
     ends = (0, layout.num_stages - 1)
-    return ends if model.tied_embeddings and layout.rank_of(ends[0]) != layout.rank_of(ends[1]) else ()
+    both = model.tied_embeddings or model.mtp_depths > 0
+    return ends if both and layout.rank_of(ends[0]) != layout.rank_of(ends[1]) else ()
 
 
 def fixed_layers(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:

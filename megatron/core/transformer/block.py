@@ -20,17 +20,27 @@ from megatron.core.transformer.rotary import RotaryEmbedding
 
 
 class TransformerBlock(nn.Module):
-    """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers."""
+    """The layers `numbers` of the model, and the norm behind the last one if it is here. May be empty of layers.
 
-    def __init__(self, config: TransformerConfig, ctx: TPContext, numbers: Sequence[int], *, final_norm: bool) -> None:
+    Parameters are named after `layer` with the number filled in, and after `norm`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: TPContext,
+        numbers: Sequence[int],
+        *,
+        final_norm: bool,
+        layer: str = "decoder.layers.{}",
+        norm: str = "decoder.final_layernorm",
+    ) -> None:
         super().__init__()
         build = LAYERS[config.layer_module]
-        self.layers = nn.ModuleList(build(f"decoder.layers.{n}", config, ctx.of_layer(n)) for n in numbers)
-        for layer, number in zip(self.layers, numbers, strict=True):
-            layer.number = number  # type: ignore[assignment]
-        self.final_layernorm = (
-            build_norm("decoder.final_layernorm", config.hidden_size, config, ctx) if final_norm else nn.Identity()
-        )
+        self.layers = nn.ModuleList(build(layer.format(n), config, ctx.of_layer(n)) for n in numbers)
+        for built, number in zip(self.layers, numbers, strict=True):
+            built.number = number  # type: ignore[assignment]
+        self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
         self.segments = recompute_segments(config, len(self.layers))
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
@@ -64,6 +65,9 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
     if m.num_experts is not None:
         yield _experts_line(m)
+    if m.mtp_depths:
+        share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
+        yield f"multi-token prediction: {m.mtp_depths} modules of a layer like the last one each, {share}"
     count = count_parameters(m)
     active = f", of which a token meets {active_parameters(m):,}" if m.num_experts is not None else ""
     yield f"parameters {count.total:,}{active}"
@@ -210,15 +214,16 @@ def _fp8_line(batch: MicroBatch) -> Iterator[str]:
 
 def _holdings(plan: RankStates) -> str:
     """`embedding, layers 0-7 (8)` and `layers 24-29 (6), norm, head`; several stages on a rank with a bar between."""
-    return " | ".join(map(_holding, plan.stages))
+    predicts = any(meta.name.startswith(MULTI_TOKEN) for meta in plan.metas)
+    return " | ".join(_holding(stage, predicts) for stage in plan.stages)
 
 
-def _holding(stage: Stage) -> str:
+def _holding(stage: Stage, predicts: bool) -> str:
     parts = ["embedding"] if stage.first else []
     if len(stage.layers):
         first, last = stage.layers[0], stage.layers[-1]
         parts.append(f"layer {first}" if first == last else f"layers {first}-{last} ({len(stage.layers)})")
-    parts += ["norm", "head"] if stage.last else []
+    parts += ["norm", *(["multi-token"] if predicts else []), "head"] if stage.last else []
     return ", ".join(parts) or "nothing"
 
 

@@ -28,10 +28,14 @@ class ExpertLoad:
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
     ) -> None:
         self.config, self.stage = config, state.axis("stage")
-        rows = {number: row for row, number in enumerate(config.moe_layers)}
+        self.numbers = [*config.moe_layers]
+        """Of layers with experts; modules of multi-token prediction count on."""
+        if config.num_layers - 1 in config.moe_layers:
+            self.numbers += range(config.num_layers, config.num_layers + config.mtp_depths)
+        rows = {number: row for row, number in enumerate(self.numbers)}
         found: dict[int, Balance] = {}
         for model in stages.values():
-            for layer in model.decoder.layers:
+            for layer in model.named_layers().values():
                 for module in layer.modules():
                     if isinstance(module, MoELayer):
                         found[rows[layer.number]] = module.router.balance  # type: ignore[index]
@@ -90,7 +94,7 @@ class ExpertLoad:
             "moe_load": _rounded(load.mean(0)),
         }
         if self.config.moe_per_layer_logging:
-            layers = zip(self.config.moe_layers, load, strict=True)
+            layers = zip(self.numbers, load, strict=True)
             record["moe_load_of_layer"] = {number: _rounded(row) for number, row in layers}
         return record
 

@@ -61,9 +61,11 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     of_ranks = torch.zeros(world, len(own), dtype=torch.float64, device=runtime.device)
     of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
-    gathered = [losses.flatten(), run.experts.take(), run.user_metrics.take(), run.sums.take(), of_ranks.flatten()]
+    multi_token = run.forward_backward.multi_token
+    gathered = [losses.flatten(), multi_token.take(), run.experts.take(), run.user_metrics.take(), run.sums.take()]
+    gathered.append(of_ranks.flatten())
     summed = all_reduce_(torch.cat(gathered), runtime.state.world)
-    table, expert_load, user_metrics, sums, of_ranks = summed.split([part.numel() for part in gathered])
+    table, further, expert_load, user_metrics, sums, of_ranks = summed.split([part.numel() for part in gathered])
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
     steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
@@ -79,6 +81,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "consumed_samples": run.progress.consumed_samples,
         "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
         "lm_loss": total / tokens if tokens else None,
+        **multi_token.record(further),
         "grad_norm": interval.results[-1].grad_norm if steps else None,
         "learning_rate": interval.learning_rate,
         **({} if interval.decoupled_lr is None else {"decoupled_learning_rate": interval.decoupled_lr}),

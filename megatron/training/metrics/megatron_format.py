@@ -23,6 +23,9 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
         parts.append(f"lm loss: {loss:.6E}")
     if "moe_aux_loss" in record and record["moe_aux_loss"] > 0:
         parts.append(f"load_balancing_loss: {record['moe_aux_loss']:.6E}")
+    for key, value in record.items():
+        if key.startswith("mtp_loss_") and value is not None and value > 0:
+            parts.append(f"mtp_{key.removeprefix('mtp_loss_')} loss: {value:.6E}")
     parts.append(f"loss scale: {record['loss_scale']:.1f}")
     if record["grad_norm"] is not None:
         parts.append(f"grad norm: {record['grad_norm']:.3f}")

@@ -74,6 +74,11 @@ class RunLog:
             self._bar.update(1)
 
 
+def mtp_losses(record: Record) -> list[tuple[str, float]]:
+    """(key, loss) of each depth of multi-token prediction that has one."""
+    return [(key, loss) for key, loss in record.items() if key.startswith("mtp_loss_") and loss is not None]
+
+
 def progress_line(record: Record, train_iters: int) -> str:
     """One line of the console log."""
     parts = [
@@ -87,6 +92,7 @@ def progress_line(record: Record, train_iters: int) -> str:
         f"learning rate: {record['learning_rate']:.4E}",
         f"global batch size: {record['global_batch_size']}",
         *([f"lm loss: {record['lm_loss']:.6E}"] if record["lm_loss"] is not None else ["every step was skipped"]),
+        *(f"{key.replace('_', ' ')}: {loss:.6E}" for key, loss in mtp_losses(record)),
         *([f"grad norm: {record['grad_norm']:.3f}"] if record["grad_norm"] is not None else []),
         *([f"params norm: {record['params_norm']:.3f}"] if "params_norm" in record else []),
         *([f"num zeros: {record['num_zeros']:.0f}"] if "num_zeros" in record else []),

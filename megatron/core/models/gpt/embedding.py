@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import frexp, ldexp, sqrt
 
 import torch
@@ -49,7 +50,8 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first thing a model does. `tied_stages` are the stages that hold tied word embeddings, if several."""
+    """The first thing a model does. `tied_stages` are the stages on different ranks that hold a copy of it each, or of
+    its word embeddings, if several do."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
@@ -60,12 +62,19 @@ class Embedding(nn.Module):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        if config.mtp_depths:
+            for parameter in self.parameters():
+                parameter.meta = replace(parameter.meta, shared_stages=tied_stages)  # type: ignore[attr-defined]
         self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
         """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        return self.dropout(self.vectors(tokens, context), context)
+
+    def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:
+        """The same without dropout."""
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(x.shape[0], context)
-        return self.dropout(x, context)
+        return x

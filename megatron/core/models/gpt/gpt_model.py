@@ -15,7 +15,9 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
-from megatron.core.models.gpt.parameters import output_meta
+from megatron.core.models.gpt.loss import masked_sum
+from megatron.core.models.gpt.multi_token import MultiTokenPrediction
+from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding, output_meta
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
@@ -31,8 +33,9 @@ class GPTModel(nn.Module):
     reads the batch's tokens. Without groups (`ParallelState()`) and with all layers it is an ordinary module.
     The weights are set from `seed`, unless `initialize` is false because others will be loaded.
 
-    A tied embedding is held by the stages `tied_stages`, where these lie on different ranks; a last stage whose rank
-    has the first one too takes over that one's parameter as `tied_weight`.
+    With tied embeddings or multi-token prediction the last stage needs the embedding too. It is held by the stages
+    `tied_stages`, where these lie on different ranks; a last stage whose rank has the first one too takes over that
+    one's `embedding`.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class GPTModel(nn.Module):
         first: bool = True,
         last: bool = True,
         tied_stages: tuple[int, ...] = (),
-        tied_weight: nn.Parameter | None = None,
+        embedding: Embedding | None = None,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
         device: torch.device | str = "cpu",
@@ -71,15 +74,15 @@ class GPTModel(nn.Module):
             experts=ExpertAxes.of(state),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
-        self.embedding = Embedding(config, ctx, tied_stages) if first else None
-        if not config.tied_embeddings:
-            tied_weight = None
-        elif self.embedding is not None:
-            tied_weight = self.embedding.word_embeddings.weight
+        needed = holds_embedding(config, first, last)
+        self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
+        known = self.embedding or embedding
+        tied_weight = known.word_embeddings.weight if config.tied_embeddings and known is not None else None
         self.decoder = TransformerBlock(config, ctx, layers, final_norm=last)
         self.output_layer = (
             OutputLayer(output_meta(config, tied_stages), ctx, tied_weight=tied_weight) if last else None
         )
+        self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
@@ -91,13 +94,25 @@ class GPTModel(nn.Module):
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
+    def named_layers(self) -> dict[str, nn.Module]:
+        """The transformer layers of this stage and its modules of multi-token prediction, by name in the whole model.
+        Their `number`s count on from one to the other."""
+        found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
+        modules = self.mtp.layers if self.mtp is not None else ()
+        return found | {f"{MULTI_TOKEN}.{depth}": module for depth, module in enumerate(modules)}
+
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Hidden states for the next stage; on the last one the scalar sum of loss_mask * loss over tokens, in fp32
-        (fp64 for fp64 parameters)."""
-        if not self.last:
-            return self._hidden_states(hidden, batch, None)
-        losses = self.token_losses(hidden, batch)
-        return (losses * batch.loss_mask.to(losses.dtype)).sum()
+        (fp64 for fp64 parameters). In training, that scalar brings the gradients of multi-token prediction with it."""
+        x = self._hidden_states(hidden, batch, None)
+        if self.output_layer is None or self.loss is None:
+            return x
+        loss = masked_sum(self.loss(self.output_layer(x), batch.labels.t()), batch.loss_mask)
+        if self.mtp is None or not self.training:
+            return loss
+        assert self.embedding is not None
+        further = self.mtp(x, batch, self.embedding, self.output_layer, self.loss)
+        return loss + (further - further.detach())
 
     def token_losses(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
@@ -120,8 +135,8 @@ class GPTModel(nn.Module):
 
     def _hidden_states(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None) -> Tensor:
         context = BatchContext.of(batch, cache)
-        if self.embedding is not None:
-            assert hidden is None, "the first stage reads the batch's tokens"
+        if self.first:
+            assert hidden is None and self.embedding is not None, "the first stage reads the batch's tokens"
             hidden = self.embedding(batch.tokens, context)
         assert hidden is not None, "only the first stage takes no hidden states"
         hidden = self.decoder(hidden, context)

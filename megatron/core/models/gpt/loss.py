@@ -29,6 +29,11 @@ class TokenLoss:
         raise NotImplementedError
 
 
+def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    """Scalar sum of mask [b, s] * losses [s, b]."""
+    return (losses * mask.t().to(losses.dtype)).sum()
+
+
 class CrossEntropy(TokenLoss):
     """-log softmax(logits)[label], and the z-loss of --z-loss-coeff."""
 

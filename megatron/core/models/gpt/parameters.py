@@ -8,11 +8,12 @@ functions: those of layers lie beside the layers, those of the model's ends here
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, router_meta, router_states
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
     HEAD_NORM_PARTIAL_OVER,
     HEAD_NORMS,
@@ -52,35 +53,69 @@ def parameter_metas(
 ) -> list[ParamMeta]:
     """The parameters of a stage with these layers, by default of the whole model, in the order of `GPTModel`.
 
-    `tied_stages` are the stages on different ranks that each hold a tied embedding, if several do.
+    `tied_stages` are the stages on different ranks that each hold the embedding, or the word embeddings, if several do.
     The vocabulary size must be known.
     """
     found: list[ParamMeta] = []
-    if first:
-        found.append(word_embedding_meta(config, tied_stages))
-        if config.embed_layernorm:
-            found += _norm(EMBEDDING_NORM, config.hidden_size, config, sequence_partial(sequence_parallel))
-        if config.position_embedding_type == "learned_absolute":
-            found.append(position_embedding_meta(config, sequence_parallel))
+    if holds_embedding(config, first, last):
+        found += _embedding(config, sequence_parallel, tied_stages)
     for number in range(config.num_layers) if layers is None else layers:
-        found += _layer(number, config, sequence_parallel)
+        found += _layer(f"decoder.layers.{number}", number, config, sequence_parallel)
     if last:
         partial_over = sequence_partial(sequence_parallel)
         found += _norm("decoder.final_layernorm", config.hidden_size, config, partial_over)
-        if not (first and config.tied_embeddings):
+        if not (config.tied_embeddings and holds_embedding(config, first, last)):
             found.append(output_meta(config, tied_stages))
+        for depth in range(config.mtp_depths):
+            found += multi_token_metas(depth, config, sequence_parallel)
     return found
+
+
+def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
+    """Whether a stage has the embedding: the first one, and the last one for multi-token prediction."""
+    return first or (last and config.mtp_depths > 0)
+
+
+def _embedding(config: TransformerConfig, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> Iterator[ParamMeta]:
+    found = [word_embedding_meta(config, tied_stages)]
+    if config.embed_layernorm:
+        found += _norm(EMBEDDING_NORM, config.hidden_size, config, sequence_partial(sequence_parallel))
+    if config.position_embedding_type == "learned_absolute":
+        found.append(position_embedding_meta(config, sequence_parallel))
+    yield from (replace(meta, shared_stages=tied_stages) for meta in found) if config.mtp_depths else found
+
+
+MULTI_TOKEN = "mtp.layers"
+"""Modules of multi-token prediction, by depth from 0."""
+
+
+def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
+    """eh_proj: from the normed embedding and the normed hidden states, side by side, to hidden states."""
+    init = Init("normal", config.init_method_std)
+    return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False, init)
+
+
+def multi_token_metas(depth: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters of one module of multi-token prediction: its layer is one of the last layer's kind."""
+    name, partial_over = f"{MULTI_TOKEN}.{depth}", sequence_partial(sequence_parallel)
+    for norm in ("enorm", "hnorm"):
+        yield from _norm(f"{name}.{norm}", config.hidden_size, config, partial_over)
+    yield from multi_token_projection(name, config).metas()
+    yield from _layer(f"{name}.transformer_layer", config.num_layers - 1, config, sequence_parallel)
+    yield from _norm(f"{name}.final_layernorm", config.hidden_size, config, partial_over)
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """What the whole model keeps beside parameters, with the name of the dtype: saved, but not trained."""
     routers = [f"decoder.layers.{number}.mlp.router" for number in config.moe_layers]
+    if config.num_layers - 1 in config.moe_layers:
+        routers += [f"{MULTI_TOKEN}.{depth}.transformer_layer.mlp.router" for depth in range(config.mtp_depths)]
     return [state for name in routers for state in router_states(name, config)]
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
     """The word embeddings, which are the output weight too where they are tied."""
-    shared_stages = tied_stages if config.tied_embeddings else ()
+    shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
     return _vocabulary("embedding.word_embeddings.weight", config, shared_stages, "embedding")
 
 
@@ -108,8 +143,9 @@ def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[s
     return norm_metas(name, size, partial_over, config, bias=config.normalization == "LayerNorm")
 
 
-def _layer(number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    name, partial_over = f"decoder.layers.{number}", sequence_partial(sequence_parallel)
+def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    """The parameters, under `name`, of a layer of the kind of layer `number`."""
+    partial_over = sequence_partial(sequence_parallel)
     yield from _norm(f"{name}.input_layernorm", config.hidden_size, config, partial_over)
     qkv, proj = attention_linears(f"{name}.self_attention", config)
     yield from qkv.metas()

@@ -15,6 +15,7 @@ from megatron.training.config.rules.data import data, tokenizer
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.model import attention, layers, positions, tensor_parallel
 from megatron.training.config.rules.moe import experts
+from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import optimizer
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation
 from megatron.training.config.rules.precision import fp8, fp8_scaling, fp8_shapes, precision
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     positions,
     layers,
     experts,
+    multi_token,
     pipeline,
     recomputation,
     overlap,

@@ -30,6 +30,8 @@ MAY_BE_ZERO = {
     "init_method_std",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
+    "mtp_loss_scaling_factor",
+    "mtp_num_layers",
     "num_layers_at_end_in_bf16",
     "num_layers_at_start_in_bf16",
     "num_workers",

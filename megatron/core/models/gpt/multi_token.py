@@ -1,0 +1,89 @@
+"""Multi-token prediction (MTP): modules behind the last layer that predict further tokens (arXiv 2412.19437, 2.2).
+
+The module of depth k = 1, 2, ... combines the hidden states of the depth before, those of the model's last norm at
+depth 1, with the embedding of the token k places further on, and predicts the token behind that one, with the model's
+own embedding and head:
+
+    x_k = eh_proj [enorm(Emb(t_{i+k})); hnorm(h_{k-1})]                                 (equation 21)
+    h_k = final_layernorm(layer(x_k))                                                   (equation 22)
+    loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
+
+The paper writes the hidden states first; the order here is that of its published weights and of Megatron-LM. All losses
+are sums over tokens and share one division, by the number of tokens whose main loss counts, which the paper's mean over
+the tokens of a sequence is; so layouts and micro-batch sizes cannot change their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.batch import Batch, BatchContext
+from megatron.core.collectives import features_to_sequence, gather_from
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.embedding import Embedding
+from megatron.core.models.gpt.loss import TokenLoss, masked_sum
+from megatron.core.models.gpt.parameters import MULTI_TOKEN, multi_token_projection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, OutputLayer, TPContext
+from megatron.core.transformer.block import TransformerBlock
+from megatron.core.transformer.layer import HiddenDropout
+from megatron.core.transformer.norm import build_norm
+
+
+class MultiTokenLayer(nn.Module):
+    """The module of one depth, from 0. Its layer is of the kind of the model's last one: dense, or of experts."""
+
+    def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        name, size, last = f"{MULTI_TOKEN}.{depth}", config.hidden_size, config.num_layers - 1
+        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.enorm = build_norm(f"{name}.enorm", size, config, ctx)
+        self.hnorm = build_norm(f"{name}.hnorm", size, config, ctx)
+        self.eh_proj = ColumnParallelLinear(multi_token_projection(name, config), ctx.of_layer(last))
+        self.transformer = TransformerBlock(
+            config,
+            ctx,
+            [last],
+            final_norm=True,
+            layer=f"{name}.transformer_layer",
+            norm=f"{name}.final_layernorm",
+        )
+        self.number = config.num_layers + depth
+
+    def forward(self, hidden: Tensor, embedded: Tensor, context: BatchContext) -> Tensor:
+        """hidden, embedded [s, b, h] -> [s, b, h]; all [s/tp, b, h] under sequence parallelism"""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))  # [s, b, h/tp]
+        x = features_to_sequence(x, self.tp) if self.sequence_parallel else gather_from(x, self.tp)
+        return self.transformer(x, context)
+
+
+class MultiTokenPrediction(nn.Module):
+    """The modules of all depths, and what their losses have added up to."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        depths = range(config.mtp_depths)
+        self.layers = nn.ModuleList(MultiTokenLayer(depth, config, ctx) for depth in depths)
+        names = (f"{MULTI_TOKEN}.{depth}.embedding.dropout" for depth in depths)
+        self.dropouts = nn.ModuleList(HiddenDropout(name, config.hidden_dropout, ctx) for name in names)
+        self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
+        self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
+        """[N, 2]: loss sum and number of tokens that count, by depth, of the step's micro-batches so far."""
+
+    def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, head: OutputLayer, loss: TokenLoss) -> Tensor:
+        """hidden [s, b, h], or [s/tp, b, h] under sequence parallelism -> weighted sum of the losses of all depths over
+        these tokens. The batch must have the `future_*` fields."""
+        tokens, labels, positions = batch.future_tokens, batch.future_labels, batch.future_position_ids
+        mask = batch.future_loss_mask
+        assert tokens is not None and labels is not None and positions is not None and mask is not None
+        context, sums = BatchContext.of(batch), []
+        for k, (layer, dropout) in enumerate(zip(self.layers, self.dropouts, strict=True)):
+            there = replace(context, position_ids=positions[..., k])
+            embedded = dropout(embedding.vectors(tokens[..., k], there), context)
+            hidden = layer(hidden, embedded, context)
+            sums.append(masked_sum(loss(head(hidden), labels[..., k].t()), mask[..., k]))
+        losses = torch.stack(sums)
+        self.tally.add_(torch.stack((losses.detach(), mask.sum((0, 1))), dim=1))
+        return self.weight * losses.sum()

@@ -1,0 +1,176 @@
+"""Multi-token prediction in one process: against the formula in plain torch, and what of later tokens counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.batch import FUTURE, Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from tests.gpt_cases import FP64, GPT, packed_documents, random_batch
+
+CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
+
+
+def plain_norm(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon)
+
+
+def plain_linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    matrix, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    return F.linear(x, matrix.reshape(-1, matrix.shape[-1]), None if bias is None else bias.flatten())
+
+
+def plain_layer(weights: dict[str, Tensor], name: str, x: Tensor, seen: Tensor) -> Tensor:
+    """x [b, s, h]; seen [b, s, s]"""
+    b, s, _ = x.shape
+    qkv = plain_linear(weights, f"{name}.self_attention.linear_qkv", plain_norm(weights, f"{name}.input_layernorm", x))
+    q, k, v = qkv.view(b, s, CONFIG.num_attention_heads, 3, CONFIG.head_dim).permute(3, 0, 2, 1, 4)
+    scores = (q @ k.transpose(-1, -2) / CONFIG.head_dim**0.5).masked_fill(~seen[:, None], -torch.inf)
+    attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
+    x = x + plain_linear(weights, f"{name}.self_attention.linear_proj", attended)
+    inner = plain_linear(weights, f"{name}.mlp.linear_fc1", plain_norm(weights, f"{name}.pre_mlp_layernorm", x))
+    return x + plain_linear(weights, f"{name}.mlp.linear_fc2", F.gelu(inner, approximate="tanh"))
+
+
+def plain_losses(weights: dict[str, Tensor], batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The main loss sum, and those of both depths: the formula of arXiv 2412.19437, a token at a time where it is about
+    which token counts."""
+    b, s = batch.tokens.shape
+    words, table = (weights[f"embedding.{name}.weight"] for name in ("word_embeddings", "position_embeddings"))
+    seen = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
+    positions = torch.arange(s).expand(b, s)
+    if batch.document_ids is not None and batch.position_ids is not None:
+        seen = seen & (batch.document_ids[:, :, None] == batch.document_ids[:, None, :])
+        positions = batch.position_ids
+    x = words[batch.tokens] + table[positions]
+    for number in range(CONFIG.num_layers):
+        x = plain_layer(weights, f"decoder.layers.{number}", x, seen)
+    x = plain_norm(weights, "decoder.final_layernorm", x)
+    losses = []
+    for k in range(CONFIG.mtp_depths + 1):
+        if k:
+            name = f"mtp.layers.{k - 1}"
+            later = torch.arange(s) + k
+            inside = later < s
+            later = later.clamp(max=s - 1)
+            # What follows the end is of no consequence, as its loss does not count and nobody before it sees it.
+            embedded = words[batch.tokens[:, later] * inside] + table[positions[:, later] * inside]
+            pair = torch.cat(
+                (plain_norm(weights, f"{name}.enorm", embedded), plain_norm(weights, f"{name}.hnorm", x)), -1
+            )
+            x = plain_layer(weights, f"{name}.transformer_layer", plain_linear(weights, f"{name}.eh_proj", pair), seen)
+            x = plain_norm(weights, f"{name}.final_layernorm", x)
+        logs = (x @ words.t())[..., : CONFIG.vocab_size].log_softmax(-1)
+        terms = [
+            -logs[row, i, batch.labels[row, i + k]]
+            for row in range(b)
+            for i in range(s - k)
+            if all(batch.loss_mask[row, i + j] for j in range(k + 1)) and (not k or same_document(batch, row, i, k))
+        ]
+        losses.append(torch.stack(terms).sum())
+    return losses[0], losses[1:]
+
+
+def same_document(batch: Batch, row: int, i: int, k: int) -> bool:
+    """Whether the label k places behind that of token i belongs to its document, as far as the sample tells."""
+    if batch.document_ids is None:
+        return True
+    last = min(i + k + 1, batch.tokens.shape[1] - 1)
+    return bool(batch.document_ids[row, i] == batch.document_ids[row, last])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_and_gradients_are_those_of_the_formula(packed: bool) -> None:
+    model = GPTModel(CONFIG, FP64)
+    batch = random_batch(CONFIG, samples=3, **(packed_documents(CONFIG) if packed else {}))
+    loss = model(None, batch)
+    loss.backward()
+    weights = {name: p.detach().clone().requires_grad_() for name, (p, _) in model.named_metas().items()}
+    main, further = plain_losses(weights, batch)
+    (main + 0.3 / 2 * (further[0] + further[1])).backward()
+    torch.testing.assert_close(loss, main, rtol=1e-12, atol=0)
+    assert model.mtp is not None
+    torch.testing.assert_close(model.mtp.tally[:, 0], torch.stack(further).detach(), rtol=1e-12, atol=0)
+    for name, (parameter, _) in model.named_metas().items():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert {f"mtp.layers.{depth}.eh_proj.weight" for depth in (0, 1)} <= weights.keys()
+
+
+def test_evaluation_is_of_the_main_loss_alone() -> None:
+    batch, plain = random_batch(CONFIG), GPTModel(replace(CONFIG, mtp_num_layers=None), FP64)
+    model = GPTModel(CONFIG, FP64)
+    assert torch.equal(model.eval()(None, replace(batch, **dict.fromkeys(FUTURE))), plain.eval()(None, batch))
+    assert torch.equal(model.logits(None, batch), plain.logits(None, batch))
+    assert model.mtp is not None and not model.mtp.tally.any()
+    model.train()(None, batch)
+    assert model.mtp.tally[:, 1].tolist() == batch.future_loss_mask.sum((0, 1)).tolist()  # type: ignore[union-attr]
+
+
+def text(*tokens: int, **more: Any) -> Batch:
+    """One sample, with the token behind its last one."""
+    ids = torch.tensor([tokens])
+    return Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(tokens) - 1), torch.zeros(1).long(), **more)
+
+
+def test_later_tokens_of_a_sample() -> None:
+    batch = text(5, 6, 7, 8, 9).with_future(2)
+    tokens, labels, mask, positions = (getattr(batch, name)[0].t().tolist() for name in FUTURE)
+    assert tokens == [[6, 7, 8, 0], [7, 8, 0, 0]]
+    assert labels == [[7, 8, 9, 0], [8, 9, 0, 0]]
+    assert mask == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert positions == [[1, 2, 3, 0], [2, 3, 0, 0]]
+
+
+def test_no_label_across_a_document_counts() -> None:
+    """Documents 5 6 | 7 8 9 | 1, the last label unknown: at depth 1 a token counts whose next but one is in its own."""
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    batch = text(5, 6, 7, 8, 9, 1, 2, document_ids=documents).with_future(2)
+    mask = batch.future_loss_mask[0].t().tolist()  # type: ignore[index]
+    assert mask == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+    ends = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0]])  # --eod-mask-loss alone says where documents end
+    batch = replace(text(5, 6, 7, 8, 9, 1, 2), loss_mask=ends).with_future(2)
+    assert batch.future_loss_mask[0].t().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_ranks_hold_their_part_of_what_whole_samples_have(rank: int) -> None:
+    whole = random_batch(CONFIG, **packed_documents(CONFIG))
+    part = whole.local_to(Axis(None, rank, 2, (0, 1)))
+    assert part.places is not None and part.places.tolist() != list(range(8))
+    for name in FUTURE:
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, part.places]), name
+
+
+FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --mock-data --lr 1e-3"
+
+
+def problems(flags: str) -> list[str]:
+    config = resolve(parse_args(f"{FLAGS} --train-iters 2 --cpu {flags}".split()), 1)
+    return [str(problem) for problem in validate(config, 1)]
+
+
+def test_rules() -> None:
+    assert problems("--mtp-num-layers 2") == problems("--mtp-num-layers 0") == []
+    assert problems("--mtp-num-layers 8") == [
+        "--mtp-num-layers 8: must be below --seq-length 8: beyond it no token of a sample has a label at the last "
+        "depth; nearest: 7"
+    ]
+    assert "--mtp-num-layers -1: must not be negative" in problems("--mtp-num-layers -1")[0]
+    assert (
+        "--mtp-loss-scaling-factor -0.1: must not be negative"
+        in problems("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1")[0]
+    )
+
+
+def test_depths_count_from_none() -> None:
+    assert TransformerConfig().mtp_depths == TransformerConfig(mtp_num_layers=0).mtp_depths == 0
