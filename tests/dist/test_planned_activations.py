@@ -53,7 +53,8 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, **of_device, initialize=False).train()
     dtype, rows = getattr(torch, batch.parallel.params_dtype), model.seq_length // state.cp.size
     rows //= state.tp.size if batch.parallel.sequence_parallel else 1
-    local = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64)).local_to(state.cp)
+    whole = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64))
+    local = whole.with_future(model.mtp_depths).local_to(state.cp)
     local = replace(local, aux_scale=torch.ones(()) if model.num_experts else None).to(batch.device)
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
