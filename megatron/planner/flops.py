@@ -67,7 +67,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
-        total = _count(fakes, fakes.build([], True, True), 0)
+        total = _count(fakes, fakes.build([], True, True), seen[-1])  # what lies behind layers attends as the last one
         for (kind, tokens), times in Counter(zip(kinds, seen, strict=True)).items():
             total += _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens) * times
     return total

@@ -257,10 +257,11 @@ def converted(checkpoint: Checkpoint) -> bool:
 def _free_choices(saved: RunConfig) -> frozenset[str]:
     """Fields of the model that a run may choose when it starts from converted weights: those that change no output."""
     learned = saved.model.position_embedding_type == "learned_absolute"
-    return frozenset(TRAINING_ONLY) - PADDING | (set() if learned else {"max_position_embeddings"})
+    return frozenset(TRAINING_ONLY) - WITH_PARAMETERS | (set() if learned else {"max_position_embeddings"})
 
 
-PADDING = {"make_vocab_size_divisible_by", "pad_vocab_size_to"}
+WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
+"""Of these, fields that change the parameters."""
 
 
 def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str | None:
@@ -284,7 +285,7 @@ def changed_fields(
     changed = []
     compared, rules = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE, resumed_fields()
     for flag in all_flags():
-        if flag.section not in compared or flag.field in (*rules["without_effect"], *ignored):
+        if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
             continue
         given = [value_of(config, flag) for config in (saved, run)]
         effective = rules["effective"].get(flag.field)

@@ -102,20 +102,23 @@ def end_costs(config: TransformerConfig) -> tuple[float, float]:
 def multi_token_cost(config: TransformerConfig) -> float:
     """What multi-token prediction costs, in layers of the mean, by its FLOPs: at each depth a projection, a layer of
     the last one's kind, and the head once more."""
-    layers, depths = _layer_costs(config), range(config.mtp_depths)
-    metas = [meta for depth in depths for meta in multi_token_metas(depth, config, False)]
-    cost = _matrices(metas, config) + len(depths) * _attention_cost(config) if metas else 0.0
-    return cost * config.num_layers / layers + len(depths) * end_costs(config)[1] if layers else 0.0
+    layers, depths = _layer_costs(config), config.mtp_depths
+    if not layers or not depths:
+        return 0.0
+    seen = config.layer(config.num_layers - 1).span.mean(config.seq_length)
+    module = _matrices([*multi_token_metas(0, config, False)], config) + _attention_cost(config, seen)
+    return depths * (module * config.num_layers / layers + end_costs(config)[1])
 
 
 def _layer_costs(config: TransformerConfig) -> float:
     """Multiplications per token of all layers; 0 without layers."""
     matrices = _matrices(parameter_metas(config, first=False, last=False), config)
-    return matrices + config.num_layers * _attention_cost(config) if matrices else 0.0
+    return matrices + config.num_layers * _attention_cost(config, attended_tokens(config)) if matrices else 0.0
 
 
-def _attention_cost(config: TransformerConfig) -> float:
-    return 2 * config.query_projection_size * attended_tokens(config)
+def _attention_cost(config: TransformerConfig, seen: float) -> float:
+    """Multiplications per token of one layer's attention, to `seen` tokens."""
+    return 2 * config.query_projection_size * seen
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:

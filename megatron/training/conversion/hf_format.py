@@ -80,6 +80,9 @@ def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
+WITHOUT_MODULES = "which no program needs to predict one token at a time"
+
+
 class HFTarget(Target):
     """A Hugging Face folder to write: config.json, weights in shards, and the files of the tokenizer."""
 
@@ -97,6 +100,8 @@ class HFTarget(Target):
         tokens, problem = token_ids(source.config)
         self.config |= tokens
         self.notes = (problem,) if problem else ()
+        if self.model.mtp_depths:
+            self.notes += (f"the modules of --mtp-num-layers {self.model.mtp_depths} are left out, {WITHOUT_MODULES}",)
         self.generation = {"_from_model_config": True, **tokens}
 
     def _specs(self) -> Iterator[tuple[str, TensorSpec]]:

@@ -78,6 +78,10 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
 def refuse_inexpressible(config: RunConfig) -> None:
     """Raises ValueError for a model of ours that Megatron-LM has not."""
     model = config.model
+    if model.mtp_depths:
+        raise ValueError(
+            f"--to megatron: multi-token prediction (--mtp-num-layers {model.mtp_depths}) is not converted"
+        )
     problems = {
         "--embed-layernorm": model.embed_layernorm,
         "--attention-chunk-size": model.attention_chunk_size,

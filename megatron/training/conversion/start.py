@@ -37,6 +37,8 @@ def load_start(
         resumed = replace(config, checkpoint=replace(options, load=save))
         return replace(checkpointer, config=resumed).load(say, data_fingerprint)
     load_hf_weights(checkpointer, Path(load))
+    if config.model.mtp_depths:
+        say(" multi-token prediction starts with weights of its own: Hugging Face folders have none")
     say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
     return Progress(data_fingerprint=data_fingerprint)
 

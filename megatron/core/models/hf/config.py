@@ -21,6 +21,8 @@ TRAINING_ONLY = (
     "hidden_dropout",
     "init_method_std",
     "z_loss_coeff",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
     "seq_length",

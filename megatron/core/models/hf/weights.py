@@ -6,7 +6,7 @@ Nothing here opens a file: tensors may be in memory, or on disk and read slice b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,11 +153,12 @@ def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Each parameter of a model with its tensors. Raises ValueError if the family has no place for one."""
+    """Each parameter of a model with its tensors; those of multi-token prediction have none. Raises ValueError if the
+    family has no place for another one."""
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in family.rules}
     found = []
-    for meta in parameter_metas(config):
+    for meta in parameter_metas(replace(config, mtp_num_layers=None)):
         parts = meta.name.split(".")
         layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
