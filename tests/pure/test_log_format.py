@@ -35,6 +35,11 @@ def test_progress_line_of_megatron() -> None:
         "lm loss: 3.250000E+00 | loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations:   0 | "
         "number of nan iterations:   0 |"
     )
+    ahead = megatron_format.progress_line(RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100, False, NOW)
+    assert "lm loss: 3.250000E+00 | mtp_1 loss: 4.500000E+00 | loss scale" in ahead and "mtp_2" not in ahead
+    assert "lm loss: 3.250000E+00 | mtp loss 1: 4.500000E+00 | grad norm" in run_log.progress_line(
+        RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100
+    )
     more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
     line = megatron_format.progress_line(more, 100, True, NOW)
     assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line

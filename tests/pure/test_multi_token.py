@@ -13,10 +13,17 @@ from torch import Tensor
 from megatron.core.batch import FUTURE, Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hf.config import config_to_hf
+from megatron.core.models.hf.weights import placements
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.layout import multi_token_cost
+from megatron.planner.flops import model_flops
+from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from tests.gpt_cases import FP64, GPT, packed_documents, random_batch
+from megatron.training.conversion.megatron_args import refuse_inexpressible
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch
 
 CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 
@@ -170,6 +177,40 @@ def test_rules() -> None:
         "--mtp-loss-scaling-factor -0.1: must not be negative"
         in problems("--mtp-num-layers 1 --mtp-loss-scaling-factor -0.1")[0]
     )
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
+def test_stages_are_split_by_flops(style: str) -> None:
+    """What the modules cost in layers is their share of the FLOPs that torch counts."""
+    experts = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
+    base = replace(experts if style == "experts" else STYLES[style], num_layers=3)
+    alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))
+    head = 6 * base.padded_vocab_size * base.hidden_size
+    layer = (alone - head) / base.num_layers
+    assert multi_token_cost(replace(base, mtp_num_layers=2)) == pytest.approx((both - alone) / layer, rel=1e-9)
+    assert multi_token_cost(base) == 0
+
+
+def test_folders_of_hugging_face_have_no_modules() -> None:
+    with_modules = replace(LLAMA, mtp_num_layers=1)
+    assert config_to_hf(with_modules, "llama") == config_to_hf(LLAMA, "llama")
+    assert placements(with_modules, "llama") == placements(LLAMA, "llama")
+
+
+def test_checkpoints_of_megatron_are_not_written_with_modules() -> None:
+    with pytest.raises(ValueError, match=r"--mtp-num-layers 1\) cannot be converted; use --to hf"):
+        refuse_inexpressible(RunConfig(model=replace(LLAMA, mtp_num_layers=1)))
+
+
+def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:
+    def run(depths: int | None, factor: float) -> RunConfig:
+        return RunConfig(model=replace(GPT, mtp_num_layers=depths, mtp_loss_scaling_factor=factor))
+
+    assert changed_fields(run(1, 0.3), run(1, 0.1), ("model",)) == []
+    assert changed_fields(run(None, 0.3), run(0, 0.1), ("model",)) == []
+    assert changed_fields(run(1, 0.3), run(2, 0.3), ("model",)) == [
+        "--mtp-num-layers 1 in the checkpoint, 2 in the run"
+    ]
 
 
 def test_depths_count_from_none() -> None:

@@ -79,9 +79,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
     """Raises ValueError for a model of ours that Megatron-LM has not."""
     model = config.model
     if model.mtp_depths:
-        raise ValueError(
-            f"--to megatron: multi-token prediction (--mtp-num-layers {model.mtp_depths}) is not converted"
-        )
+        flag = f"--mtp-num-layers {model.mtp_depths}"
+        raise ValueError(f"--to megatron: modules of multi-token prediction ({flag}) cannot be converted; use --to hf")
     problems = {
         "--embed-layernorm": model.embed_layernorm,
         "--attention-chunk-size": model.attention_chunk_size,
