@@ -31,7 +31,7 @@ INTERLEAVED = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline
 SP = "--tp 2 --sequence-parallel"
 
 MODELS = {
-    "dense": "--num-layers 5 --mtp-num-layers 1",
+    "dense": "--num-layers 6 --mtp-num-layers 1",
     "experts": "--num-layers 5 --moe-layer-freq ([0]+[1]*4) --num-experts 8 --moe-router-topk 2 --disable-bias-linear "
     "--moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 --swiglu --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --untie-embeddings-and-output-weights",
