@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.core.dist_checkpointing.integrity import SummedFile
 from megatron.core.models.hf.safetensors_file import FileTensor, SafetensorsWriter
 from megatron.training.conversion import check
 from megatron.training.conversion.check import compare_logits
@@ -304,9 +305,29 @@ def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "mine/file").write_text("")
     assert "holds no model" in refused(capsys, "--input", llama, "--output", tmp_path / "mine", "--force")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    file = llama / "config.json"
+    for bad, why in ((file / "x", f"{file} is a file, not a folder"), (tmp_path / ("x" * 300), "file name too long")):
+        said = refused(capsys, "--input", llama, "--output", bad)
+        assert why in said and "choose another folder" in said and "Errno" not in said
     convert("--input", llama, "--output", out)
     convert("--input", llama, "--output", out, "--to", "hf", "--force")
     assert_same_weights(llama, out)
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    to: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummedFile, "write", full)
+    monkeypatch.setattr(SafetensorsWriter, "_write", full)
+    said = refused(capsys, "--input", llama, "--output", tmp_path / "out", "--to", to)
+    assert (
+        said == f"error: --output {tmp_path / 'out'} cannot be written: no space left on device; nothing of it was kept"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_check_without_transformers_is_refused_before_anything_is_written(
@@ -331,7 +352,7 @@ def test_a_problem_of_one_of_several_workers_is_one_line(
     monkeypatch.setattr(FileTensor, "_read", fails)
     for target in ("hf", "dcp"):
         words = ("--input", llama, "--output", tmp_path / "out", "--to", target, "--workers", "2")
-        assert "Input/output error" in refused(capsys, *words)
+        assert "input/output error" in refused(capsys, *words)
         assert list(tmp_path.iterdir()) == []
 
 

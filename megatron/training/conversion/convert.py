@@ -60,15 +60,28 @@ class Conversion:
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
         """Converts with this many processes. `show` is called with the bytes written so far.
 
-        Raises ValueError, OSError or CheckpointError; the output folder is then as it was.
+        Raises ValueError or CheckpointError; the output folder is then as it was.
         """
-        with new_folder(self.output, self.force) as folder:
-            self.source.check_data()
-            if workers == 1:
-                self.target.write(folder, Axis(), _Counter(show))
-            else:
-                self._write_together(folder, workers, show)
-            self.target.finish(folder)
+        try:
+            with new_folder(self.output, self.force) as folder:
+                self.source.check_data()
+                if workers == 1:
+                    self.target.write(folder, Axis(), _Counter(show))
+                else:
+                    self._write_together(folder, workers, show)
+                self.target.finish(folder)
+        except (OSError, CheckpointError) as error:
+            raise ValueError(self._failure(error)) from error
+
+    def _failure(self, error: Exception) -> str:
+        """One line for a file that cannot be written or read: a full disk, a faulty one, missing rights."""
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or cause.strerror is None:
+            return str(error)
+        path = Path(cause.filename) if isinstance(cause.filename, str) else None
+        if path is not None and self.output.absolute().parent not in path.absolute().parents:
+            return f"{path}: {cause.strerror.lower()}"
+        return f"--output {self.output} cannot be written: {cause.strerror.lower()}; nothing of it was kept"
 
     def _write_together(self, folder: Path, workers: int, show: Callable[[int], None]) -> None:
         total = mp.get_context("fork").Value("q", 0)
@@ -91,8 +104,10 @@ class Conversion:
 
         try:
             self.target.write(folder, world, written)
-        except (ValueError, OSError, CheckpointError) as error:
+        except ValueError as error:
             return str(error)
+        except (OSError, CheckpointError) as error:
+            return self._failure(error)
         return None
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.hf.config import choose_family, config_from_hf, config_to_hf
 from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, is_hf_folder, tokenizer_files
 from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
-from megatron.core.models.hf.weights import HFWeights, placements
+from megatron.core.models.hf.weights import HFWeights, Placement, placements
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.huggingface import tokenizer_file
@@ -117,16 +119,18 @@ class HFTarget(Target):
 
     def _write_shard(self, path: Path, specs: dict[str, TensorSpec], written: Written) -> None:
         with SafetensorsWriter(path, specs) as writer:
-            for placement in self.placements:
-                if specs.keys().isdisjoint(placement.theirs):
-                    continue
-                parameter = self.source.read(placement.meta.name, self.options.dtype)
-                tensors = placement.layout.theirs(self.model, parameter)
-                del parameter
+            wanted = [each for each in self.placements if not specs.keys().isdisjoint(each.theirs)]
+            sizes = [sum(specs[name].nbytes for name in each.theirs if name in specs) for each in wanted]
+            jobs = [(size, partial(self._converted, each)) for size, each in zip(sizes, wanted, strict=True)]
+            for placement, tensors in zip(wanted, made_ahead(jobs), strict=True):
                 for name, tensor in zip(placement.theirs, tensors, strict=True):
                     if name in specs:
                         writer.add(name, tensor)
                         written(specs[name].nbytes)
+
+    def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
+        parameter = self.source.read(placement.meta.name, self.options.dtype)
+        return placement.layout.theirs(self.model, parameter)
 
     def finish(self, folder: Path) -> None:
         write_json(folder / CONFIG, self.config)

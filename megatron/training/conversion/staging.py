@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.fsync import sync_folder
 from megatron.core.models.hf.files import CONFIG
+from megatron.training.config.output_paths import why_unwritable
 
 
 @contextmanager
@@ -39,8 +40,17 @@ def new_folder(final: Path, force: bool = False) -> Iterator[Path]:
 
 
 def refuse(final: Path, force: bool) -> None:
-    """Raises ValueError if `final` must not be written. `force` allows to replace a model folder, and nothing else."""
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+    """Raises ValueError if `final` must not or cannot be written. `force` allows to replace a model folder, and nothing
+    else."""
+    try:
+        vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))
+        why = why_unwritable(final.absolute().parent)
+    except OSError as error:
+        shown = final if len(str(final)) <= 80 else f"{str(final)[:77]}..."
+        raise ValueError(f"--output {shown}: {str(error.strerror).lower()}; choose another folder") from None
+    if why:
+        raise ValueError(f"--output {final}: {why}; choose another folder")
+    if vacant:
         return
     if not force:
         raise ValueError(f"--output {final} exists already; choose another folder, or replace it with --force")
