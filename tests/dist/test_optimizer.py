@@ -100,10 +100,11 @@ def test_bf16_has_fp32_main_parameters(distributed):
         assert all(torch.equal(a, b) for a, b in zip(ranks[0], other, strict=True))
 
 
-def overflow_run(rank, world, dims, distributed, bad_rank, name):
+def overflow_run(rank, world, dims, distributed, bad_rank, name, kind):
     """fp16: the third of four steps has an infinite gradient on one rank."""
     state = build_parallel_state(dims, rank)
-    ddp, optimizer = build(state, distributed, dtype="fp16", initial_loss_scale=64.0, hysteresis=1, loss_scale_window=2)
+    scaler = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 2}
+    ddp, optimizer = build(state, distributed, dtype="fp16", optimizer=kind, **scaler)
     seen = []
     for step in range(4):
         seed = optimizer.loss_scale / 16
@@ -125,14 +126,14 @@ def overflow_run(rank, world, dims, distributed, bad_rank, name):
     return seen, optimizer.loss_scale, optimizer.step_count
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
+@pytest.mark.parametrize(("distributed", "kind"), [(True, "adam"), (False, "adam"), (True, "muon"), (False, "muon")])
 @pytest.mark.parametrize(
     ("bad_rank", "name"),
     [(3, "decoder.layers.0.mlp.linear_fc2.weight"), (1, "decoder.layers.1.mlp.linear_fc2.bias")],
     ids=["shard", "replica that no norm counts"],
 )
-def test_overflow_on_one_rank_skips_the_step_on_all(distributed, bad_rank, name):
-    ranks = run_world(4, overflow_run, ParallelDims(tp=2, dp=2), distributed, bad_rank, name)
+def test_overflow_on_one_rank_skips_the_step_on_all(distributed, kind, bad_rank, name):
+    ranks = run_world(4, overflow_run, ParallelDims(tp=2, dp=2), distributed, bad_rank, name, kind)
     expected = [(False, 64.0, True), (False, 64.0, True), (True, 128.0, False), (False, 64.0, True)]
     for seen, scale, updates in ranks:
         assert [s[:2] for s in seen] == [e[:2] for e in expected]
