@@ -24,7 +24,7 @@ class GoldfishConfig:
     """Tokens that the hash is of."""
 
 
-@LOSSES.register("goldfish")
+@LOSSES.register("goldfish", multi_token=True)
 class GoldfishLoss(CrossEntropy):
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:

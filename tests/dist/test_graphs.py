@@ -72,6 +72,7 @@ def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Te
         (1, "--bf16 --recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"),
         (1, "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"),
         (1, "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
+        (1, "--fp32 --mtp-num-layers 2"),
         (2, "--fp32 --dp 2 --window-size 6"),
     ],
 )

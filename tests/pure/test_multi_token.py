@@ -13,9 +13,11 @@ from torch import Tensor
 from megatron.core.batch import FUTURE, Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.loss import CrossEntropy
 from megatron.core.models.hf.config import config_to_hf
 from megatron.core.models.hf.weights import placements
 from megatron.core.parallel_state import Axis
+from megatron.core.parts import LOSSES
 from megatron.core.pipeline_parallel.layout import multi_token_cost
 from megatron.planner.flops import model_flops
 from megatron.training.checkpointing import changed_fields
@@ -172,6 +174,12 @@ def test_rules() -> None:
         "--mtp-num-layers 8: must be below --seq-length 8: beyond it no token of a sample has a label at the last "
         "depth; nearest: 7"
     ]
+    fp8 = "--mtp-num-layers 1 --bf16 --fp8-format e4m3 --hidden-size 48 --num-attention-heads 4 --kv-channels 16 --tp 2"
+    config = resolve(parse_args(f"{FLAGS} --seq-length 16 --ffn-hidden-size 64 --train-iters 2 --cpu {fp8}".split()), 2)
+    assert [str(problem) for problem in validate(config, 2)] == [
+        "--hidden-size 48: must be a multiple of 16 * --tensor-model-parallel-size 2 under --fp8-format with "
+        "--mtp-num-layers; nearest: 32 or 64"
+    ]
     assert "--mtp-num-layers -1: must not be negative" in problems("--mtp-num-layers -1")[0]
     assert (
         "--mtp-loss-scaling-factor -0.1: must not be negative"
@@ -210,6 +218,17 @@ def test_a_resumed_run_may_change_the_factor_and_not_the_depths() -> None:
     assert changed_fields(run(None, 0.3), run(0, 0.1), ("model",)) == []
     assert changed_fields(run(1, 0.3), run(2, 0.3), ("model",)) == [
         "--mtp-num-layers 1 in the checkpoint, 2 in the run"
+    ]
+
+
+def test_a_loss_that_may_need_more_than_logits_and_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
+    LOSSES.register("pairs", CrossEntropy)
+    LOSSES.register("shifted", CrossEntropy, multi_token=True)
+    assert problems("--mtp-num-layers 1 --loss-func shifted") == []
+    assert problems("--mtp-num-layers 1 --loss-func pairs") == [
+        "--mtp-num-layers 1: needs a loss that takes labels of later tokens, and --loss-func pairs is not known to; "
+        "remove --mtp-num-layers, or register the loss with multi_token=True if logits and label are all it needs"
     ]
 
 

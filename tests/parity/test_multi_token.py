@@ -1,0 +1,65 @@
+"""Multi-token prediction in samples of several documents, and its logged losses, at layouts as in one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.testing.local_run import local_run
+from megatron.testing.snapshot import Snapshot, first_difference
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from megatron.training.metrics.interval import Interval
+from megatron.training.training import train_step
+from tests.harness import run_world, train_in_world
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 12 --lr 1e-2 --fp64 --cpu "
+    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
+    "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 "
+)
+PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss "
+LAYOUTS = ["--cp 2", "--cp 2 --cp-comm-type a2a --recompute-granularity full", "--pp 2 --micro-batch-size 2"]
+
+
+@lru_cache
+def one_process(flags: str) -> Snapshot:
+    return train_in_world(1, (MODEL + flags).split())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_are_cut_as_one_process_sees_them(layout: str) -> None:
+    snapshot = train_in_world(2, (MODEL + PACKED + layout).split())
+    assert not snapshot.replica_errors
+    assert first_difference(one_process(PACKED), snapshot, tolerance=1e-9) is None
+
+
+def test_documents_matter() -> None:
+    assert first_difference(one_process(PACKED), one_process(""), tolerance=1e-3) is not None
+
+
+def logged(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """The losses of the second of two steps, as they are logged."""
+    config = resolve(parse_args((MODEL + flags).split()), world_size)
+    with local_run(config, rank, world_size) as run:
+        losses, interval = run.forward_backward.multi_token, Interval()
+        train_step(run, Interval())
+        losses.take()
+        train_step(run, interval)
+        taken = torch.cat((losses.take(), interval.losses[0]))
+        if world_size > 1:
+            dist.all_reduce(taken)
+        total, tokens = taken[-2:].tolist()
+        return losses.record(taken[:-2]) | {"lm_loss": total / tokens}
+
+
+def test_every_layout_logs_the_same_losses() -> None:
+    (expected,) = run_world(1, logged, PACKED)
+    assert len({round(loss, 6) for loss in expected.values()}) == 3
+    for world_size, layout in ((2, "--tp 2 --sequence-parallel"), (4, "--pp 2 --cp 2"), (2, "--dp 2")):
+        for found in run_world(world_size, logged, PACKED + layout):
+            assert found == pytest.approx(expected, rel=1e-12)
