@@ -23,7 +23,11 @@ MODEL = (
     "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 "
 )
 PACKED = "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss "
-LAYOUTS = ["--cp 2", "--cp 2 --cp-comm-type a2a --recompute-granularity full", "--pp 2 --micro-batch-size 2"]
+LAYOUTS = [
+    "--cp 2",
+    "--cp 2 --cp-comm-type a2a --recompute-granularity full",
+    "--pp 2 --micro-batch-size 2 --pipeline-model-parallel-layout E|tt||mmL",
+]
 
 
 @lru_cache
