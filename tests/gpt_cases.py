@@ -56,6 +56,14 @@ STYLES = {
         LLAMA, window_size=5, window_attn_skip_freq="2", window_rotary_base=500.0, use_rope_scaling=True
     ),
     "chunks-in-some": replace(LLAMA, attention_chunk_size=6, window_attn_skip_freq="2", no_rope_freq="2"),
+    "olmo2": replace(LLAMA, norm_placement="output", qk_layernorm=True, qk_layernorm_scope="all"),
+    "sandwich": replace(
+        GPT, norm_placement="sandwich", attention_output_gate=True, final_logit_softcapping=2.0, softmax_scale=0.4
+    ),
+    "pythia": replace(GPT, parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5),
+    "granite": replace(
+        LLAMA, embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=4.0, attention_output_gate=True
+    ),
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
     ),

@@ -69,9 +69,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 5}),
     "gemma": ("gemma", {**SIZES, "head_dim": 16}),
     "gemma-exact-gelu": ("gemma", {**SIZES, "head_dim": 8, "hidden_act": "gelu", "num_key_value_heads": 4}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            **SIZES,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("olmo2", {**SIZES, "rms_norm_eps": 1e-3}),
+    "olmo3": (
+        "olmo3",
+        {**SIZES, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmoe": ("olmoe", {**SIZES, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normalized": ("olmoe", {**SIZES, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "starcoder2": ("starcoder2", {**SIZES, "sliding_window": 5, "norm_epsilon": 1e-3}),
     "starcoder2-untied": ("starcoder2", {**SIZES, "sliding_window": None, "tie_word_embeddings": False}),
     "gpt-neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"}),
+    "pythia": ("gpt_neox", {**NEOX, "use_parallel_residual": True}),
     "gpt-neox-quarter": ("gpt_neox", {**NEOX, "hidden_size": 64}),
     "qwen3-moe": (
         "qwen3_moe",

@@ -49,6 +49,13 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "bloom": "--position-embedding-type alibi --embed-layernorm",
         "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
     },
+    "block": {
+        "plain": "",
+        "output norms": "--norm-placement output --logits-scaling 3 --embedding-multiplier 2",
+        "sandwich": "--norm-placement sandwich --attention-output-gate --final-logit-softcapping 2",
+        "parallel": "--parallel-residual --residual-multiplier 0.7 --softmax-scale 0.3",
+        "wide norms": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope all",
+    },
     "layers": {
         "alike": "",
         "windows": "--window-size 5 --window-attn-skip-freq 3",

@@ -41,6 +41,7 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
+from megatron.core.transformer import norm
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
 Patch = tuple[Any, str, Any]
@@ -267,6 +268,17 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
             Combination.of(world="2", cp="2gather", layers="chunks"),
             Combination.of(world="2", cp="2ring", layers="chunks"),
         ],
+    ),
+    "sum of squares of a rank's own heads": (
+        [(norm, "reduce_from", lambda x, axis: x)],
+        [
+            Combination.of(world="2", tp="2", block="wide norms"),
+            Combination.of(world="2", tp="2sp", block="wide norms"),
+        ],
+    ),
+    "gradient of the sum of squares from a rank's own heads": (
+        [(norm, "copy_to", lambda x, axis: x)],
+        [Combination.of(world="2", tp="2", block="wide norms")],
     ),
     "weight gradients left in the queue": (
         [(weight_grad.WeightGradQueue, "run", lambda self, key: self._jobs.pop(key))],

@@ -5,8 +5,6 @@ Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; the heads of a gr
 
 from __future__ import annotations
 
-from math import sqrt
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,7 +59,7 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
         super().__init__()
-        self.scale, self.span, self.cp = 1 / sqrt(config.head_dim), config.layer(ctx.layer).span, ctx.cp
+        self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, key
         self.fused = FusedAttention(self.scale)

@@ -108,6 +108,13 @@ class TransformerConfig(MoEConfig, Section):
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS)
     """Normalization before attention, before the MLP, and after the last layer."""
 
+    norm_placement: str = flag("pre", choices=("pre", "output", "sandwich"))
+    """Norms of each sublayer: of its input (pre), of its output before it is added to the residual stream (output, as
+    OLMo 2 has it), or of both (sandwich, as Gemma 3 has it)."""
+
+    parallel_residual: bool = False
+    """Attention and MLP of a layer read the same input and their outputs are added to it together (GPT-NeoX)."""
+
     apply_layernorm_1p: bool = False
     """Multiply by 1 + weight in norms, whose weights start at 0."""
 
@@ -150,7 +157,30 @@ class TransformerConfig(MoEConfig, Section):
     """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
 
     qk_layernorm: bool = False
-    """Normalize each query and key head before the rotary embedding."""
+    """Normalize queries and keys before the rotary embedding."""
+
+    qk_layernorm_scope: str = flag("head", choices=("head", "all"))
+    """What one norm of --qk-layernorm covers: the channels of a head, with a weight that all heads share, or those of
+    all heads (OLMo 2)."""
+
+    softmax_scale: float | None = None
+    """Factor of attention scores; default 1 / sqrt(head width)."""
+
+    attention_output_gate: bool = False
+    """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
+    each channel (Qwen3-Next)."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of word embeddings (Granite)."""
+
+    residual_multiplier: float = 1.0
+    """Factor of each sublayer's output as it is added to the residual stream (Granite)."""
+
+    logits_scaling: float = 1.0
+    """Divisor of the output logits (Granite)."""
+
+    final_logit_softcapping: float | None = None
+    """Cap c of the output logits z, which become c tanh(z / c) (Gemma 2); default: none."""
 
     add_bias_linear: bool = flag(True, name="--disable-bias-linear")
     """No bias in the linear layers."""
@@ -307,6 +337,21 @@ class TransformerConfig(MoEConfig, Section):
     def mtp_depths(self) -> int:
         """Depths of multi-token prediction; 0 without it."""
         return self.mtp_num_layers or 0
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether a norm precedes each sublayer."""
+        return self.norm_placement != "output"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether a norm follows each sublayer."""
+        return self.norm_placement != "pre"
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.softmax_scale if self.softmax_scale is not None else 1 / sqrt(self.head_dim)
 
     @property
     def alibi(self) -> bool:

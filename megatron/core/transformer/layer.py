@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One transformer layer."""
 
 from __future__ import annotations
 
@@ -33,26 +33,45 @@ class HiddenDropout(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then the same with the MLP, or with experts in its place."""
+    """Two sublayers, attention and an MLP or experts, each of which adds dropout(norm(f(norm(x)))) to the residual
+    stream x. `--norm-placement` says which of the norms there are."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        size, p = config.hidden_size, config.hidden_dropout
-        self.input_layernorm = build_norm(f"{name}.input_layernorm", size, config, ctx)
+        p = config.hidden_dropout
+
+        def norm(of: str, present: bool) -> nn.Module:
+            return build_norm(f"{name}.{of}", config.hidden_size, config, ctx) if present else nn.Identity()
+
+        self.input_layernorm = norm("input_layernorm", config.norms_inputs)
         self.self_attention = ATTENTIONS[config.attention_module](f"{name}.self_attention", config, ctx)
+        self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
-        self.pre_mlp_layernorm = build_norm(f"{name}.pre_mlp_layernorm", size, config, ctx)
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_inputs)
         mlp = MoELayer if config.layer(ctx.layer).experts else MLPS[config.mlp_module]
         self.mlp = mlp(f"{name}.mlp", config, ctx)
+        self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
-        self.recompute_norms = config.recomputes("layernorm")
+        self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
+        self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        x = x + self.attention_dropout(self._normed(self.input_layernorm, x, self.self_attention, context), context)
-        return x + self.mlp_dropout(self._normed(self.pre_mlp_layernorm, x, self.mlp, context), context)
+        attended = x + self._attention(x, context)
+        return attended + self._mlp(x if self.parallel else attended, context)
 
-    def _normed(self, norm: nn.Module, x: Tensor, sublayer: nn.Module, context: BatchContext) -> Tensor:
+    def _attention(self, x: Tensor, context: BatchContext) -> Tensor:
+        y = self._of_normed(self.input_layernorm, x, self.self_attention, context)
+        return self._scaled(self.attention_dropout(self.post_attention_layernorm(y), context))
+
+    def _mlp(self, x: Tensor, context: BatchContext) -> Tensor:
+        y = self._of_normed(self.pre_mlp_layernorm, x, self.mlp, context)
+        return self._scaled(self.mlp_dropout(self.post_mlp_layernorm(y), context))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.multiplier == 1 else x * self.multiplier
+
+    def _of_normed(self, norm: nn.Module, x: Tensor, sublayer: nn.Module, context: BatchContext) -> Tensor:
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)
         return sublayer(norm(x), context)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
-from megatron.core.transformer.parameters import norm_metas
+from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, norm_metas, wide_norm_meta
 
 
 class LayerNorm(nn.Module):
@@ -45,6 +47,40 @@ class RMSNorm(LayerNorm):
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         wide, weight = _one_plus(x, self.weight)
         return F.rms_norm(wide, self.shape, weight, self.eps).to(x.dtype)
+
+
+class WideRMSNorm(nn.Module):
+    """RMSNorm over the channels of all `heads`, of which tensor parallelism leaves a rank some; in fp32 for 16 bits."""
+
+    def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.size, self.eps, self.tp = heads * config.head_dim, config.norm_epsilon, ctx.tp
+        self.one_plus = config.apply_layernorm_1p
+        self.weight = make_parameter(wide_norm_meta(name, heads, config), ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, heads/tp, d]"""
+        wide = x.float() if x.itemsize == 2 else x
+        squares = wide.square().sum((-1, -2), keepdim=True)
+        # The sum of all ranks enters each rank's own computation, so its gradient is a sum over ranks too.
+        squares = copy_to(reduce_from(squares, self.tp), self.tp)
+        weight = self.weight.to(wide.dtype).view(x.shape[-2:])
+        weight = weight + 1 if self.one_plus else weight
+        return (wide * torch.rsqrt(squares / self.size + self.eps) * weight).to(x.dtype)
+
+
+def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
+    """Norms of queries and keys [s, b, heads/tp, d]; identities without --qk-layernorm."""
+    if not config.qk_layernorm:
+        return nn.Identity(), nn.Identity()
+    queries, keys = (f"{name}.{norm}" for norm in HEAD_NORMS)
+    if config.qk_layernorm_scope == "all":
+        counts = config.num_attention_heads, config.query_groups
+        return WideRMSNorm(queries, counts[0], config, ctx), WideRMSNorm(keys, counts[1], config, ctx)
+    return (
+        build_norm(queries, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),
+        build_norm(keys, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),
+    )
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,20 @@ HEAD_NORM_PARTIAL_OVER = ("tp",)
 """One weight for all heads. A rank has some of them: its gradient is partial, sequence parallel or not."""
 
 
+def query_key_norm_metas(name: str, config: TransformerConfig, *, bias: bool) -> list[ParamMeta]:
+    """The norms of queries and keys in the attention of this name."""
+    if not config.qk_layernorm:
+        return []
+    if config.qk_layernorm_scope == "head":
+        return [
+            meta
+            for norm in HEAD_NORMS
+            for meta in norm_metas(f"{name}.{norm}", config.head_dim, HEAD_NORM_PARTIAL_OVER, config, bias=bias)
+        ]
+    counts = config.num_attention_heads, config.query_groups
+    return [wide_norm_meta(f"{name}.{norm}", heads, config) for norm, heads in zip(HEAD_NORMS, counts, strict=True)]
+
+
 def norm_metas(
     name: str, size: int, partial_over: tuple[str, ...], config: TransformerConfig, *, bias: bool
 ) -> list[ParamMeta]:
@@ -24,10 +38,23 @@ def norm_metas(
     return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
 
 
+def head_counts(config: TransformerConfig) -> tuple[int, int, int, int]:
+    """Heads of a query group: queries, gates of their outputs, keys, values."""
+    queries = config.queries_per_group
+    return queries, queries if config.attention_output_gate else 0, 1, 1
+
+
+def wide_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
+    """The weight of an RMSNorm over the channels of all heads, which are sharded."""
+    init = Init("zeros" if config.apply_layernorm_1p else "ones")
+    return ParamMeta(f"{name}.weight", (heads * config.head_dim,), {"tp": 0}, init)
+
+
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-    """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, then its key, then its value."""
+    """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, the gates of their outputs if there
+    are any, then its key, then its value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
-    out_dims = (config.query_groups, config.queries_per_group + 2, config.head_dim)
+    out_dims = (config.query_groups, sum(head_counts(config)), config.head_dim)
     fused = Fused("qkv", 1, (config.queries_per_group, 1, 1))
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
@@ -11,8 +12,8 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, attention_linears
+from megatron.core.transformer.norm import build_query_key_norms
+from megatron.core.transformer.parameters import attention_linears, head_counts
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 
@@ -20,20 +21,16 @@ from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_que
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core, projection back.
 
-    linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value.
+    linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
+    --attention-output-gate the gates follow the query heads.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.queries_per_group = ctx.layer, config.head_dim, config.queries_per_group
+        self.layer, self.head_dim, self.head_counts = ctx.layer, config.head_dim, head_counts(config)
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
-        self.q_layernorm, self.k_layernorm = (
-            build_norm(f"{name}.{norm}", config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER)
-            if config.qk_layernorm
-            else nn.Identity()
-            for norm in HEAD_NORMS
-        )
+        self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
         self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
         rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
         self.rotate = region(rotate, ctx.compiled)
@@ -41,11 +38,12 @@ class SelfAttention(nn.Module):
         self.rotation = config.layer(ctx.layer).rotation
         # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
         self.own_values = self.rotation is not None and not config.qk_layernorm
+        self.gated = region(gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
-        q, k, v = self._project(x)
+        q, gate, k, v = self._project(x)
         if self.rotation is not None:
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
             v = v.contiguous() if self.own_values else v
@@ -55,10 +53,15 @@ class SelfAttention(nn.Module):
             out = recomputed(self.core, q, k, v, context)
         else:
             out = self.core(q, k, v, context)
-        return self.linear_proj(out)
+        return self.linear_proj(out if gate is None else self.gated(out, gate))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x -> q [s, b, heads/tp, d], k and v [s, b, groups/tp, d]"""
-        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
-        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=-2)
-        return self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3)), v.squeeze(3)
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """x -> q [s, b, heads/tp, d], gates of the output [s, b, heads/tp * d] or None, k and v [s, b, groups/tp, d]"""
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
+        q, gate, k, v = qkv.split(self.head_counts, dim=-2)
+        gate = gate.flatten(2) if gate.shape[-2] else None
+        return self.q_layernorm(q.flatten(2, 3)), gate, self.k_layernorm(k.squeeze(3)), v.squeeze(3)
+
+
+def gated_output(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)

@@ -56,7 +56,8 @@ class Embedding(nn.Module):
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(word_embedding_meta(config, tied_stages), ctx)
-        self.scale = rounded(sqrt(config.hidden_size), ctx.dtype) if config.scale_word_embeddings else 1.0
+        root = rounded(sqrt(config.hidden_size), ctx.dtype) if config.scale_word_embeddings else 1.0
+        self.scale = root * config.embedding_multiplier
         self.layernorm = (
             build_norm(EMBEDDING_NORM, config.hidden_size, config, ctx) if config.embed_layernorm else nn.Identity()
         )

@@ -15,13 +15,14 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.embedding import Embedding
+from megatron.core.models.gpt.head import Head
 from megatron.core.models.gpt.loss import masked_sum
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding, output_meta
+from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
-from megatron.core.tensor_parallel.layers import ExpertAxes, OutputLayer, TPContext
+from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.block import TransformerBlock
 
@@ -79,9 +80,7 @@ class GPTModel(nn.Module):
         known = self.embedding or embedding
         tied_weight = known.word_embeddings.weight if config.tied_embeddings and known is not None else None
         self.decoder = TransformerBlock(config, ctx, layers, final_norm=last)
-        self.output_layer = (
-            OutputLayer(output_meta(config, tied_stages), ctx, tied_weight=tied_weight) if last else None
-        )
+        self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]

@@ -14,13 +14,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, router_meta, router_states
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
-from megatron.core.transformer.parameters import (
-    HEAD_NORM_PARTIAL_OVER,
-    HEAD_NORMS,
-    attention_linears,
-    mlp_linears,
-    norm_metas,
-)
+from megatron.core.transformer.parameters import attention_linears, mlp_linears, norm_metas, query_key_norm_metas
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -146,21 +140,30 @@ def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[s
 def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters, under `name`, of a layer of the kind of layer `number`."""
     partial_over = sequence_partial(sequence_parallel)
-    yield from _norm(f"{name}.input_layernorm", config.hidden_size, config, partial_over)
+
+    def norm(of: str, present: bool) -> list[ParamMeta]:
+        return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
+
+    yield from norm("input_layernorm", config.norms_inputs)
     qkv, proj = attention_linears(f"{name}.self_attention", config)
     yield from qkv.metas()
-    for norm in HEAD_NORMS if config.qk_layernorm else ():
-        yield from _norm(f"{name}.self_attention.{norm}", config.head_dim, config, HEAD_NORM_PARTIAL_OVER)
+    yield from query_key_norm_metas(f"{name}.self_attention", config, bias=config.normalization == "LayerNorm")
     yield from proj.metas(sequence_parallel)
-    yield from _norm(f"{name}.pre_mlp_layernorm", config.hidden_size, config, partial_over)
+    yield from norm("post_attention_layernorm", config.norms_outputs)
+    yield from norm("pre_mlp_layernorm", config.norms_inputs)
+    yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
+    yield from norm("post_mlp_layernorm", config.norms_outputs)
+
+
+def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     if not config.layer(number).experts:
-        yield from _mlp(f"{name}.mlp", config, config.ffn_size, sequence_parallel)
+        yield from _mlp(name, config, config.ffn_size, sequence_parallel)
         return
-    yield router_meta(f"{name}.mlp.router", config, sequence_parallel)
-    yield from expert_metas(f"{name}.mlp.experts", config)
+    yield router_meta(f"{name}.router", config, sequence_parallel)
+    yield from expert_metas(f"{name}.experts", config)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
-        yield from _mlp(f"{name}.mlp.shared_experts", config, shared, sequence_parallel)
+        yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:

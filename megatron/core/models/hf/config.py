@@ -112,6 +112,7 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
+    fields |= {ours: hf[key] ** -0.5 for key, ours in family.inverse_roots.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
     fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
@@ -119,19 +120,29 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["num_query_groups"] = None
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
     if fields["position_embedding_type"] == "rope":
-        fields |= _rotary_from_hf(hf)
+        fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = _no_rope_from_hf(hf)
     return TransformerConfig(**_window_from_hf(hf) | fields)
 
 
-def _rotary_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files."""
+def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
+    have them for each kind of layer."""
     merged = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    local_base = hf.get("rope_local_base_freq")
+    if "full_attention" in merged:
+        if "rope_local_base_freq" not in family.defaults:
+            raise ValueError("config.json: rope_parameters by kind of layer are not supported")
+        local, merged = merged[LOCAL], merged["full_attention"]
+        if local.get("rope_type", "default") != "default" and local != merged:
+            raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+        local_base = None if local == merged else float(local["rope_theta"])
     kind = merged.get("rope_type", merged.get("type", "default"))
     fields: dict[str, Any] = {
         "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
         "rotary_percent": float(merged.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))),
+        "window_rotary_base": local_base,
     }
     if kind == "llama3":
         fields["use_rope_scaling"] = True
@@ -195,6 +206,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: _value_in_hf(family, key, getattr(stated, ours)) for key, ours in family.keys.items()}
     hf["tie_word_embeddings"] = config.tied_embeddings
     hf |= {key: hf[other] for key, other in family.equal.items()}
+    square = round(config.attention_scale**-2, 9)
+    hf |= {key: int(square) if square.is_integer() else square for key in family.inverse_roots}
     if family.fixed["position_embedding_type"] == "rope":
         hf |= {family.spelling.get(key, key): value for key, value in _rotary_to_hf(config, family).items()}
     if "window_size" not in family.fixed:
@@ -246,7 +259,11 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["rope_scaling"]["rope_type"] = "llama3"
     elif config.rotary_seq_len_interpolation_factor:
         hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
-    return hf
+    if "rope_local_base_freq" not in family.defaults:
+        return hf
+    full = {"rope_type": "default", **hf.pop("rope_scaling", {}), "rope_theta": config.rotary_base}
+    local = {"rope_type": "default", "rope_theta": config.window_rotary_base}
+    return hf | {"rope_parameters": {"full_attention": full, LOCAL: full if local["rope_theta"] is None else local}}
 
 
 def _stated(config: TransformerConfig) -> dict[str, Any]:
@@ -255,6 +272,7 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "activation_func": config.activation,
         "ffn_hidden_size": config.ffn_size,
         "kv_channels": config.head_dim,
+        "softmax_scale": config.attention_scale,
         "num_query_groups": config.query_groups,
         "group_query_attention": True,
         "max_position_embeddings": config.max_positions,
@@ -281,4 +299,6 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
+    idle += ["window_rotary_base"] if not any(config.local_pattern) else []
+    idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
     return {name: value for name, value in fields.items() if name not in idle}

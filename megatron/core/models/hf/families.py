@@ -54,19 +54,35 @@ _HF_LAYER = "model.layers.{i}"
 _HEADS = " ".join(f"{_HF_LAYER}.self_attn.{x}_proj" for x in "qkv")
 _GATED = f"{_HF_LAYER}.mlp.gate_proj {_HF_LAYER}.mlp.up_proj"
 
-LLAMA_RULES = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "VocabularyRows"),
-    Rule(f"{OUR_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",)),
-    *_linear("self_attention.linear_qkv", _HEADS, "QueryGroups"),
-    Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.self_attn.q_norm.weight",)),
-    Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.self_attn.k_norm.weight",)),
-    *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", "Same"),
-    Rule(f"{OUR_LAYER}.pre_mlp_layernorm.weight", (f"{_HF_LAYER}.post_attention_layernorm.weight",)),
-    *_linear("mlp.linear_fc1", _GATED, "Stacked"),
-    *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", "Same"),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
-)
+PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+SANDWICH_NORMS = {
+    **OUTPUT_NORMS,
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+}
+
+
+def _decoder(norms: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules of Llama and what is like it; `norms` are our norms of a layer and theirs."""
+    return (
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "VocabularyRows"),
+        *(Rule(f"{OUR_LAYER}.{ours}.weight", (f"{_HF_LAYER}.{theirs}.weight",)) for ours, theirs in norms.items()),
+        *_linear("self_attention.linear_qkv", _HEADS, "QueryGroups"),
+        Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.self_attn.q_norm.weight",)),
+        Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.self_attn.k_norm.weight",)),
+        *_linear("self_attention.linear_proj", f"{_HF_LAYER}.self_attn.o_proj", "Same"),
+        *_linear("mlp.linear_fc1", _GATED, "Stacked"),
+        *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", "Same"),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        Rule("output_layer.weight", ("lm_head.weight",), "VocabularyRows"),
+    )
+
+
+LLAMA_RULES = _decoder(PRE_NORMS)
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -155,6 +171,9 @@ class Family:
     equal: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key whose value it must have, where it is given."""
 
+    inverse_roots: Mapping[str, str] = field(default_factory=dict)
+    """Key of config.json -> field of TransformerConfig that is 1 / sqrt of its value."""
+
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Key of config.json -> its values, the only ones that we support -> those of our field. Of several with the same
     meaning we write the first one."""
@@ -179,7 +198,11 @@ def missing_feature(model_type: object) -> str | None:
 
 def _family(model_type: str, rules: tuple[Rule, ...]) -> Family:
     """A family of families.json with the rules of its weights."""
-    return Family(model_type=model_type, rules=rules, **_table(model_type))
+    table = _table(model_type)
+    booleans = {"true": True, "false": False}  # JSON has texts only as keys
+    for key, values in table.get("values", {}).items():
+        table["values"][key] = {booleans.get(theirs, theirs): ours for theirs, ours in values.items()}
+    return Family(model_type=model_type, rules=rules, **table)
 
 
 GPT2 = _family("gpt2", GPT2_RULES)
@@ -191,6 +214,11 @@ SMOLLM3 = _family("smollm3", LLAMA_RULES)
 MIXTRAL = _family("mixtral", _experts("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3_MOE = _family("qwen3_moe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
 GEMMA = _family("gemma", LLAMA_RULES)
+GEMMA3 = _family("gemma3_text", _decoder(SANDWICH_NORMS))
+GRANITE = _family("granite", LLAMA_RULES)
+OLMO2 = _family("olmo2", _decoder(OUTPUT_NORMS))
+OLMO3 = _family("olmo3", _decoder(OUTPUT_NORMS))
+OLMOE = _family("olmoe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
 STARCODER2 = _family("starcoder2", STARCODER2_RULES)
 GPT_NEOX = _family("gpt_neox", GPT_NEOX_RULES)
 BLOOM = _family("bloom", BLOOM_RULES)

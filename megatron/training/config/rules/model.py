@@ -82,6 +82,12 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
     if m.swiglu and m.squared_relu:
         yield Problem.exclusive("--swiglu", None, "--squared-relu")
+    if m.qk_layernorm_scope == "all":
+        if not m.qk_layernorm:
+            yield Problem.no_effect("--qk-layernorm-scope", "all", "--qk-layernorm")
+        elif m.normalization != "RMSNorm":
+            rule = f"is an RMSNorm, and --normalization is {m.normalization}"
+            yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
     if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
         rule = f"is not known to --normalization {m.normalization}"
         yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
