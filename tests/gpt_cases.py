@@ -37,6 +37,22 @@ LLAMA = replace(
     untie_embeddings_and_output_weights=True,
 )
 
+LATENT = replace(
+    LLAMA,
+    group_query_attention=False,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=5,
+    qk_layernorm=True,
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=8,
+    mscale_all_dim=0.7,
+)
+
 STYLES = {
     "gpt": GPT,
     "llama": LLAMA,
@@ -63,6 +79,19 @@ STYLES = {
     "pythia": replace(GPT, parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5),
     "granite": replace(
         LLAMA, embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=4.0, attention_output_gate=True
+    ),
+    "latent": LATENT,
+    "latent-whole-queries": replace(
+        LATENT,
+        q_lora_rank=None,
+        qk_layernorm=False,
+        v_head_dim=16,
+        rope_type="rope",
+        add_bias_linear=True,
+        window_size=7,
+    ),
+    "yarn": replace(
+        LLAMA, rope_type="yarn", rotary_scaling_factor=8.0, original_max_position_embeddings=16, rotary_percent=0.5
     ),
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5

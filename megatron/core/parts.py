@@ -40,6 +40,7 @@ ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
 
 ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
+ATTENTIONS.register("multi_latent_attention", "megatron.core.transformer.latent_attention:MultiLatentAttention")
 
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts)
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,13 +96,15 @@ class _FlopCounts(TorchDispatchMode):
 
 
 def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
-    length = fakes.batch.model.seq_length
+    model, length = fakes.batch.model, fakes.batch.model.seq_length
+    # A kernel for keys and values of one width multiplies with zeros where they differ.
+    of_tokens = partial(_attention, share=seen / length, widths=model.latent and (model.head_dim, model.value_head_dim))
     formulas: dict[Any, Callable[..., float]] = {
         # Weight gradients are added in place, which torch has no formula of: [m, n] += [m, k] x [k, n].
         aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],
         aten._grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1],
-        ATTENTION: partial(_attention, share=seen / length),
-        ATTENTION_BACKWARD: lambda grad, *args, **_: 2 * _attention(*args[:3], *args[5:], share=seen / length),
+        ATTENTION: of_tokens,
+        ATTENTION_BACKWARD: lambda grad, *args, **_: 2 * of_tokens(*args[:3], *args[5:]),
     }
     with _FlopCounts(formulas) as counter:
         _, output = fakes.forward(stage)
@@ -113,8 +115,17 @@ def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
 
 
 def _attention(
-    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *_: Any, share: float, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *_: Any,
+    share: float,
+    widths: tuple[int, int] | Literal[False],
+    **__: Any,
 ) -> float:
     heads = q[1]  # torch 2.11 counts no groups of query heads: each head multiplies with its group's keys and values
-    k, v = ((x[0], heads, *x[2:]) for x in (k, v))
+    of_keys, of_values = widths or (k[-1], v[-1])
+    q, k, v = (*q[:3], of_keys), (k[0], heads, k[2], of_keys), (v[0], heads, v[2], of_values)
     return sdpa_flop_count(q, k, v) * (share if causal else 1)

@@ -71,7 +71,8 @@ def attention_shape(config: RunConfig) -> AttentionShape | None:
         return None
     tp = parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads // tp, model.query_groups // tp
-    return AttentionShape(model.seq_length, config.training.micro_batch_size, heads, groups, model.head_dim, dtype)
+    widths = model.head_dim, model.value_head_dim
+    return AttentionShape(model.seq_length, config.training.micro_batch_size, heads, groups, *widths, dtype)
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:

@@ -18,7 +18,7 @@ from megatron.training.config.validation import resolve
 from tests.harness import run_world
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(16, 2, 4, 2, 8, torch.float32)
+SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
 
 
 def missing() -> None:
@@ -97,10 +97,10 @@ BASE = (
 @pytest.mark.parametrize(
     ("flags", "shape"),
     [
-        ("--attention-dropout 0", AttentionShape(32, 3, 8, 8, 8, torch.bfloat16)),
+        ("--attention-dropout 0", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16)),
         (
             "--attention-dropout 0 --tp 2 --group-query-attention --num-query-groups 4",
-            AttentionShape(32, 3, 4, 2, 8, torch.bfloat16),
+            AttentionShape(32, 3, 4, 2, 8, 8, torch.bfloat16),
         ),
         ("--attention-dropout 0 --fp32", None),
         ("", None),

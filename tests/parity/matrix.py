@@ -38,6 +38,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "mha": "",
         "gqa": "--group-query-attention --num-query-groups 4",
         "mqa": "--group-query-attention --num-query-groups 1",
+        "mla": "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
+        " --v-head-dim 5 --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 0.7",
     },
     "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
     "style": {
@@ -114,6 +116,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "recompute": {
         "none": "",
         "selective": "--recompute-granularity selective",
+        "latents": "--recompute-granularity selective --recompute-modules mla_up_proj layernorm",
         "full uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
         "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     },
@@ -238,6 +241,10 @@ NAMED = {
     "experts and pipeline parallelism": Combination.of(world="8", mlp="moe", ep="2", pp="2", schedule="zb-h1"),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
+    "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
+    "latents under sequence and context parallelism": Combination.of(
+        world="8", tp="2sp", cp="2ulysses", heads="mla", style="llama", mlp="moe", ep="2", recompute="latents"
+    ),
     "multi-token prediction over pipeline stages": Combination.of(
         world="4", pp="2", tp="2sp", embeddings="untied", multi_token="2"
     ),

@@ -41,7 +41,8 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
-from megatron.core.transformer import norm
+from megatron.core.tensor_parallel.parameters import ReplicatedLinear
+from megatron.core.transformer import latent_attention, norm
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
 Patch = tuple[Any, str, Any]
@@ -49,6 +50,23 @@ Patch = tuple[Any, str, Any]
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a reduction: it does not happen."""
+
+
+def _unchanged(x: Tensor, axis: Axis) -> Tensor:
+    """In place of a pair of collectives: neither of them happens."""
+    return x
+
+
+def _latents_without_norms(self: Any, x: Tensor) -> latent_attention.Latents:
+    kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
+    return latent_attention.Latents(self.linear_q_down(x), kv, self.to_heads(key, self.tp).unsqueeze(2))
+
+
+def _partial_at_every_layout(self: ReplicatedLinear, sequence_parallel: bool) -> list[ParamMeta]:
+    return _true_metas(self, sequence_parallel=True)
+
+
+_true_metas = ReplicatedLinear.metas
 
 
 def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
@@ -279,6 +297,18 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradient of the sum of squares from a rank's own heads": (
         [(norm, "copy_to", lambda x, axis: x)],
         [Combination.of(world="2", tp="2", block="wide norms")],
+    ),
+    "rotary keys' gradient not summed over tp": (
+        [(latent_attention, "copy_to", _unchanged)],
+        [Combination.of(world="2", tp="2", heads="mla", style="llama")],
+    ),
+    "gradients of projections to latents counted tp times": (
+        [(ReplicatedLinear, "metas", _partial_at_every_layout)],
+        [Combination.of(world="2", tp="2", heads="mla", style="llama")],
+    ),
+    "norms of latents skipped": (
+        [(latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],
+        [Combination.of(world="2", heads="mla", style="llama")],
     ),
     "weight gradients left in the queue": (
         [(weight_grad.WeightGradQueue, "run", lambda self, key: self._jobs.pop(key))],

@@ -36,6 +36,10 @@ PACKED = (
 )
 LLAMA = " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 GQA = " --group-query-attention --num-query-groups 4"
+LATENT = (
+    " --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
+    " --v-head-dim 5 --qk-layernorm --rotary-scaling-factor 4 --original-max-position-embeddings 8"
+)
 STYLE_FLAGS = {
     "learned": COMMON + MOCK,
     "gqa": COMMON + MOCK + LLAMA + GQA + " --qk-layernorm --attention-dropout 0 --hidden-dropout 0",
@@ -44,6 +48,8 @@ STYLE_FLAGS = {
     "packed-window": COMMON + PACKED + " --window-size 6",
     "bloom": COMMON + MOCK + " --position-embedding-type alibi --embed-layernorm",
     "packed-alibi": COMMON + PACKED + GQA + " --position-embedding-type alibi --window-size 13 --attention-dropout 0",
+    "latent": COMMON + MOCK + LLAMA + LATENT + " --window-size 11",
+    "packed-latent": COMMON + PACKED + LLAMA + LATENT + " --attention-dropout 0",
     "mqa": COMMON + PACKED + LLAMA + " --group-query-attention --num-query-groups 1",
 }
 LAYOUTS = [
@@ -68,6 +74,9 @@ LAYOUTS = [
     ("packed-alibi", 4, "--cp 2 --tp 2 --sequence-parallel --micro-batch-size 2"),
     ("packed-alibi", 4, "--cp 4 --cp-comm-type all_gather"),
     ("packed-alibi", 4, "--cp 4 --cp-comm-type a2a"),
+    ("latent", 4, "--cp 2 --tp 2 --cp-comm-type a2a"),
+    ("latent", 4, "--cp 4 --cp-comm-type all_gather"),
+    ("packed-latent", 8, "--cp 2 --tp 2 --pp 2 --sequence-parallel --micro-batch-size 2"),
     ("mqa", 4, "--cp 4 --no-use-distributed-optimizer"),
     ("mqa", 4, "--cp 2 --pp 2 --cp-comm-type all_gather --micro-batch-size 4"),
 ]

@@ -20,6 +20,8 @@ STYLES = {
     + " --untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm --swiglu"
     " --disable-bias-linear --qk-layernorm --attention-dropout 0",
     "relu": COMMON + " --squared-relu --window-size 3",
+    "latent": COMMON + " --position-embedding-type rope --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10"
+    " --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm",
     "moe": COMMON + " --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1"
     " --moe-layer-freq ([1]*3+[0]*2) --moe-shared-expert-intermediate-size 24",
 }
@@ -41,6 +43,10 @@ SELECTIVE = [
         for modules in ("layernorm", "mlp_act", "mlp", "core_attn layernorm mlp_act", "layernorm mlp")
     ),
 ]
+OF_LATENTS = [
+    f"--recompute-granularity selective --recompute-modules {modules}"
+    for modules in ("mla_up_proj", "mla_up_proj core_attn", "layernorm mla_up_proj")
+]
 OF_EXPERTS = [
     f"--recompute-granularity selective --recompute-modules {modules}"
     for modules in ("moe", "moe_act", "shared_experts moe_act", "layernorm mlp moe_act")
@@ -58,6 +64,8 @@ def kept(style: str, layout: str) -> Snapshot:
     [("gpt", "one", flags) for flags in FULL + SELECTIVE]
     + [("llama", "one", flags) for flags in FULL[:1] + SELECTIVE]
     + [("relu", "one", flags) for flags in SELECTIVE[2:5]]
+    + [("latent", "one", flags) for flags in OF_LATENTS]
+    + [("latent", "sequence", OF_LATENTS[2]), ("latent", "context", OF_LATENTS[0])]
     + [("moe", "one", flags) for flags in (FULL[0], SELECTIVE[1], *OF_EXPERTS)]
     + [("moe", "sequence", flags) for flags in OF_EXPERTS[::2]]
     + [("gpt", "sequence", flags) for flags in (FULL[0], SELECTIVE[0], SELECTIVE[4], SELECTIVE[5])]

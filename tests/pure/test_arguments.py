@@ -225,14 +225,14 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
 
 
 def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = command_line(f"{TINY} --kv-lora-rank 512 --lion-beta1 0.9".split(), Launch())
+    command = command_line(f"{TINY} --num-residual-streams 4 --lion-beta1 0.9".split(), Launch())
     assert command.notes[0] == (
-        "--kv-lora-rank 512 has no effect: it is a setting of multi-latent attention, which --multi-latent-attention "
-        "asks for"
+        "--num-residual-streams 4 has no effect: it is a setting of hyper-connections, which "
+        "--enable-mhc-connections asks for"
     )
     assert command.notes[1].startswith("--lion-beta1 0.9 has no effect: it is a setting of the Lion optimizer")
-    lines = failure(f"{TINY} --kv-lora-rank 512 --multi-latent-attention", capsys)
-    assert [line.partition(":")[0] for line in lines] == ["--multi-latent-attention", "--kv-lora-rank 512"]
+    lines = failure(f"{TINY} --num-residual-streams 4 --enable-mhc-connections", capsys)
+    assert [line.partition(":")[0] for line in lines] == ["--enable-mhc-connections", "--num-residual-streams 4"]
 
 
 def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,16 @@ LLAMA: dict[str, Any] = {
 }
 
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+
+
 def gqa(groups: int) -> dict[str, Any]:
     return {"group_query_attention": True, "num_query_groups": groups}
 
@@ -74,6 +84,43 @@ PUBLISHED = {
 }
 
 
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA,
+    "qk_layernorm": True,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+# Counted by transformers' DeepseekV3ForCausalLM and DeepseekV2ForCausalLM on the meta device.
+PUBLISHED |= {
+    "DeepSeek-V3": (
+        TransformerConfig(
+            **shape(61, 7168, 128, 18432, 129280),
+            **DEEPSEEK,
+            q_lora_rank=1536,
+            num_experts=256,
+            moe_layer_freq="([0]*3+[1]*58)",
+            moe_ffn_hidden_size=2048,
+            moe_shared_expert_intermediate_size=2048,
+        ),
+        671_026_404_352,
+    ),
+    "DeepSeek-V2-Lite": (
+        TransformerConfig(
+            **shape(27, 2048, 16, 10944, 102400),
+            **DEEPSEEK,
+            num_experts=64,
+            moe_layer_freq="([0]*1+[1]*26)",
+            moe_ffn_hidden_size=1408,
+            moe_shared_expert_intermediate_size=2816,
+        ),
+        15_706_484_224,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
     config, parameters = PUBLISHED[name]
@@ -91,6 +138,8 @@ STYLES: dict[str, dict[str, Any]] = {
         "scale_word_embeddings": True,
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "latent": {**LLAMA, **LATENT, "qk_layernorm": True},
+    "latent, whole queries": {**LATENT, "q_lora_rank": None, "position_embedding_type": "rope"},
     "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
 }
 CUTS = [(1, False, [range(4)]), (2, False, [range(4)]), (2, True, [range(4)])]
@@ -136,7 +185,7 @@ def test_every_stage_together_holds_the_whole_model_once() -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_flops_agree_with_torch(style: str) -> None:
     """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
-    kernel that computes the scores again in the backward a sixth more."""
+    kernel that computes the scores again in the backward one product more."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
@@ -150,7 +199,14 @@ def test_flops_agree_with_torch(style: str) -> None:
     counted = model_flops(config)
     assert linear == counted.matmul * tokens.numel()
     square = 2 * counted.attention * tokens.numel()
-    assert counter.get_total_flops() - linear in (square, square * 7 / 6)
+    scores_again = config.head_dim / (config.head_dim + config.value_head_dim) / 3
+    assert counter.get_total_flops() - linear in (square, pytest.approx(square * (1 + scores_again), rel=1e-12))
+
+
+def test_flops_of_latent_attention() -> None:
+    """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["latent"])
+    assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
 
 
 def test_flops_of_published_runs() -> None:

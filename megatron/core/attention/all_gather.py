@@ -17,9 +17,9 @@ from megatron.core.parallel_state import Axis
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], sharded by `rank_spans` -> [s/cp, b, heads, d]"""
-    kv = from_rank_order(all_gather_sequence(torch.stack((k, v), dim=1), cp), cp.size)
-    k, v = kv.unbind(1)
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]"""
+    kv = from_rank_order(all_gather_sequence(torch.cat((k, v), dim=-1), cp), cp.size)
+    k, v = kv.split((k.shape[-1], v.shape[-1]), dim=-1)
     return local_attention(q, k, v, causal, queries=rank_spans(kv.shape[0], cp.rank, cp.size))
 
 

@@ -37,6 +37,7 @@ class AttentionShape:
     heads: int
     groups: int
     head_dim: int
+    value_head_dim: int
     dtype: torch.dtype
 
 
@@ -103,13 +104,13 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: SDPBacke
     """A forward and backward of attention by one kernel, with operands strided as in a layer."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def operand(heads: int) -> Tensor:
-        size = (shape.length, shape.samples, heads, shape.head_dim)
+    def operand(heads: int, width: int) -> Tensor:
+        size = (shape.length, shape.samples, heads, width)
         x = torch.empty(size, dtype=shape.dtype, device=device).normal_(generator=generator)
         return x.permute(1, 2, 0, 3).requires_grad_()
 
-    q, k, v = (operand(heads) for heads in (shape.heads, shape.groups, shape.groups))
-    grad = operand(shape.heads).detach()
+    q, k = (operand(heads, shape.head_dim) for heads in (shape.heads, shape.groups))
+    v, grad = operand(shape.groups, shape.value_head_dim), operand(shape.heads, shape.value_head_dim).detach()
 
     def run() -> object:
         with sdpa_kernel(backend):

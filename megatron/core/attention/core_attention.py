@@ -1,6 +1,7 @@
 """Core attention, softmax(q kᵀ) v, by the implementation that fits the model, the layout and the batch.
 
-Operands are q [s, b, heads, d], k and v [keys, b, groups, d]; the heads of a group are adjacent.
+Operands are q [s, b, heads, d], k [keys, b, groups, d] and v [keys, b, groups, dv], where dv is d but in multi-latent
+attention; the heads of a group are adjacent.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class FusedAttention(nn.Module):
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [s, b, heads, d], k and v [keys, b, groups, d], mask [b, 1, s, keys] -> [s, b, heads, d]. Causal without
-        a mask."""
+        """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv], mask [b, 1, s, keys] ->
+        [s, b, heads, dv]. Causal without a mask."""
         queries, _, heads, _ = q.shape
         keys, groups = k.shape[0], k.shape[2]
         assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
         if mask is not None:  # kernels with a mask need as many key heads as query heads
-            k, v = (x.repeat_interleave(heads // groups, dim=2) for x in (k, v))
+            k, v = (x.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for x in (k, v))
         causal, grouped = mask is None and queries == keys, mask is None and heads != groups
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
@@ -74,20 +75,23 @@ class CoreAttention(nn.Module):
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]
             self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
         self.kernel = (
-            flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim)
+            flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim, config.value_head_dim)
             if self.slopes is None
             else TorchKernel(self.scale, slopes=self.slopes)
         )
+        # torch's fused attention for CPUs has no kernel for values of another width than keys.
+        unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
+        self.always_tiles = self.slopes is not None or unequal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """q [s, b, heads, d], k and v [keys, b, groups, d] -> [s, b, heads * d]"""
+        """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
         dropout = self.p > 0 and self.training
         hidden = self.span.hides(k.shape[0])
         if context.cache is not None:
             out = self._behind_cache(q, k, v, context)
         elif self.across_ranks is not None:
             out = self.across_ranks(q, k, v, self.cp, self._causal(q, context, dropout))
-        elif self.slopes is not None or dropout or hidden or context.documents is not None:
+        elif self.always_tiles or dropout or hidden or context.documents is not None:
             out = local_attention(q, k, v, self._causal(q, context, dropout))
         else:
             out = self.fused(q, k, v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.tile_kernels import (
@@ -21,6 +22,8 @@ from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import (
     FlashCUDAPackedKernel,
     Lengths,
+    PackedKernel,
+    Sequences,
     Window,
     cumulative_lengths,
     flash_backward,
@@ -28,14 +31,19 @@ from megatron.core.attention.varlen import (
 )
 
 
-def flash_kernel(scale: float, dtype: torch.dtype, device: torch.device, head_dim: int) -> Kernel:
-    """The fastest kernel that supports the device, dtype and head size. All kernels agree to rounding."""
+def flash_kernel(
+    scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int | None = None
+) -> Kernel:
+    """The fastest kernel that supports the device, dtype and head sizes. All kernels agree to rounding."""
+    found: Kernel = TorchKernel(scale)
+    widest = max(head_dim, value_head_dim or head_dim)
+    fits = dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
     if device.type == "cpu":
-        return FlashCPUKernel(scale)
-    fits = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    if device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0):
-        return FlashCUDAKernel(scale)
-    return TorchKernel(scale)
+        found = FlashCPUKernel(scale)
+    elif device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0):
+        found = FlashCUDAKernel(scale)
+    same_widths = value_head_dim in (None, head_dim) or type(found) is TorchKernel
+    return found if same_widths else EqualWidthsKernel(found)
 
 
 class FlashCPUKernel(TorchKernel):
@@ -102,6 +110,55 @@ class FlashCUDAKernel:
             dqs = _unpack(dq, group, q, query_rows)
             dks, dvs = (_unpack(x, group, k, key_rows) for x in (dk, dv))
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
+
+
+class EqualWidthsKernel:
+    """A kernel that needs keys and values of one width, for others: channels of zeros fill up the narrower ones.
+
+    They change neither scores nor outputs, and are there while the kernel runs only.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.needs_places, self.most_queries = kernel, kernel.needs_places, kernel.most_queries
+        self.packed = None if kernel.packed is None else EqualWidthsPackedKernel(kernel.packed)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+        for tile, (out, lse) in self.kernel.forward(wide_q, wide_k, wide_v, tiles):
+            yield tile, (out[..., : v.shape[-1]], lse)
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        grad, out, wide_q, wide_k, wide_v = _of_one_width(rows.grad, rows.out, q, k, v)
+        wide_rows = Rows(grad, out, rows.lse)
+        for tile, (dq, dk, dv) in self.kernel.backward(wide_rows, wide_q, wide_k, wide_v, tiles):
+            yield tile, (dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
+
+
+class EqualWidthsPackedKernel:
+    """The same for a kernel of packed sequences."""
+
+    def __init__(self, kernel: PackedKernel) -> None:
+        self.kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+        out, *rest = self.kernel.forward(wide_q, wide_k, wide_v, sequences)
+        return out[..., : v.shape[-1]].contiguous(), *rest
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide_grad, out, wide_q, wide_k, wide_v = _of_one_width(grad, kept[0], q, k, v)
+        dq, dk, dv = self.kernel.backward(wide_grad, wide_q, wide_k, wide_v, (out, *kept[1:]), sequences)
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """[..., d] of any widths -> [..., the widest], filled up with zeros"""
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
 
 
 def window_of(tile: Tile) -> Window:

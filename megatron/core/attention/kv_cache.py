@@ -9,7 +9,8 @@ from megatron.core.config.layers import Span
 
 
 class KeyValueCache:
-    """Keys and values of all earlier tokens, by layer, for at most `max_length` tokens.
+    """Keys and values of all earlier tokens, or the latents that they are projected from, by layer, for at most
+    `max_length` tokens.
 
     A forward pass appends to every layer and then calls `advance` once, so that all its layers see the same `length`.
     """
@@ -18,19 +19,18 @@ class KeyValueCache:
         self.max_length = max_length
         self.length = 0
         self.document_ids: Tensor | None = None
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [s, b, groups, d] of the new tokens -> [length + s, b, groups, d] of all tokens so far."""
-        stop = self.length + k.shape[0]
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [s, b, ...] of the new tokens -> [length + s, b, ...] of all tokens so far."""
+        stop = self.length + new[0].shape[0]
         if layer not in self._layers:
-            shape = (self.max_length, *k.shape[1:])
-            self._layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        keys, values = self._layers[layer]
+            self._layers[layer] = tuple(x.new_empty(self.max_length, *x.shape[1:]) for x in new)
         assert stop <= self.max_length, f"{stop} tokens in a cache made for {self.max_length}"
-        keys[self.length : stop] = k
-        values[self.length : stop] = v
-        return keys[:stop], values[:stop]
+        cached = self._layers[layer]
+        for kept, x in zip(cached, new, strict=True):
+            kept[self.length : stop] = x
+        return tuple(kept[:stop] for kept in cached)
 
     def append_documents(self, document_ids: Tensor | None) -> Tensor | None:
         """document_ids [b, s] of the new tokens -> [b, length + s] of all tokens so far. Give them always or never."""

@@ -12,7 +12,7 @@ from megatron.core.parallel_state import Axis
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
-    """q [n, b, heads, d], k and v [s, b, groups, d] -> [n, b, heads, d]
+    """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [n, b, heads, dv]
 
     The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
     variable-length launch where the kernel has one and the queries are whole samples; else tiles, as a ring of one.

@@ -22,7 +22,7 @@ from megatron.core.parallel_state import Axis
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], sharded by `rank_spans` -> [s/cp, b, heads, d]"""
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]"""
     spans = tuple(rank_spans(q.shape[0] * cp.size, rank, cp.size) for rank in range(cp.size))
     return RingAttention.apply(q, k, v, Ring(cp, spans[cp.rank], spans, causal))
 
@@ -47,22 +47,23 @@ class Ring:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [n, b, heads, d], k and v [m, b, groups, d] of this rank -> [n, b, heads, d]; sums are in fp32 or fp64."""
+    """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv] of this rank -> [n, b, heads, dv]; sums are in fp32
+    or fp64."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(q.shape, dtype=wide, device=q.device)
+        out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
         keys, values = k, v
         for step in range(ring.cp.size):
             arriving = None
             if step + 1 < ring.cp.size:
-                arriving = RingExchange(torch.stack((keys, values)), ring.cp, tag=0)
+                arriving = RingExchange(_joined(keys, values), ring.cp, tag=0)
             for tile, (part, part_lse) in ring.causal.kernel.forward(q, keys, values, ring.tiles(step)):
                 _merge_(query_rows(out, tile), query_rows(lse, tile), part, part_lse, tile.diagonal)
             if arriving is not None:
-                keys, values = arriving.wait().unbind()
+                keys, values = _parted(arriving.wait(), k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
@@ -71,15 +72,17 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, keys, values, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
+        keys, values = k, v
         ring, rows = ctx.ring, Rows(grad, out, lse)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         coming: RingExchange | None = None
         for step in range(ring.cp.size):
             arriving = None
             if step + 1 < ring.cp.size:
-                arriving = RingExchange(torch.stack((keys, values)), ring.cp, tag=0)
-            dk, dv = dkv = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=q.device)
+                arriving = RingExchange(_joined(keys, values), ring.cp, tag=0)
+            dkv = torch.zeros(k.numel() + v.numel(), dtype=lse.dtype, device=q.device)
+            dk, dv = _parted(dkv, k, v)
             for tile, parts in ring.causal.kernel.backward(rows, q, keys, values, ring.tiles(step)):
                 query_rows(dq, tile).add_(parts[0])
                 key_rows(dk, tile).add_(parts[1])
@@ -89,9 +92,20 @@ class RingAttention(torch.autograd.Function):
             if ring.cp.size > 1:
                 coming = RingExchange(dkv, ring.cp, tag=1)
             if arriving is not None:
-                keys, values = arriving.wait().unbind()
-        dk, dv = dkv if coming is None else coming.wait()
+                keys, values = _parted(arriving.wait(), k, v)
+        dk, dv = _parted(dkv if coming is None else coming.wait(), k, v)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    """Both in one flat tensor, to be sent as one message."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _parted(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of a flat tensor in the shapes of k and v."""
+    of_k, of_v = joined.split((k.numel(), v.numel()))
+    return of_k.view(k.shape), of_v.view(v.shape)
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:

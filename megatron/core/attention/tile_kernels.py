@@ -4,9 +4,9 @@ The forward also returns the log-sum-exp of each row, with which the outputs of 
 
     out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
 
-The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k and v [m, b, groups, d],
-lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports everything in plain torch;
-`megatron.core.attention.flash_kernels` holds torch's FlashAttention kernels.
+The backward takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d],
+v [m, b, groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel`
+supports everything in plain torch; `megatron.core.attention.flash_kernels` holds torch's FlashAttention kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.attention.varlen import PackedKernel
 from megatron.core.dropout import attention_dropout
 
 Outputs = tuple[Tensor, Tensor]
-"""Output [n, b, heads, d] and log-sum-exp [n, b, heads] of a tile."""
+"""Output [n, b, heads, dv] and log-sum-exp [n, b, heads] of a tile."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of the queries, keys and values of a tile."""
@@ -44,7 +44,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Rows:
-    """The gradient of the output [n, b, heads, d], and the merged output and log-sum-exp of these rows."""
+    """The gradient of the output [n, b, heads, dv], and the merged output and log-sum-exp of these rows."""
 
     grad: Tensor
     out: Tensor
@@ -146,13 +146,13 @@ class TorchKernel:
         factors = self._dropout_factors(weights, tile)
         if factors is not None:
             weights.mul_(factors)
-        out = _grouped(weights, k).to(v.dtype).matmul(v.permute(1, 2, 0, 3))  # [b, groups, r * n, d]
+        out = _grouped(weights, k).to(v.dtype).matmul(v.permute(1, 2, 0, 3))  # [b, groups, r * n, dv]
         return _rows_of(out, q), lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
         """With P the softmax, D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D * P)ᵀ dO."""
         weights = self._scores(q, k, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
-        grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, d]
+        grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, dv]
         grad_weights = grad_out.matmul(v.permute(1, 2, 3, 0)).view(weights.shape).to(weights.dtype)
         factors = self._dropout_factors(weights, tile)
         if factors is not None:
@@ -198,6 +198,6 @@ def _grouped(weights: Tensor, k: Tensor) -> Tensor:
 
 
 def _rows_of(x: Tensor, q: Tensor) -> Tensor:
-    """x [b, groups, heads / groups * n, d] -> [n, b, heads, d], the shape of q"""
-    n, b, heads, d = q.shape
-    return x.view(b, heads, n, d).permute(2, 0, 1, 3)
+    """x [b, groups, heads / groups * n, d] -> [n, b, heads, d], for the rows and heads of q"""
+    n, b, heads, _ = q.shape
+    return x.view(b, heads, n, -1).permute(2, 0, 1, 3)

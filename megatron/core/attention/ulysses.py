@@ -18,15 +18,16 @@ from megatron.core.parallel_state import Axis
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k and v [s/cp, b, groups, d], sharded by `rank_spans` -> [s/cp, b, heads, d]
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]
 
     Rank r computes heads r * heads / cp to (r + 1) * heads / cp - 1.
     """
-    parts = [x.unflatten(2, (cp.size, -1)) for x in (q, k, v)]  # [s/cp, b, cp, heads/cp, d]
+    parts = [x.unflatten(2, (cp.size, -1)).flatten(3) for x in (q, k, v)]  # [s/cp, b, cp, heads/cp * d]
     widths = [part.shape[3] for part in parts]
-    qkv = swap_blocks(torch.cat(parts, dim=3).movedim(2, 0), cp)  # [cp, s/cp, b, widths, d]; dim 0: source rank
+    qkv = swap_blocks(torch.cat(parts, dim=3).movedim(2, 0), cp)  # [cp, s/cp, b, widths]; dim 0: source rank
     qkv = from_rank_order(qkv.flatten(0, 1), cp.size)
-    q, k, v = qkv.split(widths, dim=2)
+    heads = zip(qkv.split(widths, dim=2), (q, k, v), strict=True)
+    q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in heads)
     out = local_attention(q, k, v, causal)
     out = to_rank_order(out, cp.size).unflatten(0, (cp.size, -1))
     return swap_blocks(out, cp).movedim(0, 2).flatten(2, 3)

@@ -34,15 +34,15 @@ class Sequences:
 
 
 class PackedKernel(Protocol):
-    """Causal attention within each sequence of q [rows, heads, d], k and v [rows, groups, d]."""
+    """Causal attention within each sequence of q [rows, heads, d], k [rows, groups, d] and v [rows, groups, dv]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """The output [rows, heads, d] first, then the other tensors that the backward needs."""
+        """The output [rows, heads, dv] first, then the other tensors that the backward needs."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from grad [rows, heads, d] and `kept`, which the forward returned."""
+        """Gradients of q, k and v, from grad [rows, heads, dv] and `kept`, which the forward returned."""
 
 
 Lengths = tuple[Tensor, Tensor, int, int]
@@ -95,7 +95,7 @@ class FlashCUDAPackedKernel:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, window: int | None, kernel: PackedKernel
 ) -> Tensor:
-    """q [s, b, heads, d], k and v [s, b, groups, d] of whole samples -> [s, b, heads, d]"""
+    """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole samples -> [s, b, heads, dv]"""
     length, samples = q.shape[:2]
     sequences = _sequences(documents or ((0,),) * samples, length, window, q.device)
     # Pack sample by sample. A single sample is packed already.

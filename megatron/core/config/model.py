@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
+from math import log, sqrt
 
 from megatron.core.config.flag_spec import Section, flag
+from megatron.core.config.latent_attention import LatentAttentionConfig
 from megatron.core.config.layers import (
     LayerKind,
     Rotation,
@@ -30,7 +31,7 @@ RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig, Section):
+class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -98,6 +99,29 @@ class TransformerConfig(MoEConfig, Section):
 
     rope_scaling_original_max_position_embeddings: int = 8192
     """Llama 3.1 scaling: original context length."""
+
+    rope_type: str | None = flag(None, choices=("rope", "yarn"))
+    """Rotary frequencies: as they are (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for
+    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
+
+    rotary_scaling_factor: float = 1.0
+    """YaRN: longest sequence, as a multiple of the original context length."""
+
+    original_max_position_embeddings: int = 4096
+    """YaRN: original context length."""
+
+    beta_fast: float = 32.0
+    """YaRN: frequencies with at least this many rotations over the original context length are not scaled."""
+
+    beta_slow: float = 1.0
+    """YaRN: frequencies with at most this many rotations over the original context length are fully scaled."""
+
+    mscale: float = 1.0
+    """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
+
+    mscale_all_dim: float = 0.0
+    """YaRN: the same of all channels of queries and keys, by the scale of the softmax, and taken out of the rotated
+    ones (DeepSeek). Scales the softmax of multi-latent attention only."""
 
     embed_layernorm: bool = False
     """Normalize word embeddings before positions are added, as BLOOM does."""
@@ -232,16 +256,61 @@ class TransformerConfig(MoEConfig, Section):
     recompute_modules: tuple[str, ...] | None = flag(
         None,
         many=True,
-        choices=("core_attn", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"),
+        choices=("core_attn", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"),
     )
     """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
-    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
-    the shared expert."""
+    projections, mla_up_proj queries, keys and values from the latents of multi-latent attention, layernorm both norms.
+    In layers without experts, mlp is the whole MLP, mlp_act its activation function. In layers with experts, moe is
+    the whole MoE layer, moe_act the activation functions of all experts, shared_experts the shared expert."""
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention sublayer."""
+        return "multi_latent_attention" if self.multi_latent_attention else self.attention_module
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-latent attention."""
+        return self.attention == "multi_latent_attention"
 
     @property
     def head_dim(self) -> int:
+        """Channels of a query or key head."""
+        if self.latent:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of a value head."""
+        return self.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a query or key head that the rotary embedding rotates."""
+        return int((self.qk_pos_emb_head_dim if self.latent else self.head_dim) * self.rotary_percent)
+
+    @property
+    def yarn(self) -> bool:
+        """Whether YaRN scales the rotary frequencies."""
+        return (self.rope_type or ("yarn" if self.latent else "rope")) == "yarn"
+
+    def yarn_mscale(self, mscale: float) -> float:
+        """YaRN's factor of queries and keys, which makes attention at a longer context as sharp as before
+        (arXiv 2309.00071, section 3.4; DeepSeek's with `mscale`)."""
+        longer = self.yarn and self.rotary_scaling_factor > 1
+        return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
+
+    @property
+    def rotary_mscale(self) -> float:
+        """Factor of the rotated channels of queries and keys."""
+        return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention scores."""
+        of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
+        return of_channels / sqrt(self.head_dim)
 
     @property
     def query_groups(self) -> int:
@@ -261,6 +330,11 @@ class TransformerConfig(MoEConfig, Section):
     @property
     def kv_projection_size(self) -> int:
         return self.query_groups * self.head_dim
+
+    @property
+    def attention_output_size(self) -> int:
+        """Channels of the values of all query heads, from which the output is projected."""
+        return self.num_attention_heads * self.value_head_dim
 
     @property
     def ffn_size(self) -> int:

@@ -163,7 +163,8 @@ class TensorwiseGemms(PerTensorGemms):
 
     def cast(self, x: Tensor, which: int) -> Scaled:
         cuts = self.cuts
-        cut = (cuts.sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs)[which]
+        sequence = cuts.sequence or cuts.tokens
+        cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
         return self.cast_by_amax(x, amax_of, cut, self.grad_format if which == GRAD else E4M3)
 
 
@@ -221,8 +222,9 @@ class RowwiseGemms(Fp8Gemms):
         return dx.view(*dy[0].shape[:-1], -1)
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        # The sum is over tokens, all of which every rank has.
-        rows, columns = self._columns(rows_of(dy[0]), False, self.grad_format), self._columns(rows_of(x[0]), False)
+        # The sum is over tokens. Every rank has all of them, but in front of a whole weight.
+        cut = self.cuts.tokens
+        rows, columns = self._columns(rows_of(dy[0]), cut, self.grad_format), self._columns(rows_of(x[0]), cut)
         out.add_(scaled_mm(rows, columns, out.dtype))
 
     def _rows(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:

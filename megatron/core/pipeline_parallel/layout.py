@@ -118,7 +118,7 @@ def _layer_costs(config: TransformerConfig) -> float:
 
 def _attention_cost(config: TransformerConfig, seen: float) -> float:
     """Multiplications per token of one layer's attention, to `seen` tokens."""
-    return 2 * config.query_projection_size * seen
+    return (config.query_projection_size + config.attention_output_size) * seen
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:

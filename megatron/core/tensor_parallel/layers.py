@@ -24,7 +24,7 @@ from megatron.core.fp8.recipes import Fp8Context, build_gemms
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
@@ -110,6 +110,7 @@ class Boundary:
 
 
 LOCAL = Boundary()
+LOCAL_SEQUENCE = Boundary(cuts=Cuts(tokens=True))
 COLUMN = Boundary(enter_adjoint=start_all_reduce_, cuts=Cuts(outputs=True))
 COLUMN_SEQUENCE = Boundary(
     enter=start_all_gather, enter_adjoint=start_reduce_scatter, cuts=Cuts(sequence=True, outputs=True)
@@ -229,6 +230,18 @@ class RowParallelLinear(ParallelLinear):
     # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
+
+
+class ReplicatedParallelLinear(ParallelLinear):
+    """Linear layer with a whole weight on every rank: y = x Wᵀ, on the tokens that a rank has, without a collective.
+
+    Under sequence parallelism its weight gradient is a partial sum, as those of norms are.
+    """
+
+    # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
+    def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
+        boundary = LOCAL_SEQUENCE if ctx.sequence_parallel and ctx.tp.size > 1 else LOCAL
+        super().__init__(linear.name, linear.metas(ctx.sequence_parallel), boundary, ctx)
 
 
 class EmbeddingFunction(torch.autograd.Function):

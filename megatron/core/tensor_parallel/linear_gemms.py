@@ -31,6 +31,9 @@ class Cuts:
     outputs: bool = False
     """The output features, and the weight along them (column parallel)."""
 
+    tokens: bool = False
+    """Input and output along the sequence, without a gather; the weight is whole."""
+
 
 class LinearGemms(Protocol):
     """The GEMMs of one linear layer in one precision."""

@@ -56,3 +56,22 @@ class RowLinear:
         partial_over = sequence_partial(sequence_parallel)
         bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
         return [weight, bias] if self.bias else [weight]
+
+
+@dataclass(frozen=True)
+class ReplicatedLinear:
+    """A linear layer without a bias that every rank holds whole: weight [out_size, in_size].
+
+    It acts between the sharded linear layers, on the tokens that a rank has there.
+    """
+
+    name: str
+    in_size: int
+    out_size: int
+    init: Init
+
+    def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
+        """The weight."""
+        partial_over = sequence_partial(sequence_parallel)
+        shape = (self.out_size, self.in_size)
+        return [ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over)]

@@ -44,7 +44,7 @@ class TransformerLayer(nn.Module):
             return build_norm(f"{name}.{of}", config.hidden_size, config, ctx) if present else nn.Identity()
 
         self.input_layernorm = norm("input_layernorm", config.norms_inputs)
-        self.self_attention = ATTENTIONS[config.attention_module](f"{name}.self_attention", config, ctx)
+        self.self_attention = ATTENTIONS[config.attention](f"{name}.self_attention", config, ctx)
         self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_inputs)

@@ -5,9 +5,11 @@ Their modules are built from these functions, and plans count what the functions
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
 HEAD_NORM_PARTIAL_OVER = ("tp",)
@@ -60,6 +62,48 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     return (
         ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
         RowLinear(f"{name}.linear_proj", config.query_projection_size, hidden, bias, output_init),
+    )
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """Linear layers of multi-latent attention. Only linear_proj has a bias, if linear layers have biases."""
+
+    q_down: ReplicatedLinear | None
+    """linear_q_down_proj; None without a latent of queries."""
+
+    q: ColumnLinear
+    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank]; without a latent linear_q_proj
+    [..., h]."""
+
+    kv_down: ReplicatedLinear
+    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
+
+    kv_up: ColumnLinear
+    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
+
+    proj: RowLinear
+    """linear_proj [h, heads * v_head_dim]."""
+
+    norms: dict[str, int]
+    """Name -> width of the norms of latents, if there are any."""
+
+
+def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
+    """The linear layers and norms of multi-latent attention (arXiv 2405.04434, equations 37 to 47)."""
+    hidden, heads, rotary = config.hidden_size, config.num_attention_heads, config.qk_pos_emb_head_dim
+    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    q_name = f"{name}.linear_q_up_proj" if q_rank else f"{name}.linear_q_proj"
+    kv_out = (heads, config.qk_head_dim + config.v_head_dim)
+    norms = {"q_layernorm": q_rank, "kv_layernorm": kv_rank} if config.qk_layernorm else {}
+    return LatentLinears(
+        ReplicatedLinear(f"{name}.linear_q_down_proj", hidden, q_rank, init) if q_rank else None,
+        ColumnLinear(q_name, q_rank or hidden, (heads, config.head_dim), False, init),
+        ReplicatedLinear(f"{name}.linear_kv_down_proj", hidden, kv_rank + rotary, init),
+        ColumnLinear(f"{name}.linear_kv_up_proj", kv_rank, kv_out, False, init),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, config.add_bias_linear, output_init),
+        {f"{name}.{norm}": width for norm, width in norms.items() if width},
     )
 
 

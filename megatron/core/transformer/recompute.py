@@ -23,35 +23,46 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _View(NamedTuple):
-    """What stands in the graph for a view of the dropped tensor."""
+    """What stands in the graph for a view of a dropped tensor."""
 
+    number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-def with_input_recomputed(
-    produce: Callable[[Tensor], Tensor], x: Tensor, consume: Callable[..., Any], *args: Any
-) -> Any:
-    """consume(produce(x), *args), which keeps x where it would keep produce(x).
+def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callable[..., Any], *args: Any) -> Any:
+    """consume(produce(x), *args), which keeps x where it would keep produce(x), a tensor or several.
 
     For a cheap `produce`, as a norm or an activation function, whose input is kept anyway: it alone runs again, each
-    time the backward of `consume` asks for its result. That result must have memory of its own.
+    time the backward of `consume` asks for a result that the last run has not left. Each result must have memory of
+    its own.
     """
-    y = produce(x)
-    memory, dtype = y.untyped_storage()._cdata, y.dtype
+    results = _tuple(produce(x))
+    dropped = {(y.untyped_storage()._cdata, y.dtype): number for number, y in enumerate(results)}
+    kept, left = set[int](), dict[int, Tensor]()
 
     def pack(saved: Tensor) -> Tensor | _View:
-        if saved.untyped_storage()._cdata != memory or saved.dtype != dtype:
+        number = dropped.get((saved.untyped_storage()._cdata, saved.dtype))
+        if number is None:
             return saved
-        return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
+        kept.add(number)
+        return _View(number, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     @torch.no_grad()
-    def unpack(kept: Tensor | _View) -> Tensor:
-        return kept if isinstance(kept, Tensor) else produce(x).as_strided(*kept)
+    def unpack(view: Tensor | _View) -> Tensor:
+        if isinstance(view, Tensor):
+            return view
+        if view.number not in left:
+            left.update((number, y) for number, y in enumerate(_tuple(produce(x))) if number in kept)
+        return left.pop(view.number).as_strided(*view[1:])
 
     with saved_tensors_hooks(pack, unpack):
-        return consume(y, *args)
+        return consume(*results, *args)
+
+
+def _tuple(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864), over pairs of distant or of neighbouring channels.
 
-Frequencies can be scaled as in Llama 3.1, and positions interpolated.
+Frequencies can be scaled as in Llama 3.1 or by YaRN, and positions interpolated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,32 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation | None = No
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
-    rotary_dim = int(config.head_dim * config.rotary_percent)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     rotation = rotation or Rotation(config.rotary_base)
     frequencies = 1.0 / (rotation.base**exponents)
     if not rotation.scaled:
         return frequencies
     if config.use_rope_scaling:
         frequencies = _scale_frequencies(frequencies, config)
+    if config.yarn:
+        frequencies = _yarn_frequencies(frequencies, config)
     return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
+
+
+def _yarn_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+    """Divides slow frequencies by the scaling factor, keeps fast ones, and blends linearly over the pairs in between
+    (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in published models."""
+
+    def pair(rotations: float) -> float:
+        """The pair, as a real number, that turns so many times over the original context length."""
+        wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
+        return config.rotary_dim * math.log(wavelengths) / (2 * math.log(config.rotary_base))
+
+    first = max(math.floor(pair(config.beta_fast)), 0)
+    last = min(math.ceil(pair(config.beta_slow)), config.rotary_dim - 1)
+    pairs = torch.arange(len(frequencies), dtype=torch.float32)
+    share_slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return frequencies / config.rotary_scaling_factor * share_slowed + frequencies * (1 - share_slowed)
 
 
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -46,7 +63,7 @@ def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor
 
 
 class RotaryEmbedding:
-    """Cosines and sines of position * frequency.
+    """Cosines and sines of position * frequency, times YaRN's factor.
 
     Angles are fp32 whatever the model's dtype, as the published models were trained and are run.
     """
@@ -55,13 +72,15 @@ class RotaryEmbedding:
         self, config: TransformerConfig, device: torch.device, dtype: torch.dtype, rotation: Rotation | None = None
     ) -> None:
         self.frequencies = rotary_frequencies(config, rotation).to(device)
+        self.mscale = config.rotary_mscale if rotation is None or rotation.scaled else 1.0
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [s] or [b, s] -> two tables [s, 1 or b, 1, rotary_dim / 2], to be broadcast over heads."""
         positions = positions[None] if positions.ndim == 1 else positions
         angles = positions.t()[:, :, None].float() * self.frequencies  # [s, 1 or b, rotary_dim / 2]
-        return angles.cos().to(self.dtype).unsqueeze(2), angles.sin().to(self.dtype).unsqueeze(2)
+        cos, sin = ((table * self.mscale).to(self.dtype).unsqueeze(2) for table in (angles.cos(), angles.sin()))
+        return cos, sin
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

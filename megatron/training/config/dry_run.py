@@ -56,7 +56,10 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
     m = config.model
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
-    if m.query_groups != m.num_attention_heads:
+    if m.latent:
+        queries = f" for queries {m.q_lora_rank}," if m.q_lora_rank else ""
+        heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
+    elif m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
     yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{_local_attention(m)}, {m.normalization}"

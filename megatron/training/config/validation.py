@@ -99,7 +99,7 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
         model,
         activation_func=None if model.swiglu or model.squared_relu else model.activation,
         ffn_hidden_size=model.ffn_size,
-        kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 else None,
+        kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 and not model.latent else None,
         max_position_embeddings=model.seq_length or None,
     )
 

@@ -14,17 +14,23 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.parameters import expert_metas, router_meta, router_states
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
-from megatron.core.transformer.parameters import attention_linears, mlp_linears, norm_metas, query_key_norm_metas
+from megatron.core.transformer.parameters import (
+    attention_linears,
+    latent_linears,
+    mlp_linears,
+    norm_metas,
+    query_key_norm_metas,
+)
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"),
-    "attention_module": ("self_attention",),
+    "attention": ("self_attention", "multi_latent_attention"),
     "mlp_module": ("mlp",),
     "layer_module": ("transformer_layer",),
     "loss_func": ("cross_entropy",),
 }
-"""Field of the configuration -> the parts whose parameters are listed here. An extension's are not."""
+"""Name in the configuration -> the parts whose parameters are listed here. An extension's are not."""
 
 
 EMBEDDING_NORM = "embedding.layernorm"
@@ -145,10 +151,8 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
         return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
 
     yield from norm("input_layernorm", config.norms_inputs)
-    qkv, proj = attention_linears(f"{name}.self_attention", config)
-    yield from qkv.metas()
-    yield from query_key_norm_metas(f"{name}.self_attention", config, bias=config.normalization == "LayerNorm")
-    yield from proj.metas(sequence_parallel)
+    attention = _latent_attention if config.latent else _self_attention
+    yield from attention(f"{name}.self_attention", config, sequence_parallel)
     yield from norm("post_attention_layernorm", config.norms_outputs)
     yield from norm("pre_mlp_layernorm", config.norms_inputs)
     yield from _channel_mixer(f"{name}.mlp", number, config, sequence_parallel)
@@ -164,6 +168,25 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
         yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
+
+
+def _self_attention(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    qkv, proj = attention_linears(name, config)
+    yield from qkv.metas()
+    yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    yield from proj.metas(sequence_parallel)
+
+
+def _latent_attention(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    linears = latent_linears(name, config)
+    if linears.q_down is not None:
+        yield from linears.q_down.metas(sequence_parallel)
+    yield from linears.q.metas()
+    yield from linears.kv_down.metas(sequence_parallel)
+    yield from linears.kv_up.metas()
+    for norm, width in linears.norms.items():
+        yield from _norm(norm, width, config, sequence_partial(sequence_parallel))
+    yield from linears.proj.metas(sequence_parallel)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:

@@ -12,8 +12,9 @@ from megatron.training.config.rules.checkpoints import checkpoints, garbage, pro
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, tokenizer
+from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
-from megatron.training.config.rules.model import attention, layers, positions, tensor_parallel
+from megatron.training.config.rules.model import attention, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import optimizer
@@ -33,6 +34,8 @@ RULES: tuple[Rule, ...] = (
     heads_over_context,
     positions,
     layers,
+    yarn,
+    latent_attention,
     experts,
     multi_token,
     pipeline,
@@ -42,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     fp8,
     fp8_scaling,
     fp8_shapes,
+    latents_in_fp8,
     batch,
     length,
     schedule,

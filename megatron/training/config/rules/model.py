@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import round_up
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
@@ -17,7 +18,8 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not divides(tp, m.num_attention_heads):
         yield Problem("--num-attention-heads", m.num_attention_heads, rule, multiples(m.num_attention_heads, tp))
     if not divides(tp, m.hidden_size):
-        step = math.lcm(tp, m.num_attention_heads) if m.num_attention_heads > 0 and not m.kv_channels else tp
+        by_heads = m.num_attention_heads > 0 and not m.kv_channels and not m.latent
+        step = math.lcm(tp, m.num_attention_heads) if by_heads else tp
         yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, step))
     if m.group_query_attention and not divides(tp, m.num_query_groups):
         remedy = f"{multiples(m.num_query_groups or 1, tp)}, or a TP size that divides it"
@@ -63,7 +65,7 @@ def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
 def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m = c.model
     heads, groups = m.num_attention_heads, m.num_query_groups
-    if m.kv_channels is None and not divides(heads, m.hidden_size):
+    if m.kv_channels is None and not m.latent and not divides(heads, m.hidden_size):
         tp = c.parallel.tensor_model_parallel_size
         remedy = f"{multiples(m.hidden_size, math.lcm(heads, max(tp, 1)))}, or add --kv-channels"
         yield Problem("--hidden-size", m.hidden_size, f"must be a multiple of --num-attention-heads {heads}", remedy)
@@ -156,3 +158,32 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for flag, value in settings.items():
         if value:
             yield Problem.no_effect(flag, None if value is True else value, "--position-embedding-type rope")
+
+
+YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Fields that YaRN reads."""
+
+
+def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    m, table = c.model, field_table()
+    if m.position_embedding_type != "rope" and m.rope_type is not None:
+        yield Problem.no_effect("--rope-type", m.rope_type, "--position-embedding-type rope")
+    if m.position_embedding_type != "rope" or not m.yarn:
+        for name in YARN:
+            if getattr(m, name) != table[name].default:
+                yield Problem.no_effect(table[name].name, getattr(m, name), "--rope-type yarn")
+        return
+    if m.use_rope_scaling and m.rotary_scaling_factor != 1:
+        yield Problem.exclusive("--use-rope-scaling", None, "--rope-type yarn", "both scale the rotary frequencies")
+    if m.beta_slow >= m.beta_fast:
+        rule = f"must be below --beta-fast {m.beta_fast:g}"
+        yield Problem("--beta-slow", m.beta_slow, rule, "for example 1 and 32, as in the paper")
+    if m.rotary_base == 1:
+        yield Problem("--rotary-base", m.rotary_base, "has no pair of a slower frequency for YaRN", "use 10000")

@@ -171,6 +171,8 @@ def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
             yield Problem.no_effect(flag, part, "--num-experts")
         elif part == "shared_experts" and not m.moe_shared_expert_intermediate_size:
             yield Problem.no_effect(flag, part, "--moe-shared-expert-intermediate-size")
+        elif part == "mla_up_proj" and not m.latent:
+            yield Problem.no_effect(flag, part, "--multi-latent-attention")
         elif part in ("mlp", "mlp_act") and not dense:
             remedy = f"use {part.replace('mlp', 'moe')}, or remove {part}"
             yield Problem(flag, part, "has no effect where every layer has experts", remedy, harmless=True)

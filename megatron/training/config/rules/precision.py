@@ -79,7 +79,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--hidden-size", m.hidden_size, rule, near)
     for heads, flag in ((m.num_attention_heads, "--num-attention-heads"), (2 * m.query_groups, "--num-query-groups")):
         width = heads * m.head_dim
-        if heads > 0 and width % rank:
+        if heads > 0 and width % rank and not m.latent:
             what = "queries" if flag == "--num-attention-heads" else "keys and values"
             rule = f"{what} of {width} channels must be a multiple of {cut} under --fp8-format"
             shown = m.num_attention_heads if what == "queries" else m.query_groups

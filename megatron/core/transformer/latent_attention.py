@@ -1,0 +1,146 @@
+"""Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
+
+Queries, and keys together with values, are projected down to a latent per token and from there up to heads. Heads of
+queries and keys have channels without position, and rotary ones; the rotary channels of the key are projected from the
+hidden states directly and shared by all heads.
+
+Every tensor-parallel rank computes whole latents and its own heads: the projections down are replicated, those up are
+sharded by heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.batch import BatchContext
+from megatron.core.collectives import all_gather_sequence, copy_to
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.seeds import site_key
+from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
+from megatron.core.transformer.norm import build_norm
+from megatron.core.transformer.parameters import latent_linears
+from megatron.core.transformer.recompute import recomputed, with_input_recomputed
+from megatron.core.transformer.rotary import apply_rotary_interleaved
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], values [s, b, heads/tp, v_head_dim]."""
+
+
+class Latents(NamedTuple):
+    """What a token's heads are projected from."""
+
+    q: Tensor
+    """[s, b, q_lora_rank], or the hidden states [s, b, h] without a latent of queries; [s/tp, ...] under sequence
+    parallelism."""
+
+    kv: Tensor
+    """[s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
+
+    key: Tensor
+    """[s, b, 1, qk_pos_emb_head_dim]: the key's channels that a rotary embedding is to rotate, for all heads."""
+
+
+class MultiLatentAttention(nn.Module):
+    """Projections down to latents, their norms, projections up to heads, positions, core, projection back.
+
+    Neighbouring rotary channels form a pair, as in DeepSeek's weights.
+    """
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.layer, self.tp = ctx.layer, ctx.tp
+        self.kv_rank, self.key_width = config.kv_lora_rank, config.qk_head_dim
+        self.value_width, self.rotary_width = config.v_head_dim, config.qk_pos_emb_head_dim
+        linears = latent_linears(name, config)
+        self.linear_q_down = nn.Identity() if linears.q_down is None else ReplicatedParallelLinear(linears.q_down, ctx)
+        self.linear_q = column_parallel(linears.q, ctx)
+        self.linear_kv_down = ReplicatedParallelLinear(linears.kv_down, ctx)
+        self.linear_kv_up = column_parallel(linears.kv_up, ctx)
+        self.q_layernorm, self.kv_layernorm = (
+            build_norm(norm, linears.norms[norm], config, ctx) if norm in linears.norms else nn.Identity()
+            for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
+        )
+        self.linear_proj = row_parallel(linears.proj, ctx)
+        self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
+        self.rotation = config.layer(ctx.layer).rotation
+        self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
+        self.rotate = region(rotated_heads, ctx.compiled)
+        self.recompute_core = config.recomputes("core_attn")
+        self.recompute_heads = config.recomputes("mla_up_proj")
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
+        latents = self._latents(x)
+        if context.cache is not None:
+            return self.linear_proj(self._behind_cache(latents, context))
+        recompute_core, recompute_heads = (
+            part and self.training for part in (self.recompute_core, self.recompute_heads)
+        )
+        if recompute_core and recompute_heads:
+            out = recomputed(self._attend, latents, context)
+        elif recompute_heads:
+            out = with_input_recomputed(lambda latents: self._heads(latents, context), latents, self.core, context)
+        elif recompute_core:
+            out = recomputed(self.core, *self._heads(latents, context), context)
+        else:
+            out = self._attend(latents, context)
+        return self.linear_proj(out)
+
+    def _latents(self, x: Tensor) -> Latents:
+        q = self.q_layernorm(self.linear_q_down(x))
+        kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
+        return Latents(q, self.kv_layernorm(kv), self.to_heads(key, self.tp).unsqueeze(2))
+
+    def _attend(self, latents: Latents, context: BatchContext) -> Tensor:
+        """[s, b, heads/tp * v_head_dim]"""
+        return self.core(*self._heads(latents, context), context)
+
+    def _heads(self, latents: Latents, context: BatchContext) -> Heads:
+        kv = self.linear_kv_up(latents.kv).unflatten(-1, (-1, self.key_width + self.value_width))
+        return self.rotate(self._queries(latents), kv, latents.key, *self._tables(context))
+
+    def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
+        """Cosines and sines; none in a layer without rotary embedding."""
+        return () if self.rotation is None else context.rotary[self.rotation]
+
+    def _queries(self, latents: Latents) -> Tensor:
+        return self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
+
+    def _behind_cache(self, latents: Latents, context: BatchContext) -> Tensor:
+        """Attention to cached latents: [s, b, heads/tp * v_head_dim]
+
+        The latents are the keys and values of one group of all heads. The projection up to keys is applied to the
+        queries instead, and that up to values to the output, so no earlier token is projected again (section 2.1.2).
+        """
+        assert context.cache is not None
+        up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
+        q, rotary = self._queries(latents).split((self.key_width, self.rotary_width), dim=-1)
+        rotary, key = (rotated(x, *self._tables(context)) for x in (rotary, latents.key))
+        q = torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1)
+        kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
+        (k,) = context.cache.append(self.layer, torch.cat((kv, key), dim=-1))
+        out = self.core(q, k, k[..., : self.kv_rank], context).unflatten(-1, (-1, self.kv_rank))
+        return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
+
+
+def rotated(x: Tensor, *tables: Tensor) -> Tensor:
+    """x [s, b, heads, r], rotated by cosines and sines if there are any."""
+    return apply_rotary_interleaved(x, *tables) if tables else x
+
+
+def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
+    """q [s, b, heads, d + r], keys and values kv [s, b, heads, d + v], shared rotary channels key [s, b, 1, r] ->
+    rotated queries and keys [s, b, heads, d + r], values [s, b, heads, v], each in memory of its own"""
+    rotary = key.shape[-1]
+    plain = q.shape[-1] - rotary
+    q, q_rotary = q.split((plain, rotary), dim=-1)
+    k, v = kv.split((plain, kv.shape[-1] - plain), dim=-1)
+    q_rotary, key = rotated(q_rotary, *tables), rotated(key, *tables)
+    key = key.expand(*k.shape[:-1], rotary)
+    return torch.cat((q, q_rotary), dim=-1), torch.cat((k, key), dim=-1), v.contiguous()
