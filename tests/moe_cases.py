@@ -43,6 +43,16 @@ CASES: dict[str, TransformerConfig] = {
     "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
     "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.1),
     "drop-least": replace(MIXTRAL, moe_expert_capacity_factor=0.1, moe_min_capacity=3),
+    "groups": replace(DEEPSEEK, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
+    "groups, softmax": replace(MIXTRAL, moe_router_num_groups=4, moe_router_group_topk=1),
+    "groups, softmax first": replace(
+        MIXTRAL,
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True,
+    ),
     "drop-last": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
 }
 
@@ -87,11 +97,14 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     ranked = scores if bias is None else scores + bias
     if sinkhorn:
         ranked = torch.stack([sinkhorn_matrix(logits[:, j].detach()) for j in range(b)], 1)
+    summed = logits if config.moe_router_scores == "softmax" else scores
+    summed = summed if bias is None else summed + bias
     weights = torch.zeros_like(scores)
     chosen, unbiased = torch.zeros_like(scores), torch.zeros_like(scores)
     for i in range(s):
         for j in range(b):
-            best = sorted(range(count), key=lambda e: (-ranked[i, j, e].item(), e))[:k]
+            legal = in_groups(config, summed[i, j].tolist())
+            best = sorted(legal, key=lambda e: (-ranked[i, j, e].item(), e))[:k]
             divide = k > 1 if sigmoid else not (config.moe_router_pre_softmax or sinkhorn)
             total = sum(scores[i, j, e] for e in best) if divide else 1.0
             for e in best:
@@ -115,7 +128,8 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     )
     shared = layer.shared_experts
     if shared is not None:
-        out = out + mlp(config, shared.linear_fc1.weight, shared.linear_fc2.weight, x)
+        of_shared = mlp(config, shared.linear_fc1.weight, shared.linear_fc2.weight, x)
+        out = out + (of_shared * (x @ shared.gate_weight.T).sigmoid() if config.moe_shared_expert_gate else of_shared)
     probabilities = scores / scores.sum(-1, keepdim=True)
     if config.moe_router_load_balancing_type == "seq_aux_loss":
         share = unbiased.sum(0) / (k * s)
@@ -126,6 +140,17 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         auxiliary = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
     z = logits.logsumexp(-1).square().mean()
     return out, config.moe_aux_loss_coeff * auxiliary + config.moe_z_loss_coeff * z, kept
+
+
+def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
+    """The experts of a token's best groups; all without groups."""
+    groups, best, k = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
+    if groups is None or best is None:
+        return list(range(len(scores)))
+    each = len(scores) // groups
+    members = [list(range(group * each, (group + 1) * each)) for group in range(groups)]
+    value = [sum(sorted((scores[e] for e in group), reverse=True)[: k // best]) for group in members]
+    return [e for group in sorted(range(groups), key=lambda g: (-value[g], g))[:best] for e in members[group]]
 
 
 def sinkhorn_matrix(logits: Tensor) -> Tensor:

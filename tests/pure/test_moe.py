@@ -299,7 +299,7 @@ def moe_model(**changes: Any) -> TransformerConfig:
 
 
 def test_planned_parameters_are_those_that_train() -> None:
-    config = moe_model()
+    config = moe_model(moe_shared_expert_gate=True)
     model = GPTModel(config, FP64)
     trained = [p.meta for p in model.parameters() if p.requires_grad]
     assert trained == parameter_metas(config)
@@ -396,6 +396,7 @@ def test_broken_layer_patterns(text: str) -> None:
 
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
 EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
+GROUPS = "--moe-router-num-groups"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 
 
@@ -434,6 +435,14 @@ def problems(argv: str, world_size: int) -> list[str]:
         ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
         ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
         ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
+        ("--moe-router-num-groups 4", 1, "--moe-router-num-groups 4: has no effect without --moe-router-group-topk"),
+        ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: needs --moe-router-num-groups; add"),
+        (f"{GROUPS} 3 --moe-router-group-topk 1", 1, f"{GROUPS} 3: must divide --num-experts 8; nearest: 2"),
+        (f"{GROUPS} 2 --moe-router-group-topk 4", 1, f"--moe-router-group-topk 4: must be at most {GROUPS} 2"),
+        (f"{GROUPS} 4 --moe-router-group-topk 3", 1, "--moe-router-topk 2: must be a multiple of --moe-router-group"),
+        (f"{GROUPS} 8 --moe-router-group-topk 1", 1, "--moe-router-topk 2: must be at most the 1 experts of --moe-"),
+        (f"{GROUPS} 4 --moe-router-group-topk 2 {SINKHORN}", 1, f"topk 2: cannot be combined with {SINKHORN}"),
+        ("--moe-shared-expert-gate", 1, "gate: has no effect without --moe-shared-expert-intermediate-size"),
         ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),
     ],
 )
@@ -449,6 +458,7 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
         "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
         "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"--ep 2 {GROUPS} 4 --moe-router-group-topk 2",
         f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
     ],
 )

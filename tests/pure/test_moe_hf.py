@@ -30,7 +30,8 @@ def assert_same_output(config: TransformerConfig, theirs: torch.nn.Module) -> No
         theirs.experts.gate_up_proj.copy_(fc1.flatten(1, 2))
         theirs.experts.down_proj.copy_(fc2)
         if layer.shared_experts is not None:
-            theirs.gate.e_score_correction_bias.copy_(layer.router.balance.expert_bias)
+            if layer.router.balance.expert_bias is not None:
+                theirs.gate.e_score_correction_bias.copy_(layer.router.balance.expert_bias)
             gate, up = layer.shared_experts.linear_fc1.weight
             theirs.shared_experts.gate_proj.weight.copy_(gate)
             theirs.shared_experts.up_proj.weight.copy_(up)
@@ -46,20 +47,41 @@ def test_mixtral() -> None:
     assert_same_output(MIXTRAL, MixtralSparseMoeBlock(MixtralConfig(**sizes)))
 
 
-@pytest.mark.parametrize("topk", [2, 5])
-def test_deepseek_v3(topk: int) -> None:
+@pytest.mark.parametrize(("topk", "groups"), [(2, (1, 1)), (5, (1, 1)), (2, (4, 1)), (4, (4, 2)), (4, (2, 2))])
+def test_deepseek_v3(topk: int, groups: tuple[int, int]) -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 
-    config = replace(DEEPSEEK, moe_router_topk=topk, moe_shared_expert_intermediate_size=48)
+    config = replace(
+        DEEPSEEK,
+        moe_router_topk=topk,
+        moe_shared_expert_intermediate_size=48,
+        moe_router_num_groups=groups[0],
+        moe_router_group_topk=groups[1],
+    )
     sizes = settings(
         config,
         n_routed_experts=8,
         num_local_experts=8,
         moe_intermediate_size=24,
         n_shared_experts=2,
-        n_group=1,
-        topk_group=1,
+        n_group=groups[0],
+        topk_group=groups[1],
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
     )
     assert_same_output(config, DeepseekV3MoE(DeepseekV3Config(**sizes)))
+
+
+def test_qwen2_moe_gates_its_shared_expert() -> None:
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
+
+    config = replace(
+        MIXTRAL, moe_router_pre_softmax=True, moe_shared_expert_intermediate_size=40, moe_shared_expert_gate=True
+    )
+    sizes = settings(config, num_experts=8, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    theirs = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**sizes, norm_topk_prob=False))
+    gate = build_layer(config, dtype=torch.float32).shared_experts.gate_weight
+    theirs.shared_experts = theirs.shared_expert
+    with torch.no_grad():
+        theirs.shared_expert_gate.weight.copy_(gate)
+    assert_same_output(config, theirs)

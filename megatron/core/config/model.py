@@ -307,12 +307,6 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
         return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
 
     @property
-    def softmax_scale(self) -> float:
-        """Factor of attention scores."""
-        of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
-        return of_channels / sqrt(self.head_dim)
-
-    @property
     def query_groups(self) -> int:
         """Key/value heads: the query heads themselves without GQA."""
         if self.group_query_attention and self.num_query_groups:
@@ -425,7 +419,8 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
     @property
     def attention_scale(self) -> float:
         """Factor of attention scores."""
-        return self.softmax_scale if self.softmax_scale is not None else 1 / sqrt(self.head_dim)
+        of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
+        return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
 
     @property
     def alibi(self) -> bool:

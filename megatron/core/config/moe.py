@@ -23,8 +23,18 @@ class MoEConfig:
     moe_shared_expert_intermediate_size: int | None = None
     """Width of a shared expert that processes every token; default: no shared expert."""
 
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid of the token, a linear map to one number (Qwen2-MoE)."""
+
     moe_router_topk: int = 2
     """Experts k that each token is routed to."""
+
+    moe_router_num_groups: int | None = None
+    """Divide the experts into this many equal groups, of which each token is routed to --moe-router-group-topk."""
+
+    moe_router_group_topk: int | None = None
+    """Groups of experts that a token may be routed to: those with the largest sums of their best k / this scores
+    (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
 
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"))
     """Score function of experts. Sigmoid scores are divided by the sum of the chosen ones (DeepSeek-V3)."""

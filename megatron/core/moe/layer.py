@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.dispatcher import DISPATCHERS
 from megatron.core.moe.experts import Experts
-from megatron.core.moe.router import TopKRouter
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.moe.parameters import shared_gate_meta
+from megatron.core.moe.router import RouterFunction, TopKRouter
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.recompute import recomputed
+
+
+class GatedSharedExpert(SharedExpert):
+    """Shared expert whose output is multiplied by sigmoid(x wᵀ), one number for each token (Qwen2-MoE)."""
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__(name, config, ctx)
+        self.gate_weight = make_parameter(shared_gate_meta(name, config, ctx.sequence_parallel), ctx)
+        self.gate_dtype = torch.promote_types(ctx.dtype, torch.float32)
+        self.queue = ctx.queue
+
+    def _run(self, x: Tensor) -> Tensor:
+        gate = RouterFunction.apply(x, self.gate_weight, self.gate_dtype, self.queue).sigmoid()
+        return super()._run(x) * gate.to(x.dtype)
 
 
 class MoELayer(nn.Module):
@@ -28,7 +44,8 @@ class MoELayer(nn.Module):
         self.experts = Experts(f"{name}.experts", config, ctx)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts)
         shared = config.moe_shared_expert_intermediate_size
-        self.shared_experts = SharedExpert(f"{name}.shared_experts", config, ctx) if shared else None
+        expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
+        self.shared_experts = expert(f"{name}.shared_experts", config, ctx) if shared else None
         self.recompute = config.recomputes("moe")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:

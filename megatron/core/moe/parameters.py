@@ -18,6 +18,12 @@ def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -
     return ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
 
 
+def shared_gate_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
+    """The weight of the shared expert's gate."""
+    init, partial_over = Init("normal", config.init_method_std), sequence_partial(sequence_parallel)
+    return ParamMeta(f"{name}.gate.weight", (1, config.hidden_size), init=init, partial_over=partial_over)
+
+
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """What the router keeps beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
     assert config.num_experts is not None

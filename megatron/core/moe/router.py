@@ -62,6 +62,10 @@ class Scores(Protocol):
         """Scores [..., E] that rank the experts: the k largest are chosen."""
         ...
 
+    def summed(self, logits: Tensor) -> Tensor:
+        """Scores [..., E] whose sums rank groups of experts."""
+        ...
+
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Weights [..., k] of the experts `chosen` [..., k]."""
         ...
@@ -80,6 +84,9 @@ class SoftmaxScores:
     def ranked(self, logits: Tensor) -> Tensor:
         return logits
 
+    def summed(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.before_choice else logits
+
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         if self.before_choice:
             return logits.softmax(-1).gather(-1, chosen)
@@ -94,6 +101,9 @@ class SigmoidScores:
 
     def ranked(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
+
+    def summed(self, logits: Tensor) -> Tensor:
+        return self.ranked(logits)
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         scores = logits.gather(-1, chosen).sigmoid()
@@ -135,6 +145,7 @@ class TopKRouter(nn.Module):
         self.weight = make_parameter(router_meta(name, config, ctx.sequence_parallel), ctx)
         self.balance = Balance(name, config, ctx)
         self.scores: Scores = SCORES[config.moe_router_scores]
+        self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
         self.sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
         forced = config.moe_router_force_load_balancing
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
@@ -158,8 +169,7 @@ class TopKRouter(nn.Module):
             even = sinkhorn_bias(logits, context.places_of(logits, self.shard), self.sequence)
             ranked = logits.detach() + even
         unbiased = self._best(ranked)
-        bias = self.balance.expert_bias
-        chosen = unbiased if bias is None else self._best(ranked + bias)
+        chosen = self._chosen(logits.detach(), ranked, unbiased)
         weights = self.scores.weights(logits, chosen)
         if self.scaling is not None:
             weights = weights * self.scaling
@@ -172,6 +182,15 @@ class TopKRouter(nn.Module):
             chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)
         return Choice(chosen, weights)
 
+    def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:
+        """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
+        bias = 0.0 if self.balance.expert_bias is None else self.balance.expert_bias
+        if self.groups is not None and self.group_topk is not None:
+            each = self.topk // self.group_topk
+            outside = outside_best_groups(self.scores.summed(logits) + bias, self.groups, self.group_topk, each)
+            return self._best((ranked + bias).masked_fill_(outside, float("-inf")))
+        return unbiased if self.balance.expert_bias is None else self._best(ranked + bias)
+
     def _best(self, scores: Tensor) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
@@ -182,6 +201,20 @@ class TopKRouter(nn.Module):
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
+
+
+def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:
+    """Bool [..., E], true for experts outside of the `group_topk` best groups of a token.
+
+    The experts of scores [..., E] form `groups` equal groups, in order. A group's score is the sum of its `each` best
+    ones (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; with one, DeepSeek-V2, arXiv 2405.04434, section 2.2.2). Ties go
+    to the lower group number.
+    """
+    of_groups = scores.unflatten(-1, (groups, -1))
+    sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[..., :group_topk]
+    outside = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, best, False)
+    return outside.unsqueeze(-1).expand_as(of_groups).flatten(-2)
 
 
 def without_rounding(weights: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import expert_metas, router_meta, router_states
+from megatron.core.moe.parameters import expert_metas, router_meta, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
@@ -167,6 +167,8 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     yield from expert_metas(f"{name}.experts", config)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
+        if config.moe_shared_expert_gate:
+            yield shared_gate_meta(f"{name}.shared_experts", config, sequence_parallel)
         yield from _mlp(f"{name}.shared_experts", config, shared, sequence_parallel)
 
 

@@ -59,6 +59,8 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if shared is not None and not divides(tp, shared):
         rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
         yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, tp))
+    if m.moe_shared_expert_gate and shared is None:
+        yield Problem.no_effect("--moe-shared-expert-gate", None, "--moe-shared-expert-intermediate-size")
     pp = p.pipeline_model_parallel_size
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
@@ -71,6 +73,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _router(c: RunConfig) -> Iterator[Problem]:
     m = c.model
     yield from _sinkhorn(m) if m.moe_router_load_balancing_type == "sinkhorn" else _scores(m)
+    yield from _groups(m)
     if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type == "none":
         none = "--moe-router-load-balancing-type none"
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, none)
@@ -95,6 +98,37 @@ def _scores(m: MoEConfig) -> Iterator[Problem]:
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
         rule = "the softmax over one expert is always 1, so the router receives no gradient"
         yield Problem("--moe-router-topk", 1, rule, "add --moe-router-pre-softmax")
+
+
+def _groups(m: MoEConfig) -> Iterator[Problem]:
+    """A token's experts are chosen from some groups of experts."""
+    groups, best, topk = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    if groups is None or best is None:
+        if groups is not None:
+            yield Problem.no_effect("--moe-router-num-groups", groups, "--moe-router-group-topk")
+        if best is not None:
+            remedy = "add --moe-router-num-groups, for example the number of nodes that hold the experts"
+            yield Problem("--moe-router-group-topk", best, "needs --moe-router-num-groups", remedy)
+        return
+    if m.moe_router_load_balancing_type == "sinkhorn":
+        sinkhorn = "--moe-router-load-balancing-type sinkhorn"
+        yield Problem.exclusive("--moe-router-group-topk", best, sinkhorn, "it balances over all experts")
+    if not divides(groups, m.num_experts):
+        rule = f"must divide --num-experts {m.num_experts}"
+        legal = [n for n in range(1, (m.num_experts or 1) + 1) if (m.num_experts or 1) % n == 0]
+        nearest = min(legal, key=lambda n: abs(n - groups))
+        yield Problem("--moe-router-num-groups", groups, rule, f"nearest: {nearest}")
+        return
+    if best > groups:
+        rule = f"must be at most --moe-router-num-groups {groups}"
+        yield Problem("--moe-router-group-topk", best, rule, f"nearest: {groups}")
+    elif not divides(best, topk):
+        rule = f"must be a multiple of --moe-router-group-topk {best}, the groups of a token"
+        yield Problem("--moe-router-topk", topk, rule, multiples(topk, best))
+    elif m.num_experts and min(groups, best, topk) > 0 and topk > best * (m.num_experts // groups):
+        each = m.num_experts // groups
+        rule = f"must be at most the {best * each} experts of --moe-router-group-topk {best} groups of {each}"
+        yield Problem("--moe-router-topk", topk, rule, f"nearest: {best * each}")
 
 
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
