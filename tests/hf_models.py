@@ -28,6 +28,19 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
+DEEPSEEK = SIZES | {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 NEOX = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"use_parallel_residual": False}
 GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
@@ -107,6 +120,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"}),
     "pythia": ("gpt_neox", {**NEOX, "use_parallel_residual": True}),
     "gpt-neox-quarter": ("gpt_neox", {**NEOX, "hidden_size": 64}),
+    "llama-yarn": ("llama", {**SIZES, "rope_scaling": YARN}),
+    "deepseek-v3": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v2": ("deepseek_v2", {**DEEPSEEK, "num_experts_per_tok": 3}),
     "qwen3-moe": (
         "qwen3_moe",
         {

@@ -22,7 +22,7 @@ from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
-from tests.hf_models import CASES, GPT2_SIZES, SIZES, weights_in
+from tests.hf_models import CASES, GPT2_SIZES, SIZES, YARN, weights_in
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
@@ -64,6 +64,11 @@ def random_model(case: str) -> Any:
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(route, module.weight, module.top_k, getattr(module, "norm_topk_prob", True))
+        if type(module).__name__ == "DeepseekV3TopkRouter":
+            module.e_score_correction_bias.copy_(torch.randn(module.num_experts).float() * 0.1)
+            module.forward = partial(route_in_groups, module)
+        if type(module).__name__ == "DeepseekV2TopkRouter":
+            module.forward = partial(route, module.weight, module.top_k, False)
         if type(module).__name__ == "BloomGelu":
             module.forward = partial(F.gelu, approximate="tanh")
             sys.modules[type(module).__module__].F = ExactFunctions()
@@ -74,6 +79,17 @@ def route(weight: Tensor, k: int, normalized: bool, x: Tensor) -> tuple[Tensor, 
     logits = x.reshape(-1, x.shape[-1]) @ weight.T
     weights, experts = logits.softmax(-1).topk(k, dim=-1)
     return logits, weights / weights.sum(-1, keepdim=True) if normalized else weights, experts
+
+
+def route_in_groups(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.reshape(-1, x.shape[-1]) @ router.weight.T
+    scores = logits.sigmoid()
+    ranked = (scores + router.e_score_correction_bias).unflatten(-1, (router.num_group, -1))
+    groups = ranked.topk(2, dim=-1).values.sum(-1).topk(router.topk_group, dim=-1).indices
+    chosen = torch.full_like(ranked, -torch.inf).scatter(1, groups[..., None].expand(-1, -1, ranked.shape[-1]), 0.0)
+    experts = (ranked + chosen).flatten(1).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    return logits, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, experts
 
 
 def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
@@ -102,7 +118,33 @@ def test_logits(case: str) -> None:
     with torch.no_grad():
         expected = theirs(tokens).logits
     found = ours(theirs).logits(None, Batch.of_tokens(tokens))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    # DeepSeek-V2's positions are fp32 in transformers.
+    tolerance = 1e-5 if CASES[case][0] == "deepseek_v2" else 1e-10
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3-yarn", "llama-yarn"])
+def test_gradients(case: str) -> None:
+    """The loss's gradients of all weights, in their names and layouts."""
+    theirs, tokens = random_model(case), torch.randint(83, (2, 24))
+    logits = theirs(tokens, use_cache=False).logits[:, :-1]
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    mine = ours(theirs)
+    batch = Batch.of_tokens(tokens)
+    (mine(None, batch) / batch.num_tokens).backward()
+    found = {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
+    assert all((p.grad is not None) == p.requires_grad for p in mine.parameters())
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.zero_()
+    back, expected = to_hf(found, mine.config, CASES[case][0]), weights(theirs)
+    assert back.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (back[name].double() - gradient).norm() / gradient.norm().clamp(min=1e-9)
+        assert error < 1e-9, name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -192,8 +234,13 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
             "activation_function = 'relu', supported",
         ),
         ({"attention_bias": True}, "attention_bias = True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"model_type": "falcon"}, "'falcon' is not supported: it needs"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate = false"),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": 1.0}},
+            "attention_factor = 1.0 is not supported; it must be 1.13",
+        ),
         ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
         ({"model_type": "own"}, "'own' is not supported; known are gpt2, bloom, llama"),
     ],

@@ -39,7 +39,9 @@ class HFSource(Source):
         model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
         self.model_type = str(folder.config["model_type"])
         self.weights = HFWeights(folder.tensors, model, self.model_type)
-        self.metas = {name: each.meta for name, each in self.weights.placements.items()}
+        found = self.weights.placements
+        self.metas = {name: each.meta for name, each in found.items() if each.state_dtype is None}
+        self.states = [name for name, each in found.items() if each.state_dtype is not None]
         names = [*(file.name for file in tokenizer_files(path)), GENERATION_CONFIG]
         self.side_files = {name: path / name for name in names if (path / name).is_file()}
         mixed = [name for name in self.metas if len(self.weights.dtypes(name)) > 1]
@@ -108,10 +110,24 @@ class HFTarget(Target):
 
     def _specs(self) -> Iterator[tuple[str, TensorSpec]]:
         for placement in self.placements:
-            dtype = self.source.dtype(placement.meta.name, self.options.dtype)
+            dtype = self._dtype(placement)
             whole = TensorSpec(placement.meta.global_shape, dtype).meta()
             for name, tensor in zip(placement.theirs, placement.layout.theirs(self.model, whole), strict=True):
                 yield name, TensorSpec(tuple(tensor.shape), dtype)
+
+    def _dtype(self, placement: Placement) -> torch.dtype:
+        if placement.state_dtype is not None:
+            return getattr(torch, placement.state_dtype)
+        return self.source.dtype(placement.meta.name, self.options.dtype)
+
+    def _read(self, placement: Placement) -> Tensor:
+        """A parameter, or a state, which starts at zero where the source has none."""
+        meta = placement.meta
+        if placement.state_dtype is None:
+            return self.source.read(meta.name, self.options.dtype)
+        if meta.name in self.source.states:
+            return self.source.read(meta.name, self._dtype(placement))
+        return torch.zeros(meta.global_shape, dtype=self._dtype(placement))
 
     def write(self, folder: Path, world: Axis, written: Written) -> None:
         for file in list(self.shards)[world.rank :: world.size]:
@@ -129,7 +145,7 @@ class HFTarget(Target):
                         written(specs[name].nbytes)
 
     def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
-        parameter = self.source.read(placement.meta.name, self.options.dtype)
+        parameter = self._read(placement)
         return placement.layout.theirs(self.model, parameter)
 
     def finish(self, folder: Path) -> None:

@@ -39,6 +39,12 @@ TRAINING_ONLY = (
     "moe_grouped_gemm",
     "moe_per_layer_logging",
 )
+YARN_SCALING = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_scaling_low_freq_factor",
@@ -94,8 +100,25 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{key} is missing"
         elif rule := _broken_rule(hf[key], hints[ours]):
             yield f"{key} = {hf[key]!r} must be {rule}"
+    yield from _problems_of_experts(hf, family)
     if type(hf["tie_word_embeddings"]) is not bool:
         yield f"tie_word_embeddings = {hf['tie_word_embeddings']!r} must be true or false"
+
+
+def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """DeepSeek's routing where ours differs from it."""
+    if "n_shared_experts" in family.defaults:
+        if rule := _broken_rule(hf["n_shared_experts"], int):
+            yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
+        first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
+        if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
+            yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
+    if "n_group" in family.keys and type(hf.get("num_experts_per_tok")) is int:
+        topk, groups, best = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
+        if topk == 1:
+            yield "num_experts_per_tok = 1 with norm_topk_prob; supported: 2 or more"
+        if groups != 1 and topk != 2 * best:
+            yield f"num_experts_per_tok = {topk}, supported with n_group: 2 * topk_group = {2 * best}"
 
 
 def _broken_rule(value: Any, hint: Any) -> str | None:
@@ -119,11 +142,19 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     if fields.get("num_query_groups") == fields["num_attention_heads"]:
         fields["num_query_groups"] = None
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
+    if "first_k_dense_replace" in hf:
+        fields["moe_layer_freq"] = _dense_first(hf["first_k_dense_replace"], fields["num_layers"])
+        fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = _no_rope_from_hf(hf)
     return TransformerConfig(**_window_from_hf(hf) | fields)
+
+
+def _dense_first(dense: int, layers: int) -> str:
+    """--moe-layer-freq of experts in all layers but the first `dense` ones."""
+    return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
 
 
 def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -149,9 +180,31 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         fields |= {ours: merged[key] for key, ours in LLAMA3_SCALING.items()}
     elif kind == "linear":
         fields["rotary_seq_len_interpolation_factor"] = float(merged["factor"])
+    elif kind == "yarn":
+        fields |= {"rope_type": "yarn", **_yarn_from_hf(merged, hf)}
     elif kind != "default":
-        known = "default, linear, llama3"
+        known = "default, linear, llama3, yarn"
         raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
+    return fields
+
+
+def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of YaRN. The factor of rotated channels may be given as such, or by mscale and mscale_all_dim."""
+    given = {key: value for key, value in scaling.items() if value is not None}
+    original = given["original_max_position_embeddings"]
+    given.setdefault("factor", hf["max_position_embeddings"] / original)
+    fields: dict[str, Any] = {ours: float(given[key]) for key, ours in YARN_SCALING.items() if key in given}
+    fields["original_max_position_embeddings"] = int(original)
+    both = given.get("mscale") and given.get("mscale_all_dim")
+    fields |= {"mscale": float(given["mscale"]), "mscale_all_dim": float(given["mscale_all_dim"])} if both else {}
+    if not given.get("truncate", True):
+        raise ValueError("config.json: YaRN with truncate = false is not supported")
+    if given.get("mscale_all_dim") and not both:
+        raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
+    wanted = given.get("attention_factor")
+    found = TransformerConfig(rope_type="yarn", **fields).rotary_mscale
+    if wanted is not None and not math.isclose(wanted, found, rel_tol=1e-6):
+        raise ValueError(f"config.json: YaRN with attention_factor = {wanted} is not supported; it must be {found:.6g}")
     return fields
 
 
@@ -208,6 +261,9 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: hf[other] for key, other in family.equal.items()}
     square = round(config.attention_scale**-2, 9)
     hf |= {key: int(square) if square.is_integer() else square for key in family.inverse_roots}
+    if "first_k_dense_replace" in family.defaults and config.moe_layers:
+        hf["first_k_dense_replace"] = config.moe_layers[0]
+        hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
     if family.fixed["position_embedding_type"] == "rope":
         hf |= {family.spelling.get(key, key): value for key, value in _rotary_to_hf(config, family).items()}
     if "window_size" not in family.fixed:
@@ -257,6 +313,10 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if config.use_rope_scaling:
         hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
         hf["rope_scaling"]["rope_type"] = "llama3"
+    elif _stretches(config):
+        hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(config, ours) for key, ours in YARN_SCALING.items()}
+        if config.mscale_all_dim:
+            hf["rope_scaling"] |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
     elif config.rotary_seq_len_interpolation_factor:
         hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     if "rope_local_base_freq" not in family.defaults:
@@ -264,6 +324,11 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
     full = {"rope_type": "default", **hf.pop("rope_scaling", {}), "rope_theta": config.rotary_base}
     local = {"rope_type": "default", "rope_theta": config.window_rotary_base}
     return hf | {"rope_parameters": {"full_attention": full, LOCAL: full if local["rope_theta"] is None else local}}
+
+
+def _stretches(config: TransformerConfig) -> bool:
+    """Whether YaRN changes anything."""
+    return config.yarn and config.rotary_scaling_factor != 1
 
 
 def _stated(config: TransformerConfig) -> dict[str, Any]:
@@ -283,6 +348,12 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "moe_layer_freq": _pattern(config.expert_pattern, usual=True) or "1",
         "window_attn_skip_freq": _pattern(config.local_pattern, usual=True) if any(config.local_pattern) else None,
         "no_rope_freq": _pattern([not rotated for rotated in config.rope_pattern], usual=False),
+        "moe_router_num_groups": config.moe_router_num_groups or 1,
+        "moe_router_group_topk": config.moe_router_group_topk or 1,
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+        "multi_latent_attention": config.latent,
+        "attention_module": config.attention,
+        "rope_type": "yarn" if _stretches(config) else "rope",
     }
 
 
@@ -294,6 +365,10 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
     idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
+    yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim")
+    idle += yarn if not (rotary and _stretches(config)) else ()
+    idle += ["rope_type"] if not rotary else []
+    idle += ["rotary_interleaved"] if config.latent else []
     idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
     idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]

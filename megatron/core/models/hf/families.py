@@ -136,6 +136,30 @@ STARCODER2_RULES = (
 )
 
 
+def _latents(moe: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules of DeepSeek: multi-latent attention, dense layers before those with experts, and shared experts."""
+    ours, theirs = f"{OUR_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
+    shared = f"{_HF_LAYER}.mlp.shared_experts"
+    pairs = {
+        "linear_q_proj": ("q_proj", "Heads"),
+        "linear_q_down_proj": ("q_a_proj", "Same"),
+        "q_layernorm": ("q_a_layernorm", "Same"),
+        "linear_q_up_proj": ("q_b_proj", "Heads"),
+        "linear_kv_down_proj": ("kv_a_proj_with_mqa", "Same"),
+        "kv_layernorm": ("kv_a_layernorm", "Same"),
+        "linear_kv_up_proj": ("kv_b_proj", "Heads"),
+        "linear_proj": ("o_proj", "Same"),
+    }
+    return (
+        *(rule for rule in moe if ".self_attention." not in rule.ours),
+        *(rule for rule in LLAMA_RULES if ".mlp." in rule.ours),
+        *(Rule(f"{ours}.{x}.weight", (f"{theirs}.{y}.weight",), layout) for x, (y, layout) in pairs.items()),
+        Rule(f"{OUR_LAYER}.mlp.router.expert_bias", (f"{_HF_LAYER}.mlp.gate.e_score_correction_bias",)),
+        *_linear("mlp.shared_experts.linear_fc1", f"{shared}.gate_proj {shared}.up_proj", "Stacked"),
+        *_linear("mlp.shared_experts.linear_fc2", f"{shared}.down_proj", "Same"),
+    )
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -222,3 +246,5 @@ OLMOE = _family("olmoe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
 STARCODER2 = _family("starcoder2", STARCODER2_RULES)
 GPT_NEOX = _family("gpt_neox", GPT_NEOX_RULES)
 BLOOM = _family("bloom", BLOOM_RULES)
+DEEPSEEK_V2 = _family("deepseek_v2", _latents(_experts("mlp", "gate_proj", "up_proj", "down_proj")))
+DEEPSEEK_V3 = _family("deepseek_v3", _latents(_experts("mlp", "gate_proj", "up_proj", "down_proj")))

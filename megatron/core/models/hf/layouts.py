@@ -121,6 +121,22 @@ class QueryGroups(Layout):
         return cat([x.unflatten(0, (groups, -1, head_dim)) for x in tensors], dim=1)
 
 
+class Heads(Layout):
+    """Theirs: [heads * d, ...]. Ours: [heads, d, ...]."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(0, (config.num_attention_heads, -1))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter.flatten(0, 1),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        heads, channels, *rest = box
+        width = tensors[0].shape[0] // config.num_attention_heads
+        rows = tensors[0][(slice(heads.start * width, heads.stop * width), *rest)]
+        return rows.unflatten(0, (-1, width))[:, channels]
+
+
 class JointHeads(Layout):
     """GPT-2: all queries, keys and values in one tensor, concatenated along the last dim. A bias has no other dim."""
 
@@ -159,5 +175,8 @@ class GroupByGroup(Layout):
 
 LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
-    for kind in (Same, Transposed, VocabularyRows, Stacked, StackedExperts, QueryGroups, JointHeads, GroupByGroup)
+    for kind in (
+        *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
+        *(QueryGroups, Heads, JointHeads, GroupByGroup),
+    )
 }

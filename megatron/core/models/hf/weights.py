@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import parameter_metas
+from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.core.models.hf.config import family_of
 from megatron.core.models.hf.families import Family, Rule
 from megatron.core.models.hf.layouts import LAYOUTS, Box, Layout
@@ -23,11 +23,13 @@ from megatron.core.param_meta import ParamMeta
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters, and the names of the tensors of theirs that it consists of."""
+    """One of our parameters or states, and the names of the tensors of theirs that it consists of."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]
     layout: Layout
+    state_dtype: str | None = None
+    """Of a state of the model, which is not trained, the dtype in which it is kept; None for a parameter."""
 
 
 class HFWeights:
@@ -153,12 +155,14 @@ def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Each parameter of a model with its tensors; those of multi-token prediction have none. Raises ValueError if the
-    family has no place for another one."""
+    """Each parameter and state of a model with its tensors; those of multi-token prediction have none. Raises
+    ValueError if the family has no place for another one."""
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in family.rules}
     found = []
-    for meta in parameter_metas(replace(config, mtp_num_layers=None)):
+    config = replace(config, mtp_num_layers=None)
+    states = model_states(config)
+    for meta, state_dtype in [*((meta, None) for meta in parameter_metas(config)), *states]:
         parts = meta.name.split(".")
         layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
@@ -166,7 +170,7 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
             raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
         layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
-        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout))
+        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout, state_dtype))
     return found
 
 
