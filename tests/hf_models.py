@@ -163,6 +163,9 @@ def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     model.to(dtype).save_pretrained(folder, **options)
     return folder
 
