@@ -18,24 +18,25 @@ from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TPContext
-from megatron.core.tensor_parallel.parameters import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from tests.harness import run_world, tp_context
 
-S, B, H, F = 8, 2, 16, 32
+S, B, H, F = 16, 2, 16, 32
 NORMAL = Init("normal", 0.3)
 
 
-class Pair(nn.Module):
-    """A gated column-parallel layer and the row-parallel one behind it."""
+class Layers(nn.Module):
+    """A replicated layer, a gated column-parallel one behind it, and the row-parallel one behind that."""
 
     def __init__(self, ctx: TPContext) -> None:
         super().__init__()
+        self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, NORMAL), ctx)
         self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, F), True, NORMAL, shard_dim=1), ctx)
         self.fc2 = RowParallelLinear(RowLinear("fc2", F, H, True, NORMAL), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.fc1(x).unflatten(-1, (2, -1)).unbind(-2)
+        gate, up = self.fc1(self.down(x)).unflatten(-1, (2, -1)).unbind(-2)
         return self.fc2(gate.tanh() * up)
 
 
@@ -49,7 +50,7 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
     config = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
     fp8 = build_fp8(config, 1, WeightCasts())
     ctx = tp_context(state, sp, torch.float32, fp8=fp8)
-    net, found = Pair(ctx), {}
+    net, found = Layers(ctx), {}
     weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
     initialize_parameters_(weights, 7, state.coords)
     scaling = DelayedScaling(config, [net], state.axis("stage"))
@@ -68,7 +69,12 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
             key = f"step {step} {micro}"
             found |= {f"{key} y": whole(y.detach(), sp, state), f"{key} dx": whole(x.grad, sp, state)}
         for param in weights:
-            if param.meta.matrix:
+            if param.meta.matrix and not param.meta.sharded:
+                partial = bool(param.meta.partial_over)
+                assert partial == sp
+                summed = mappings.all_reduce_(param.main_grad.clone(), state.tp) if partial else param.main_grad
+                found[f"step {step} {param.meta.name}"] = summed
+            elif param.meta.matrix:
                 dim = param.meta.sharded["tp"]
                 found[f"step {step} {param.meta.name}"] = mappings.all_gather(param.main_grad, state.tp, dim)
         scaling.end_step(torch.tensor(0.0))

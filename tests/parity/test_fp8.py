@@ -94,6 +94,20 @@ def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
     assert first_difference(train(recipe, 1, f"--recompute-granularity {how}"), train(recipe), 0.0) is None
 
 
+LATENT = (
+    "--position-embedding-type rope --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm --micro-batch-size 2"
+)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_latents_agree_with_one_process(recipe: str) -> None:
+    one, found = train(recipe, 1, LATENT), train(recipe, 2, f"{LATENT} --tp 2 --sequence-parallel")
+    assert not found.replica_errors
+    assert distance(found, one, "loss") < 1e-4
+    assert distance(found, one, "gradient") < 0.05
+
+
 def test_layers_kept_in_bf16_have_no_histories() -> None:
     found = train("delayed", 1, "--num-layers 4 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
     layers = {key.split("layers.")[1].split(".")[0] for key in found.tensors if key.endswith("amax_history")}
