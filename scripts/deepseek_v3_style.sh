@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A model in the style of DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168, the first 3 dense, in
-# each other one 256 experts of width 2048 of which a token meets 8, and a shared one that every token meets; sigmoid
-# scores, balanced by a bias and a small loss within each sequence.
+# The model of DeepSeek-V3 (arXiv 2412.19437, section 4.2): 61 layers of width 7168 with multi-latent attention, the
+# first 3 dense, in each other one 256 experts of width 2048 of which a token meets 8 in 4 of 8 groups, and a shared one
+# that every token meets; sigmoid scores, balanced by a bias and a small loss within each sequence. 671B parameters.
 #
 #   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/deepseek_v3_style.sh
 #   bash scripts/deepseek_v3_style.sh --dry-run --world-size 2048
 #
 # Settings in capitals come from the environment (DATA_PATH and its kin: scripts/env.sh); further flags win over those
-# below. Unlike the paper's model, attention is grouped-query in place of latent, routing is not limited to a few
-# nodes, no second token is predicted, and training is in bf16. Schedule: the batch grows from 3,072 to 15,360 sequences
-# over 469B tokens; the learning rate is constant up to 10T tokens, then falls to a tenth over 4.3T and stays there.
+# below. Unlike in the paper, no second token is predicted, training is in bf16, and whole layers are recomputed.
+# Schedule: the batch grows from 3,072 to 15,360 sequences over 469B tokens; the learning rate is constant up to 10T
+# tokens, then falls to a tenth over 4.3T and stays there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
@@ -21,7 +21,8 @@ SAVE="${SAVE:-runs/deepseek_v3_style}"
 
 model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
-    --num-attention-heads 128 --kv-channels 128 --group-query-attention --num-query-groups 8
+    --num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512
+    --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm
     --seq-length 4096 --max-position-embeddings 4096
     --position-embedding-type rope --rotary-base 10000
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
@@ -30,7 +31,7 @@ model=(
 experts=(
     --num-experts 256 --moe-layer-freq "([0]*3+[1]*58)" --moe-ffn-hidden-size 2048
     --moe-shared-expert-intermediate-size 2048
-    --moe-router-topk 8 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+    --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --moe-grouped-gemm --moe-token-dispatcher-type alltoall

@@ -204,5 +204,22 @@ def test_layouts(layout: str) -> None:
             ("full", RECOMPUTE["full"], FIRST),
         )
     ]
+    again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
+    for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)):
+        cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
     for different in run_world(2, compare, cases):
         assert different == []
+
+
+def test_recomputed_heads_leave_latents() -> None:
+    """No queries, keys and values are kept, but the output of the projection to the latent of keys and values, a part
+    of which is the rotary key."""
+    model, tokens = STYLES["latent"], SAMPLES * STYLES["latent"].seq_length
+    kept = []
+    for modules in (("mlp",), ("mlp", "mla_up_proj")):
+        again = replace(model, recompute_granularity="selective", recompute_modules=modules)
+        batch = MicroBatch(again, ModelParallelConfig(bf16=True), SAMPLES, "cpu")
+        kept.append(ActivationPlan(batch).stage(MIDDLE).kept)
+    of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
+    projected = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16

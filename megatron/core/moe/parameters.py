@@ -21,7 +21,7 @@ def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -
 def shared_gate_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
     """The weight of the shared expert's gate."""
     init, partial_over = Init("normal", config.init_method_std), sequence_partial(sequence_parallel)
-    return ParamMeta(f"{name}.gate.weight", (1, config.hidden_size), init=init, partial_over=partial_over)
+    return ParamMeta(f"{name}.gate_weight", (1, config.hidden_size), init=init, partial_over=partial_over)
 
 
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:

@@ -100,9 +100,10 @@ def _local_attention(m: TransformerConfig) -> str:
 def _experts_line(m: TransformerConfig) -> str:
     shared = m.moe_shared_expert_intermediate_size
     beside = f" and a shared one of {shared}" if shared else ""
+    groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
     return (
         f"{m.num_experts} experts of {m.moe_ffn_size} in {len(m.moe_layers)} layers, each token to "
-        f"{m.moe_router_topk} of them{beside}; {m.moe_router_scores} scores, balanced by "
+        f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
         f"{m.moe_router_load_balancing_type}"
     )
 

@@ -30,7 +30,6 @@ WITHOUT_EQUAL = {
     "glu_linear_offset": "an offset of the gate",
     "activation_func_clamp_value": "clamped activations",
     "quick_geglu": "quick GeGLU",
-    "moe_router_num_groups": "groups of experts",
     "use_mup": "muP",
     "attention_output_gate": "gates of attention's output",
     "scale_embeddings": "scaled embeddings",
@@ -100,6 +99,9 @@ def refuse_inexpressible(config: RunConfig) -> None:
     }
     if found := [flag for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
+    unwritten = {"--multi-latent-attention": model.latent, "--rope-type yarn": model.yarn}
+    if found := [flag for flag, used in unwritten.items() if used]:
+        raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
 
 
 _DEFAULT = object()
