@@ -15,6 +15,7 @@ from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import squared_relu, swiglu
+from megatron.core.transformer.latent_attention import rotated_heads
 from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 from megatron.training.initialize import check_compiler
 
@@ -33,11 +34,19 @@ def rotated(
     return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
 
 
+def latent_heads(x: Tensor, compiled: bool) -> Tensor:
+    heads, tables = x.unflatten(-1, (-1, 10)), (ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype))
+    key = heads[:, :, :1, : 2 * ANGLES.shape[-1]]
+    parts = region(rotated_heads, compiled)(heads[:, :, :2], heads[:, :, 2:4], key, *tables)
+    return torch.cat([part.flatten(2) for part in parts], -1)
+
+
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "swiglu": swiglu,
     "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
+    "heads of latents": latent_heads,
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }
