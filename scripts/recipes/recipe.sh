@@ -1,0 +1,45 @@
+# Sourced by the recipes, which set the arrays `model` and `training`, and call `run_recipe`.
+# shellcheck shell=bash
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# shellcheck source=scripts/env.sh
+source scripts/env.sh
+
+# Refuses a SIZE that a recipe does not have.
+unknown_size() {
+    echo "SIZE=$1: this recipe has the sizes $2" >&2
+    exit 2
+}
+
+# Trains the recipe NAME, whose vocabulary has VOCAB tokens, or plans it: on as many ranks as the variable GPUS says if
+# --dry-run comes without --world-size. TP, PP, CP and EP come from the environment or the recipe; with
+# SEPARATE_DOCUMENTS tokens of real data attend to their own document only. Further flags win.
+run_recipe() {
+    local name="$1" vocab="$2" save parallel output data world=()
+    shift 2
+    save="${SAVE:-runs/$name}"
+    parallel=(
+        --tensor-model-parallel-size "${TP:=1}" --pipeline-model-parallel-size "${PP:=1}"
+        --context-parallel-size "${CP:=1}" --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    )
+    if ((TP > 1)); then
+        parallel+=(--sequence-parallel)
+    fi
+    if [[ -n "${EP:-}" ]]; then
+        parallel+=(--expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1)
+        parallel+=(--moe-grouped-gemm --moe-token-dispatcher-type alltoall)
+    fi
+    data_flags "$vocab" HuggingFaceTokenizer
+    if [[ -n "${DATA_PATH:-}" && -n "${SEPARATE_DOCUMENTS:-}" ]]; then
+        data+=(--reset-attention-mask)
+    fi
+    output=(
+        --save "$save" --load "$save" --save-interval 1000 --eval-interval 1000 --eval-iters 10
+        --log-interval 10 --tensorboard-dir "$save/tensorboard"
+    )
+    if [[ " $* " == *" --dry-run "* && " $* " != *" --world-size "* ]]; then
+        world=(--world-size "$GPUS")
+    fi
+    # shellcheck disable=SC2154  # the recipe sets `model` and `training`
+    launch_training "${model[@]}" "${parallel[@]}" --micro-batch-size "${MICRO_BATCH_SIZE:-1}" "${training[@]}" \
+        "${data[@]}" "${output[@]}" "${world[@]}" "$@"
+}

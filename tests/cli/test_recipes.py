@@ -1,0 +1,63 @@
+"""Recipes of published models: each is legal, and its model is that of the published class, parameter by parameter."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+
+from megatron.core.models.hf.config import config_to_hf
+from megatron.planner.parameters import count_parameters
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from tests.cli.test_scripts import ROOT, run
+
+transformers = pytest.importorskip("transformers")
+
+# Recipe, size -> ranks, family, parameters of the published model.
+PUBLISHED = {
+    ("llama3", "8b"): (128, "llama", 8_030_261_248),
+    ("llama3", "70b"): (512, "llama", 70_553_706_496),
+    ("llama3", "405b"): (8192, "llama", 405_853_388_800),
+    ("qwen3", "8b"): (128, "qwen3", 8_190_735_360),
+    ("qwen3", "30b-a3b"): (256, "qwen3_moe", 30_532_122_624),
+    ("qwen3", "235b-a22b"): (1024, "qwen3_moe", 235_093_634_560),
+    ("olmo3", "7b"): (512, "olmo3", 7_298_011_136),
+    ("olmo3", "32b"): (1024, "olmo3", 32_233_522_176),
+    ("smollm3", "3b"): (384, "smollm3", 3_075_098_624),
+}
+
+
+def test_every_recipe_is_listed() -> None:
+    scripts = {path.stem for path in (ROOT / "scripts/recipes").glob("*.sh")} - {"recipe"}
+    assert scripts == {recipe for recipe, _ in PUBLISHED}
+
+
+@pytest.mark.parametrize(("recipe", "size"), PUBLISHED, ids=[" ".join(key) for key in PUBLISHED])
+def test_model_is_the_published_one(recipe: str, size: str) -> None:
+    ranks, family, parameters = PUBLISHED[recipe, size]
+    done = run("bash", f"scripts/recipes/{recipe}.sh", SIZE=size, LAUNCH="echo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    launched, *flags = shlex.split(done.stdout.splitlines()[-1])
+    config = resolve(parse_args(flags), ranks)
+    assert launched == "pretrain_gpt.py" and validate(config, ranks) == []
+    model = config.model
+    padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size * (1 if model.tied_embeddings else 2)
+    assert count_parameters(model).total - padding == parameters
+    with torch.device("meta"):
+        settings = transformers.AutoConfig.for_model(**config_to_hf(model, family))
+        theirs = transformers.AutoModelForCausalLM.from_config(settings)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters
+
+
+def test_dry_run_needs_no_world_size() -> None:
+    done = run("bash", "scripts/recipes/smollm3.sh", "--dry-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parameters 3,075,098,624\n" in done.stdout and "DP 192" in done.stdout
+
+
+def test_unknown_size_is_refused() -> None:
+    done = run("bash", "scripts/recipes/qwen3.sh", SIZE="7b")
+    assert done.returncode == 2
+    assert done.stderr == "SIZE=7b: this recipe has the sizes 8b, 30b-a3b and 235b-a22b\n"
