@@ -124,6 +124,19 @@ def test_weights_without_a_position_are_a_release(dense: Path, tmp_path: Path) -
     assert torch.equal(opened(tmp_path / "again").read(name), opened(tmp_path / "ours").read(name))
 
 
+def test_a_learning_rate_of_their_own_has_groups_of_its_own(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lie("decoupled_lr", 0.02)(dense / "iter_0000002")
+    convert("--input", dense, "--output", tmp_path / "ours")
+    convert("--input", tmp_path / "ours", "--output", tmp_path / "back", "--to", "megatron")
+    common = load_pickle(tmp_path / "back" / "iter_0000002" / "common.pt")
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    found = [(each["wd_mult"], each["is_decoupled_lr"], each["max_lr"], each["step"]) for each in groups]
+    assert found == [(1.0, False, 0.01, 2), (1.0, True, 0.02, 2), (0.0, False, 0.01, 2), (0.0, True, 0.02, 2)]
+    assert "note: --decoupled-lr" in capsys.readouterr().err
+
+
 def test_models_that_megatron_has_not_are_refused(dense: Path, tmp_path: Path) -> None:
     convert("--input", dense, "--output", tmp_path / "ours")
     model = opened(tmp_path / "ours").payload["config"]["model"]

@@ -48,6 +48,11 @@ class TorchDistTarget(Target):
         model = self.config.model
         self.stacked = len(model.moe_layers) in (0, model.num_layers)
         self.makers = self._makers()
+        if self.training is not None and self.config.optimizer.decoupled_lr is not None:
+            self.notes = (
+                "--decoupled-lr: its groups of parameters are marked is_decoupled_lr, by which megatron-core 0.16 does "
+                "not tell groups apart; compare the learning rates that it logs",
+            )
         self.nbytes = sum(size for _, _, _, size in self.makers.values())
 
     def _makers(self) -> dict[tuple[str, str], Maker]:
@@ -154,7 +159,7 @@ class TorchDistTarget(Target):
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, Any]:
         """What Megatron-LM keeps of its optimizer beside tensors: groups of parameters with and without decay."""
         options = self.config.optimizer
-        group = {
+        group: dict[str, Any] = {
             "is_expert_parallel": expert,
             "default_config": True,
             "lr_mult": 1.0,
@@ -174,7 +179,12 @@ class TorchDistTarget(Target):
             "decoupled_weight_decay": True,
             "step": step_count,
         }
-        groups = [group | {"wd_mult": wd, "weight_decay": wd * options.weight_decay} for wd in (1.0, 0.0)]
+        groups = [group]
+        if (own := options.decoupled) is not None and not expert:
+            groups.append(group | {"is_decoupled_lr": True, "default_config": False, "lr": own.lr})
+            groups[-1] |= {"max_lr": own.lr, "min_lr": own.min_lr}
+        decays = ({"wd_mult": wd, "weight_decay": wd * options.weight_decay} for wd in (1.0, 0.0))
+        groups = [each | decay for decay in decays for each in groups]
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
 
     def arguments(self) -> dict[str, Any]:
