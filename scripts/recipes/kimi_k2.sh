@@ -18,7 +18,7 @@ model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
     --num-attention-heads 64 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512
     --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm
-    --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 50000
+    --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --rope-type rope --rotary-base 50000
     --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
     --num-experts 384 --moe-layer-freq "([0]+[1]*60)" --moe-ffn-hidden-size 2048

@@ -40,8 +40,7 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
     ("flags", "expected"),
     [
         (f"{MLA} --group-query-attention --num-query-groups 2", f"{MLA[:-1]}: cannot be combined with --group-query"),
-        (f"{MLA} --position-embedding-type alibi", "--position-embedding-type alibi: is not known to --multi-latent"),
-        (f"{MLA} --position-embedding-type none", "--position-embedding-type none: is not known to --multi-latent"),
+        (f"{MLA} --position-embedding-type alibi", "cannot be combined with --position-embedding-type alibi"),
         (f"{MLA} --kv-channels 16", "--kv-channels 16: has no effect with --multi-latent-attention, whose heads are"),
         (f"{MLA} --rotary-interleaved", "--rotary-interleaved: has no effect with --multi-latent-attention, which"),
         (f"{MLA} --add-qkv-bias", "--add-qkv-bias: has no effect with --multi-latent-attention, whose projections"),

@@ -367,9 +367,14 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
         return layer_pattern(self.window_attn_skip_freq, self.num_layers, all_but_last_of_each)
 
     @property
+    def rotary(self) -> bool:
+        """Whether there is a rotary embedding. Multi-latent attention has one beside whatever the embedding adds."""
+        return self.position_embedding_type == "rope" or self.latent
+
+    @property
     def rope_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its queries and keys are rotated."""
-        if self.position_embedding_type != "rope":
+        if not self.rotary:
             return (False,) * self.num_layers
         if self.no_rope_freq is None:
             return (True,) * self.num_layers

@@ -25,9 +25,9 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.group_query_attention:
         why = "all heads share one latent, and each has keys and values of its own"
         yield Problem.exclusive(MLA, None, "--group-query-attention", why)
-    if m.position_embedding_type != "rope":
-        rule = f"is not known to {MLA}, which rotates --qk-pos-emb-head-dim channels of each head"
-        yield Problem("--position-embedding-type", m.position_embedding_type, rule, "use rope")
+    if m.alibi:
+        why = "which rotates --qk-pos-emb-head-dim channels of each head"
+        yield Problem.exclusive(MLA, None, "--position-embedding-type alibi", why)
     idle = {
         "--kv-channels": (m.kv_channels, "whose heads are --qk-head-dim + --qk-pos-emb-head-dim wide"),
         "--rotary-interleaved": (m.rotary_interleaved, "which always rotates pairs of neighbouring channels"),

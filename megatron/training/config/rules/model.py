@@ -107,8 +107,8 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for flag, value, needed, given in (
         ("--window-attn-skip-freq", m.window_attn_skip_freq, local, some_local),
         ("--window-rotary-base", m.window_rotary_base, local, some_local),
-        ("--window-rotary-base", m.window_rotary_base, rotary, m.position_embedding_type == "rope"),
-        ("--no-rope-freq", m.no_rope_freq, rotary, m.position_embedding_type == "rope"),
+        ("--window-rotary-base", m.window_rotary_base, rotary, m.rotary),
+        ("--no-rope-freq", m.no_rope_freq, rotary, m.rotary),
     ):
         if value is not None and not given:
             yield Problem.no_effect(flag, value, needed)
@@ -137,7 +137,7 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if longest is not None and 0 < longest < m.seq_length:
         rule = f"must be at least --seq-length {m.seq_length}"
         yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
-    if m.position_embedding_type == "rope":
+    if m.rotary:
         if m.kv_channels and m.kv_channels > 0 and 0 < m.rotary_percent <= 1:
             rotated = int(m.kv_channels * m.rotary_percent)
             if rotated < 2 or rotated % 2:
@@ -173,9 +173,9 @@ YARN = (
 
 def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, table = c.model, field_table()
-    if m.position_embedding_type != "rope" and m.rope_type is not None:
+    if not m.rotary and m.rope_type is not None:
         yield Problem.no_effect("--rope-type", m.rope_type, "--position-embedding-type rope")
-    if m.position_embedding_type != "rope" or not m.yarn:
+    if not m.rotary or not m.yarn:
         for name in YARN:
             if getattr(m, name) != table[name].default:
                 yield Problem.no_effect(table[name].name, getattr(m, name), "--rope-type yarn")
