@@ -41,6 +41,8 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
     [
         (f"{MLA} --group-query-attention --num-query-groups 2", f"{MLA[:-1]}: cannot be combined with --group-query"),
         (f"{MLA} --position-embedding-type alibi", "cannot be combined with --position-embedding-type alibi"),
+        (f"{MLA} --attention-output-gate", "--multi-latent-attention: cannot be combined with --attention-output-gate"),
+        (f"{MLA} --qk-layernorm --qk-layernorm-scope all", "--qk-layernorm-scope all: is not known to --multi-latent"),
         (f"{MLA} --kv-channels 16", "--kv-channels 16: has no effect with --multi-latent-attention, whose heads are"),
         (f"{MLA} --rotary-interleaved", "--rotary-interleaved: has no effect with --multi-latent-attention, which"),
         (f"{MLA} --add-qkv-bias", "--add-qkv-bias: has no effect with --multi-latent-attention, whose projections"),

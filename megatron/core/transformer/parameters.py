@@ -57,7 +57,7 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
     are any, then its key, then its value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
     out_dims = (config.query_groups, sum(head_counts(config)), config.head_dim)
-    fused = Fused("qkv", 1, (config.queries_per_group, 1, 1))
+    fused = Fused("qkv", 1, tuple(count for count in head_counts(config) if count))
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
         ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),

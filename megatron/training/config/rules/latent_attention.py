@@ -25,6 +25,11 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.group_query_attention:
         why = "all heads share one latent, and each has keys and values of its own"
         yield Problem.exclusive(MLA, None, "--group-query-attention", why)
+    if m.attention_output_gate:
+        yield Problem.exclusive(MLA, None, "--attention-output-gate", "a gate is a part of other attention only")
+    if m.qk_layernorm and m.qk_layernorm_scope != "head":
+        rule = f"is not known to {MLA}, whose norms are those of latents"
+        yield Problem("--qk-layernorm-scope", m.qk_layernorm_scope, rule, "remove it")
     if m.alibi:
         why = "which rotates --qk-pos-emb-head-dim channels of each head"
         yield Problem.exclusive(MLA, None, "--position-embedding-type alibi", why)
