@@ -112,7 +112,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_flags_and_files_in_text_exist(page: str) -> None:
     """Flags in backticks are flags of pretrain_gpt.py, a tool or an example; paths in backticks are files."""
     text = (ROOT / page).read_text()
-    patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "scripts/*.sh")
+    patterns = ("megatron/**/*.py", "megatron/**/*.toml", "tools/**/*.py", "scripts/**/*.sh")
     sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
     known = "".join(source.read_text() for source in sources)
     fields = re.findall(r"^    (\w+): ", "".join(path.read_text() for path in ROOT.glob("examples/*.py")), re.MULTILINE)
