@@ -15,6 +15,9 @@ set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
+if [[ "${SIZE:=671b}" != 671b ]]; then
+    unknown_size "$SIZE" 671b
+fi
 PP="${PP:-16}" EP="${EP:-64}" GPUS=2048
 model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432

@@ -13,6 +13,9 @@ set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
+if [[ "${SIZE:=1t}" != 1t ]]; then
+    unknown_size "$SIZE" 1t
+fi
 PP="${PP:-16}" EP="${EP:-16}" GPUS=2048
 model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432

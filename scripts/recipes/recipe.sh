@@ -6,7 +6,7 @@ source scripts/env.sh
 
 # Refuses a SIZE that a recipe does not have.
 unknown_size() {
-    echo "SIZE=$1: this recipe has the sizes $2" >&2
+    echo "SIZE=$1: the sizes of this recipe are $2" >&2
     exit 2
 }
 

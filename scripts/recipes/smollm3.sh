@@ -12,6 +12,9 @@ set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
+if [[ "${SIZE:=3b}" != 3b ]]; then
+    unknown_size "$SIZE" 3b
+fi
 TP="${TP:-2}" GPUS=384
 model=(
     --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008

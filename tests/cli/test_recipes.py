@@ -60,7 +60,8 @@ def test_dry_run_needs_no_world_size() -> None:
     assert "parameters 3,075,098,624\n" in done.stdout and "DP 192" in done.stdout
 
 
-def test_unknown_size_is_refused() -> None:
-    done = run("bash", "scripts/recipes/qwen3.sh", SIZE="7b")
+@pytest.mark.parametrize(("recipe", "sizes"), [("qwen3", "8b, 30b-a3b and 235b-a22b"), ("kimi_k2", "1t")])
+def test_unknown_size_is_refused(recipe: str, sizes: str) -> None:
+    done = run("bash", f"scripts/recipes/{recipe}.sh", SIZE="7b")
     assert done.returncode == 2
-    assert done.stderr == "SIZE=7b: this recipe has the sizes 8b, 30b-a3b and 235b-a22b\n"
+    assert done.stderr == f"SIZE=7b: the sizes of this recipe are {sizes}\n"

@@ -96,6 +96,10 @@ def _evaluate(node: ast.expr) -> int | list[int]:
     """Evaluates whole numbers, lists of them, and + and * of both."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _evaluate(node.operand)
+        if isinstance(value, int):
+            return -value
     if isinstance(node, ast.List | ast.Tuple):
         return [item for element in node.elts for item in _items(element)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):

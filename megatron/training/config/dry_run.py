@@ -87,7 +87,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
 def _positions(m: TransformerConfig) -> str:
     rotated = sum(m.rope_pattern)
-    return m.position_embedding_type + (f" in {rotated} layers" if 0 < rotated < m.num_layers else "")
+    where = "" if not m.rotary or rotated == m.num_layers else f" in {rotated or 'no'} layers"
+    return m.position_embedding_type + where
 
 
 def _local_attention(m: TransformerConfig) -> str:

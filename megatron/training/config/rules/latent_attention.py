@@ -31,7 +31,7 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"is not known to {MLA}, whose norms are those of latents"
         yield Problem("--qk-layernorm-scope", m.qk_layernorm_scope, rule, "remove it")
     if m.alibi:
-        why = "which rotates --qk-pos-emb-head-dim channels of each head"
+        why = "latent attention rotates --qk-pos-emb-head-dim channels of each head"
         yield Problem.exclusive(MLA, None, "--position-embedding-type alibi", why)
     idle = {
         "--kv-channels": (m.kv_channels, "whose heads are --qk-head-dim + --qk-pos-emb-head-dim wide"),

@@ -114,14 +114,15 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(flag, value, needed)
     if m.num_layers < 1:
         return
-    for flag, value, read in (
-        ("--window-attn-skip-freq", m.window_attn_skip_freq, lambda: m.local_pattern),
-        ("--no-rope-freq", m.no_rope_freq, lambda: m.rope_pattern),
+    for flag, pattern, present, read, what in (
+        ("--window-attn-skip-freq", m.window_attn_skip_freq, some_local, lambda: m.local_pattern, "a window or chunks"),
+        ("--no-rope-freq", m.no_rope_freq, m.rotary, lambda: m.rope_pattern, "a rotary embedding"),
     ):
         try:
-            read()
+            if present and not any(read()):
+                yield Problem(flag, pattern, f"leaves no layer with {what}", "use another pattern", harmless=True)
         except ValueError as error:
-            yield Problem(flag, value, str(error), f"use for example 4 or {pattern_of(m.num_layers)}")
+            yield Problem(flag, pattern, str(error), f"use for example 4 or {pattern_of(m.num_layers)}")
 
 
 def pattern_of(num_layers: int) -> str:
