@@ -216,3 +216,13 @@ def test_legal(flags: str, world_size: int) -> None:
 def test_problems(flags: str, world_size: int, expected: str) -> None:
     (found,) = problems(flags, world_size)
     assert found.startswith(expected)
+
+
+def test_too_many_stages_both_ways() -> None:
+    """Neither fewer ranks nor fewer stages per rank are enough: both are named, with values that fit together."""
+    ranks, stages = problems("--pp 18 --num-virtual-stages-per-pipeline-rank 20", 18)
+    assert ranks.startswith("--pipeline-model-parallel-size 18: 14 layers, the embedding and the head fill at most 16")
+    assert ranks.endswith("20 per rank; nearest: 9")
+    assert stages.startswith("--num-virtual-stages-per-pipeline-rank 20: 14 layers, the embedding and the head fill")
+    assert stages.endswith("nearest: 1")
+    assert not problems("--pp 9 --num-virtual-stages-per-pipeline-rank 1", 9)

@@ -115,17 +115,22 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
     """Every stage needs a layer, the embedding or the head."""
     if layout.num_stages <= layers + 2:
         return
-    rule = f"{layers} layers, the embedding and the head fill at most {layers + 2} stages"
-    chunks = (layers + 2) // layout.pp
-    if layout.chunks == 1 or chunks == 0 or layout.v_shaped:
-        most = (layers + 2) // layout.chunks
-        near = next(
-            pp for pp in range(most, 0, -1) if layout.pp % pp == 0
-        )  # a divisor of the given size also divides the world
-        rule += f", {layout.chunks} per rank" if layout.chunks > 1 else ""
-        yield Problem("--pipeline-model-parallel-size", layout.pp, rule, f"nearest: {near}")
-    else:
+    filled = layers + 2
+    rule = f"{layers} layers, the embedding and the head fill at most {filled} stages"
+    chunks, most = filled // layout.pp, filled // layout.chunks
+    fewer_ranks = layout.chunks == 1 or chunks == 0 or layout.v_shaped
+    if fewer_ranks:
+        near = _divisor(layout.pp, most or filled)
+        stages = f", {layout.chunks} per rank" if layout.chunks > 1 else ""
+        yield Problem("--pipeline-model-parallel-size", layout.pp, rule + stages, f"nearest: {near}")
+        chunks = filled // near
+    if most == 0 or not fewer_ranks:
         yield Problem(VIRTUAL, layout.chunks, f"{rule}, on {layout.pp} ranks", f"nearest: {chunks}")
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor of `size` that is at most `most`: what divides the size divides the world too."""
+    return next(n for n in range(most, 0, -1) if size % n == 0)
 
 
 def _fixed_ends(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
