@@ -1,12 +1,12 @@
 """Settings of all tests."""
 
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from megatron.core import parts
 from megatron.core.registry import Registry
@@ -21,9 +21,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# How long an example takes says something about the machine, not about the code.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# A machine with a GPU may have no hypothesis, which only tests without one use.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # How long an example takes says something about the machine, not about the code.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 LONGEST = (
     "tests/cli/test_docs.py",

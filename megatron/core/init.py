@@ -6,10 +6,14 @@ be compared number by number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
 from megatron.core.param_meta import ParamMeta
@@ -18,39 +22,82 @@ from megatron.core.seeds import site_key
 BLOCK = 2**20
 """Consecutive elements of a global tensor that are drawn from one generator."""
 
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a global tensor that one generator draws, and where its elements lie in the shard of this rank."""
+
+    local: Tensor
+    meta: ParamMeta
+    index: int
+    length: int
+    copies: list[tuple[slice, tuple[int, ...], Index, Index]]
+    """Elements of the block, the shape of the box that they are, the common part within the box and in the shard."""
+
 
 @torch.no_grad()
-def initialize_parameters_(params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]]) -> None:
+def initialize_parameters_(
+    params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]], threads: int = 1
+) -> None:
     """Initializes parameters by their `meta.init`. `coords` maps axis -> (rank, size), as `ParallelState.coords`.
 
-    Bit-identical for every layout and device type. Temporary memory is one block.
+    Bit-identical for every layout, device type and number of threads. Temporary memory is one block, or two a thread.
     """
+    drawn: list[Iterator[Block]] = []
     for param in params:
         meta: ParamMeta = param.meta  # type: ignore[attr-defined]
         offset, shape = meta.box(coords)
         assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
         if meta.init.kind == "normal":
-            _fill_normal_(param, meta, offset, seed)
+            drawn.append(_blocks(param, meta, offset))
         elif meta.init.kind in ("zeros", "ones"):
             param.fill_(float(meta.init.kind == "ones"))
         else:
             raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of normal, zeros, ones")
 
+    def draw(block: Block) -> Tensor:
+        return _normal_block(seed, block.meta.name, block.index, block.length, block.meta.init.std)
 
-def _fill_normal_(local: Tensor, meta: ParamMeta, offset: tuple[int, ...], seed: int) -> None:
-    """Draws the blocks of the global tensor that overlap the box of `local`, and copies the common parts."""
+    for block, values in _in_threads(draw, (block for blocks in drawn for block in blocks), threads):
+        for elements, shape, in_box, in_local in block.copies:
+            block.local[in_local].copy_(values[elements].view(shape)[in_box])
+
+
+def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator[Block]:
+    """The blocks of the global tensor that overlap the box of `local`, which begins at `offset`."""
     origin = (0,) * len(meta.global_shape)
     for start in range(0, meta.numel, BLOCK):
-        stop = min(start + BLOCK, meta.numel)
-        block = None
+        stop, copies = min(start + BLOCK, meta.numel), []
         for box in boxes_of_flat_range(origin, meta.global_shape, start, stop):
             common = overlap(box.offset, box.shape, offset, local.shape)
-            if common is None:
-                continue
-            if block is None:
-                block = _normal_block(seed, meta.name, start // BLOCK, stop - start, meta.init.std)
-            in_box, in_local = common
-            local[in_local].copy_(block[box.start - start : box.stop - start].view(box.shape)[in_box])
+            if common is not None:
+                copies.append((slice(box.start - start, box.stop - start), box.shape, *common))
+        if copies:
+            yield Block(local, meta, start // BLOCK, stop - start, copies)
+
+
+def _in_threads(
+    draw: Callable[[Block], Tensor], blocks: Iterator[Block], threads: int
+) -> Iterator[tuple[Block, Tensor]]:
+    """Each block with its values, in order. Threads draw at most two blocks each ahead of the caller.
+
+    torch releases the interpreter's lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws:
+    modes hold for the thread that entered them.
+    """
+    if threads == 1 or is_in_torch_dispatch_mode():
+        yield from ((block, draw(block)) for block in blocks)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="initial weights") as pool:
+        ahead: deque[tuple[Block, Future[Tensor]]] = deque()
+        for block in blocks:
+            ahead.append((block, pool.submit(draw, block)))
+            if len(ahead) == 2 * threads:
+                first, values = ahead.popleft()
+                yield first, values.result()
+        for first, values in ahead:
+            yield first, values.result()
 
 
 def _normal_block(seed: int, name: str, index: int, length: int, std: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -57,8 +58,16 @@ def build_stages(
             casts=casts,
             device=runtime.device,
             seed=config.training.seed,
+            init_threads=init_threads(runtime.device),
         )
     return stages
+
+
+def init_threads(device: torch.device) -> int:
+    """Threads that draw the initial weights: the cores that each GPU of this node has, or torch's threads on CPU."""
+    if device.type != "cuda":
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
 def attention_shape(config: RunConfig) -> AttentionShape | None:

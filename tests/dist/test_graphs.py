@@ -123,6 +123,7 @@ def test_what_can_be_recorded() -> None:
         ("--overlap-grad-reduce", "--overlap-grad-reduce"),
         ("--overlap-param-gather", "--overlap-param-gather"),
         ("--log-straggler", "--log-straggler"),
+        ("--deterministic-mode", "--deterministic-mode"),
     ],
 )
 def test_what_cannot(flags: str, flag: str) -> None:

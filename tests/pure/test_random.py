@@ -49,6 +49,25 @@ def test_shards_are_cut_from_one_tensor(shape: tuple[int, ...], dim: int) -> Non
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_no_bit(threads: int) -> None:
+    """More blocks than threads, of several parameters, of which one is cut."""
+    cut = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (40, 30), {"tp": 1}, Init("normal", 0.02))
+    metas = [cut, ParamMeta("bias", (7,), {}, Init("zeros")), ParamMeta("head", (50, 3), {}, Init("normal", 1.0))]
+
+    def drawn(threads: int) -> list[Tensor]:
+        coords = {"tp": (1, 3)}
+        params = [torch.nn.Parameter(torch.full(meta.box(coords)[1], torch.nan)) for meta in metas]
+        for param, meta in zip(params, metas, strict=True):
+            param.meta = meta
+        initialize_parameters_(params, 7, coords, threads)
+        return params
+
+    for one, other in zip(drawn(threads), drawn(1), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_two_sharded_dims() -> None:
     meta = ParamMeta("w", (4, 6, 9), {"ep": 0, "expt_tp": 2}, Init("normal", 1.0))
     whole = torch.nn.Parameter(torch.empty(4, 6, 9))

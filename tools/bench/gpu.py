@@ -305,7 +305,9 @@ def parser_of_args() -> argparse.ArgumentParser:
         "--compare", action="append", default=[], metavar="FLAGS", help="with these flags too, in turns"
     )
     parser.add_argument("--layers", type=positive, help="in place of the shape's, or of as many as fit")
-    parser.add_argument("--memory-share", type=float, default=0.92, help="of what is free, to be planned with")
+    parser.add_argument(
+        "--memory-share", type=float, default=0.80, help="of what is free, to be planned with, as plans are estimates"
+    )
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 GROUPS: dict[str, str] = {
-    "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|attn",
+    "attention": r"flash|fmha|sdpa|scaled_dot_product|attention|attn|dot_do_o|convert_dq",
     "collectives": r"nccl|gloo|c10d|symm_mem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all",
     "optimizer": r"adam|multi_tensor|_foreach|foreach_|vector_norm|lpnorm|normtwoops|norm_ops|nonfinite",
-    "norm": r"layer_?norm|rms_?norm|gammabeta|rowwisemoments",
-    "fp8 casts": r"float8|fp8|e4m3|e5m2|aten::amax|aminmax|_rounded|cast_by",
+    "norm": r"layer_?norm|rms_?norm|gammabeta|rowwisemoments|triton.*rsqrt",
+    "fp8 casts": r"float8|fp8|e4m3|e5m2|aten::amax|aminmax|_rounded|cast_by|triton.*(abs_amax|clamp)",
+    "loss": r"triton.*(_exp(_|$)|logsumexp|log_softmax)|cross_entropy|nll_loss",
     "GEMM": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|grouped_mm"
     r"|aten::(mm|bmm|addmm|baddbmm|matmul|linear)|mkldnn",
-    "embedding": r"embedding|index_put|index_add|index_select|indexselect|radixsort|scatter|gather",
-    "copies": r"memcpy|memset|copy|catarray|fillfunctor|transpose"
-    r"|aten::(cat|clone|contiguous|zero_|fill_|zeros|_to_copy)",
+    "embedding": r"embedding|index_put|index_add|index_select|indexselect|indexing|radixsort|scatter|gather",
+    # torch.compile names a fused kernel after all that it does, casts between dtypes included.
+    "copies": r"^(?!triton).*(memcpy|memset|copy|catarray|fillfunctor|transpose"
+    r"|aten::(cat|clone|contiguous|zero_|fill_|zeros|_to_copy))",
     "elementwise": r"elementwise|triton|reduce|vectorized|softmax|aten::(mul|add|sub|div|exp|sum|gelu|silu|sigmoid"
     r"|relu|masked_fill|pow|rsqrt|mean|neg|where|lt|clamp|bitwise|cos|sin)",
 }

@@ -55,6 +55,7 @@ class GPTModel(nn.Module):
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,
+        init_threads: int = 1,
     ) -> None:
         super().__init__()
         parallel, state = parallel or ModelParallelConfig(), state or ParallelState()
@@ -86,7 +87,7 @@ class GPTModel(nn.Module):
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
         if initialize:
-            initialize_parameters_(list(self.parameters()), seed, state.coords)
+            initialize_parameters_(list(self.parameters()), seed, state.coords, init_threads)
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
         """Every parameter of this stage with its tag, by name in the whole model."""

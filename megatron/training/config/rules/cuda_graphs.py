@@ -33,6 +33,12 @@ def graphs(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--reset-attention-mask", None, c.data.reset_attention_mask, "documents differ from sample to sample"),
         ("--overlap-grad-reduce", None, c.ddp.overlap_grad_reduce, "reductions start during the backward pass"),
         ("--overlap-param-gather", None, c.ddp.overlap_param_gather, "modules wait for parameters while they run"),
+        (
+            "--deterministic-mode",
+            None,
+            c.training.deterministic,
+            "torch's deterministic indexed writes, as in the loss, read their indices on the host",
+        ),
         ("--log-straggler", None, c.logging.log_straggler, "forward and backward pass cannot be timed separately"),
     ):
         if given:
