@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron.core.attention.backend_choice import AttentionShape, choose_kernel
+from megatron.core.attention.partition import rank_spans
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
@@ -39,7 +41,7 @@ from megatron.training.saving import RunSaver
 
 
 def build_stages(
-    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, casts: WeightCasts
+    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, casts: WeightCasts, attention_backend: str = "auto"
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages. Initial weights do not depend on the layout."""
     state, model = runtime.state, config.model
@@ -49,7 +51,7 @@ def build_stages(
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(
             model,
-            config.parallel,
+            replace(config.parallel, attention_backend=attention_backend),
             state,
             **vars(holds[stage]),
             tied_stages=tied_stages(model, layout),
@@ -70,18 +72,50 @@ def init_threads(device: torch.device) -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
-def attention_shape(config: RunConfig) -> AttentionShape | None:
-    """Shape of this rank's attention, if torch may choose its kernel by measurement; None if another kernel computes it
-    or the run is deterministic."""
+def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
+    """Shape of this rank's attention, if kernels may be compared at it; None if plain torch computes it, or in 32 bits,
+    or if nothing may depend on timings because the run is deterministic."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
-    some_full = any(not kind.span.hides(model.seq_length) for kind in model.layers)
-    elsewhere = model.alibi or not some_full or model.attention_dropout > 0 or config.data.reset_attention_mask
-    if elsewhere or parallel.context_parallel_size > 1 or dtype.itemsize != 2 or config.training.deterministic:
+    deterministic = config.training.deterministic and parallel.attention_backend == "auto"
+    if model.alibi or model.attention_dropout > 0 or dtype.itemsize != 2 or deterministic:
         return None
-    tp = parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads // tp, model.query_groups // tp
-    widths = model.head_dim, model.value_head_dim
-    return AttentionShape(model.seq_length, config.training.micro_batch_size, heads, groups, *widths, dtype)
+    length, cp = model.seq_length, parallel.context_parallel_size
+    some_full = any(not kind.span.hides(length) for kind in model.layers)
+    window = None if some_full else max(kind.span.window or kind.span.chunk or length for kind in model.layers)
+    documents = config.data.reset_attention_mask
+    by_heads = cp > 1 and parallel.cp_comm_type == "a2a"
+    parts = parallel.tensor_model_parallel_size * (cp if by_heads else 1)
+    return AttentionShape(
+        length,
+        config.training.micro_batch_size,
+        model.num_attention_heads // parts,
+        model.query_groups // parts,
+        model.head_dim,
+        model.value_head_dim,
+        dtype,
+        queries=rank_spans(length, cp_rank, cp) if cp > 1 and not by_heads else None,
+        window=window,
+        tiles=cp > 1 or documents or window is not None,
+        documents=documents,
+    )
+
+
+def choose_attention(config: RunConfig, runtime: Runtime) -> str:
+    """The attention kernel of all ranks, as `ModelParallelConfig.attention_backend`. Collective.
+
+    Raises ValueError if the configuration asks for one that does not run here.
+    """
+    asked = config.parallel.attention_backend
+    if runtime.device.type != "cuda":
+        if asked in ("flash3", "cudnn"):
+            raise ValueError(f"--attention-backend {asked} is a kernel of GPUs, and this is a CPU; leave it out")
+        return asked
+    shape = attention_shape(config, runtime.state.cp.rank)
+    if asked == "unfused" or shape is None:
+        return asked
+    choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
+    runtime.say(f" {choice}{'' if asked == 'auto' else ', as --attention-backend says'}")
+    return choice.winner or "auto"
 
 
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
@@ -92,12 +126,9 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         batch_sizes = BatchSizes.from_config(config)
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
-        stages = build_stages(config, runtime, queue, casts)
+        stages = build_stages(config, runtime, queue, casts, choose_attention(config, runtime))
         freeze_parameters(stages.values(), config.optimizer, state.world)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
-        shape = attention_shape(config)
-        if runtime.device.type == "cuda" and shape is not None:
-            runtime.say(f" {choose_kernel(shape, runtime.device, state.world)}")
     with phases("optimizer"):
         ddp = DistributedDataParallel(
             config.ddp,

@@ -21,7 +21,8 @@ LAUNCH=(
 MODEL=(
     --num-layers 96
     --hidden-size ${WIDTH}  # wide
-    --attention-backend auto # (flash/fused)
+    --attention-backend fused # (cuDNN)
+    --use-flash-attn
 )
 REST="--save $1 --eval-iters 10 --checkpoint-activations --split '949,50,1'"
 torchrun ${LAUNCH[@]} pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $TP \\
@@ -32,7 +33,7 @@ torchrun ${LAUNCH[@]} pretrain_gpt.py ${MODEL[@]} --tensor-model-parallel-size $
 def test_words_of_a_script() -> None:
     words = list(words_of_script(SCRIPT))
     text = " ".join(words)
-    assert "--num-layers 96 --hidden-size 12288 --attention-backend auto" in text
+    assert "--num-layers 96 --hidden-size 12288 --attention-backend fused" in text
     assert "--tensor-model-parallel-size 2" in text and "--nproc_per_node 8" in text
     assert "--split 949,50,1" in text and "--micro-batch-size $MBS" in text
     assert "--not-a-flag" not in text and "tee" not in words and "wide" not in words
@@ -48,7 +49,8 @@ def test_a_script_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"--num-layers 96", "--save '$1'", "--micro-batch-size '$MBS'", "--split 949,50,1"} <= set(lines)
     assert lines[-1] == "--recompute-granularity full --recompute-method uniform"
     assert "--checkpoint-activations -> --recompute-granularity full --recompute-method uniform" in rest
-    assert "--attention-backend auto: attention selects its kernel automatically" in rest
+    assert "--attention-backend cudnn" in lines
+    assert "--use-flash-attn: attention selects its kernel automatically" in rest
     assert "nproc" not in command + rest and "Not translated" not in rest
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
-from megatron.core.parallel_state import Axis, initialize_model_parallel
+from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.attention import backend_choice as sdpa
 from megatron.core.attention.backend_choice import BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
 from megatron.training.config.arguments import parse_args
-from megatron.training.setup import attention_shape
-from megatron.training.config.validation import resolve
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.initialize import Runtime
+from megatron.training.reliability.launch import Launch
+from megatron.training.setup import attention_shape, choose_attention
 from tests.harness import run_world
 
 CPU = torch.device("cpu")
@@ -43,7 +46,7 @@ def test_the_fastest_wins(seconds: tuple[float, float], winner: str) -> None:
 def test_one_that_is_missing_loses() -> None:
     choice = compare({**RUNS, "flash": missing}, clock_of({"cudnn": 9.0}), CPU, Axis())
     assert choice.seconds == {"flash": math.inf, "cudnn": 9.0} and choice.winner == "cudnn"
-    assert "flash unsupported" in str(choice)
+    assert "flash unavailable" in str(choice)
     assert compare({"flash": missing}, clock_of({}), CPU, Axis()).winner is None
 
 
@@ -71,21 +74,77 @@ def test_the_winner_is_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(
             torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on)
         )
-    taken = iter([2.0, 1.0, 1.0, 2.0])
+    taken = iter([2.0, 3.0, 1.0, 1.0, 3.0, 2.0, 3.0, 1.0, 2.0])  # flash, flash3, cudnn
     monkeypatch.setattr(sdpa, "device_clock", lambda run: next(taken))
     assert choose_kernel(SHAPE, CPU, Axis()).winner == "cudnn"
     assert told == {"cudnn": True, "flash": False, "mem_efficient": False}
     assert choose_kernel(SHAPE, CPU, Axis()).winner == "flash"
     assert told == {"cudnn": False, "flash": True, "mem_efficient": True}
-    monkeypatch.setattr(sdpa, "device_clock", lambda run: missing())
     told.clear()
+    assert choose_kernel(SHAPE, CPU, Axis()).winner == "flash3" and not told
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: missing())
     assert choose_kernel(SHAPE, CPU, Axis()).winner is None and not told
 
 
-def test_what_is_timed_runs() -> None:
-    gradients = attention_run(SHAPE, CPU, SDPBackend.MATH)()
-    assert [tuple(x.shape) for x in gradients] == [(2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)]  # type: ignore[attr-defined]
-    assert list(BACKENDS) == ["flash", "cudnn"]
+def test_a_fixed_one_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "use", lambda winner: None)
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: 1.0)
+    assert choose_kernel(SHAPE, CPU, Axis(), "cudnn").seconds == {"cudnn": 1.0}
+    monkeypatch.setattr(sdpa, "device_clock", lambda run: run())
+    with pytest.raises(ValueError, match=r"--attention-backend flash3: on some rank this kernel is not installed"):
+        choose_kernel(SHAPE, CPU, Axis(), "flash3")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        (SHAPE, 16),
+        (replace(SHAPE, tiles=True, window=5), 16),
+        (replace(SHAPE, tiles=True, queries=(range(4), range(12, 16))), 8),
+    ],
+    ids=["whole", "window", "context"],
+)
+def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
+    """By the kernels of CPUs, which stand in for those of GPUs."""
+    gradients = attention_run(shape, CPU, "unfused")()
+    assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
+    varlen = shape.window is not None
+    assert shape.backends == (("flash", "flash3") if varlen else BACKENDS)
+
+
+def test_a_cpu_has_no_kernels_of_gpus() -> None:
+    runtime = Runtime(Launch(), CPU, ParallelState())
+    assert choose_attention(config_of("--attention-backend flash"), runtime) == "flash"
+    assert choose_attention(config_of(""), runtime) == "auto"
+    with pytest.raises(ValueError, match="--attention-backend cudnn is a kernel of GPUs, and this is a CPU"):
+        choose_attention(config_of("--attention-backend fused"), runtime)
+
+
+def config_of(flags: str) -> RunConfig:
+    return resolve(parse_args([*BASE.split(), *flags.split()]), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--cpu --attention-dropout 0", "--attention-backend cudnn: cannot be combined with --cpu: it is a kernel of"),
+        ("", "--attention-backend cudnn: cannot be combined with --attention-dropout 0.1: plain torch"),
+        ("--attention-dropout 0 --position-embedding-type alibi", "ALiBi"),
+        ("--attention-dropout 0 --window-size 8", "--window-size in all layers: FlashAttention computes windows"),
+        ("--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
+    ],
+)
+def test_refused(flags: str, problem: str) -> None:
+    (found,) = validate(config_of(f"--attention-backend cudnn {flags}"), 1)
+    assert problem in str(found)
+    assert not validate(config_of(f"--attention-backend flash {flags}"), 1)
+
+
+def test_cudnn_computes_in_16_bits() -> None:
+    config = resolve(parse_args([*BASE.replace("--bf16", "").split(), *"--attention-backend local".split()]), 1)
+    assert config.parallel.attention_backend == "unfused" and not validate(config, 1)
+    config = replace(config, parallel=replace(config.parallel, attention_backend="cudnn"))
+    assert any("computes in 16 bits; add --bf16" in str(problem) for problem in validate(config, 1))
 
 
 BASE = (
@@ -104,8 +163,28 @@ BASE = (
         ),
         ("--attention-dropout 0 --fp32", None),
         ("", None),
-        ("--attention-dropout 0 --cp 2", None),
-        ("--attention-dropout 0 --window-size 8", None),
+        (
+            "--attention-dropout 0 --cp 2",
+            AttentionShape(
+                32, 3, 8, 8, 8, 8, torch.bfloat16, queries=(range(0, 8), range(24, 32)), tiles=True
+            ),
+        ),
+        (
+            "--attention-dropout 0 --cp 2 --cp-comm-type a2a",
+            AttentionShape(32, 3, 4, 4, 8, 8, torch.bfloat16, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --window-size 8",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, window=8, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, documents=True, tiles=True),
+        ),
+        (
+            "--attention-dropout 0 --deterministic-mode --attention-backend flash",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16),
+        ),
         ("--attention-dropout 0 --position-embedding-type alibi", None),
         ("--attention-dropout 0 --deterministic-mode", None),
     ],

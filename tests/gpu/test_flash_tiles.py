@@ -1,14 +1,19 @@
-"""Attention by tiles on a GPU, with its flash kernel, against the same in fp64 on the CPU."""
+"""Attention by tiles on a GPU, with its kernels, against the same in fp64 on the CPU."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 import torch
 
-from megatron.core.attention.flash_kernels import FlashCUDAKernel, flash_kernel
+from megatron.core.attention.core_attention import FusedAttention, kernels_of
+from megatron.core.attention.cudnn_kernels import CudnnKernel
+from megatron.core.attention.flash3 import MODULE
+from megatron.core.attention.flash_kernels import FlashCUDAKernel
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
-from megatron.core.attention.tile_kernels import Causal, TorchKernel
+from megatron.core.attention.tile_kernels import Causal, Kernel, TorchKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -16,12 +21,37 @@ LENGTH = 192
 PACKED = ((0, 1, 30, 101), (0, 97))
 
 
+needs_flash3 = pytest.mark.skipif(importlib.util.find_spec(MODULE) is None, reason=f"needs the package of {MODULE}")
+
+
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_flash_kernel(groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None) -> None:
-    kernel = flash_kernel(0.125, torch.bfloat16, torch.device("cuda", 0), 64)
+@pytest.mark.parametrize("backend", ["flash", pytest.param("flash3", marks=needs_flash3)])
+def test_flash_kernels(
+    backend: str, groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
+) -> None:
+    _, kernel = kernels_of(backend, 0.125, torch.bfloat16, torch.device("cuda", 0), 64, 64)
     assert isinstance(kernel, FlashCUDAKernel), "this GPU is too old for flash attention"
+    compare(kernel, groups, window, documents)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_cudnn_kernel(groups: int) -> None:
+    compare(CudnnKernel(0.125), groups, None, None)
+
+
+@needs_flash3
+def test_whole_samples_by_flash3() -> None:
+    q, k, v = (torch.randn(LENGTH, 2, n, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
+    one, other = (FusedAttention(0.125, flash3)(q, k, v) for flash3 in (True, False))
+    grad = torch.randn_like(other)
+    pairs = [(one, other), *zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (one, other)), strict=True)]
+    for found, expected in pairs:
+        assert ((found - expected).norm() / expected.norm()).item() < 0.02
+
+
+def compare(kernel: Kernel, groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(LENGTH, 2, n, 64, generator=generator).bfloat16() for n in (4, groups, groups, 4))
     for spans in (None, rank_spans(LENGTH, 0, 2), rank_spans(LENGTH, 1, 2)):

@@ -197,7 +197,7 @@ def test_unknown_flags_raise_from_parse_args() -> None:
 
 
 def test_meaningless_flags_get_one_line_each() -> None:
-    command = command_line(f"{TINY} --use-mcore-models --transformer-impl local --attention-backend flash".split())
+    command = command_line(f"{TINY} --use-mcore-models --transformer-impl local --use-flash-attn".split())
     assert len(command.notes) == 3
     assert command.notes[0].startswith("--use-mcore-models has no effect: ")
     assert command.notes[1].startswith("--transformer-impl local has no effect: ")

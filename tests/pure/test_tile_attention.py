@@ -14,6 +14,7 @@ from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile
+from megatron.core.attention.varlen import Flash2
 from megatron.core.config.layers import Span
 from megatron.core.dropout import attention_dropout
 
@@ -207,4 +208,4 @@ def test_tiles_packed_for_gpus(
     """The packing and the windows given to the GPU's kernel, with its definition in its place."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen_backward)
-    test_kernels(FlashCUDAKernel(SCALE), groups, window, documents)
+    test_kernels(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

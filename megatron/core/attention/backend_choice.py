@@ -1,4 +1,4 @@
-"""Choose the attention kernel on GPUs, FlashAttention or cuDNN, by timing both at the model's own shapes.
+"""Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
 
 Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
 compare the slowest time of each kernel, and all use the same one.
@@ -9,20 +9,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.attention.core_attention import FusedAttention, kernels_of
+from megatron.core.attention.local_attention import local_attention
+from megatron.core.attention.partition import Spans
+from megatron.core.attention.tile_kernels import Causal
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 
 WARM_UP, REPEATS = 3, 10
 
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+BACKENDS = ("flash", "flash3", "cudnn")
+
+OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Those that scaled_dot_product_attention has."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds that a call takes."""
@@ -30,20 +37,39 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of one rank's plain causal attention in training."""
+    """Shape of one rank's causal attention in training."""
 
     length: int
+    """Keys."""
     samples: int
     heads: int
     groups: int
     head_dim: int
     value_head_dim: int
     dtype: torch.dtype
+    queries: Spans | None = None
+    """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all."""
+
+    window: int | None = None
+    """Keys that a query sees in every layer; None for all up to its own."""
+
+    tiles: bool = False
+    """Whether kernels of tiles compute it: context parallelism, documents and windows."""
+
+    documents: bool = False
+    """Whether samples hold documents."""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The kernels to be timed: cuDNN is not used for documents and windows."""
+        varlen = self.tiles and (self.window is not None or self.documents)
+        return tuple(name for name in BACKENDS if not (varlen and name == "cudnn"))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape."""
+    """Seconds of a forward and backward by kernel; infinite for a kernel that does not support the shape, or is not
+    installed."""
 
     seconds: Mapping[str, float]
 
@@ -55,19 +81,39 @@ class Choice:
 
     def __str__(self) -> str:
         shown = ", ".join(
-            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unsupported"
+            f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable"
             for name, seconds in self.seconds.items()
         )
         return f"attention kernel: {self.winner or 'torch default'} (forward and backward of a layer: {shown})"
 
 
-def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis) -> Choice:
-    """Times the kernels and makes torch use the fastest. Collective over the world."""
-    runs = {name: attention_run(shape, device, backend) for name, backend in BACKENDS.items()}
-    choice = compare(runs, device_clock, device, world)
+def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
+    """Times the kernels, or the `fixed` one alone, and makes torch use the fastest. Collective over the world.
+
+    Raises ValueError if the fixed one does not run on some rank.
+    """
+    names = shape.backends if fixed is None else (fixed,)
+    choice = compare({name: _lazily(shape, device, name) for name in names}, device_clock, device, world)
+    if fixed is not None and choice.winner is None:
+        raise ValueError(
+            f"--attention-backend {fixed}: on some rank this kernel is not installed, or does not support the GPU or "
+            f"the model's attention (head size {shape.head_dim}, {shape.dtype}); use auto"
+        )
     if choice.winner is not None:
         use(choice.winner)
     return choice
+
+
+def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
+    """A run whose operands are made when it is first called, so that those of one kernel are in memory at a time."""
+    made: list[Callable[[], object]] = []
+
+    def run() -> object:
+        if not made:
+            made.append(attention_run(shape, device, name))
+        return made[0]()
+
+    return run
 
 
 def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
@@ -78,10 +124,11 @@ def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torc
 
 
 def _time(run: Callable[[], object], clock: Clock) -> float:
-    """Seconds of a run; infinite if torch raises RuntimeError, which it does for unsupported shapes."""
+    """Seconds of a run; infinite if torch raises RuntimeError, which it does for unsupported shapes, or a package is
+    missing."""
     try:
         return clock(run)
-    except RuntimeError:
+    except (RuntimeError, ImportError):
         return math.inf
 
 
@@ -100,21 +147,30 @@ def device_clock(run: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def attention_run(shape: AttentionShape, device: torch.device, backend: SDPBackend) -> Callable[[], object]:
-    """A forward and backward of attention by one kernel, with operands strided as in a layer."""
+def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
+    """A forward and backward of attention by one kernel, as a layer computes it."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def operand(heads: int, width: int) -> Tensor:
-        size = (shape.length, shape.samples, heads, width)
-        x = torch.empty(size, dtype=shape.dtype, device=device).normal_(generator=generator)
-        return x.permute(1, 2, 0, 3).requires_grad_()
+    def operand(rows: int, heads: int, width: int) -> Tensor:
+        x = torch.empty(rows, shape.samples, heads, width, dtype=shape.dtype, device=device)
+        return x.normal_(generator=generator).requires_grad_()
 
-    q, k = (operand(heads, shape.head_dim) for heads in (shape.heads, shape.groups))
-    v, grad = operand(shape.groups, shape.value_head_dim), operand(shape.heads, shape.value_head_dim).detach()
+    rows = shape.length if shape.queries is None else sum(map(len, shape.queries))
+    q = operand(rows, shape.heads, shape.head_dim)
+    k, v = (operand(shape.length, shape.groups, width) for width in (shape.head_dim, shape.value_head_dim))
+    grad = operand(rows, shape.heads, shape.value_head_dim).detach()
+    scale = shape.head_dim**-0.5
+    widths = shape.head_dim, shape.value_head_dim
+    fused = FusedAttention(scale, backend == "flash3")
+    plain, varlen = kernels_of(backend, scale, shape.dtype, device, *widths)
+    causal = Causal(varlen if shape.documents or shape.window is not None else plain, None, shape.window)
 
     def run() -> object:
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.heads != shape.groups)
+        if shape.tiles:
+            out = local_attention(q, k, v, causal, shape.queries)
+        else:
+            with sdpa_kernel(OF_TORCH[backend]) if backend in OF_TORCH else nullcontext():
+                out = fused(q, k, v)
         return torch.autograd.grad(out, (q, k, v), grad)
 
     return run
@@ -122,6 +178,7 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: SDPBacke
 
 def use(winner: str) -> None:
     """Disables the other kernels in torch. The memory-efficient one goes with cuDNN too, which torch ranks below it."""
-    torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(winner == "flash")
-    torch.backends.cuda.enable_mem_efficient_sdp(winner == "flash")
+    if winner in OF_TORCH:
+        torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
+        torch.backends.cuda.enable_flash_sdp(winner == "flash")
+        torch.backends.cuda.enable_mem_efficient_sdp(winner == "flash")

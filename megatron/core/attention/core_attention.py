@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.all_gather import gathered_attention
+from megatron.core.attention.cudnn_kernels import CudnnKernel
+from megatron.core.attention.flash3 import Flash3, flash3_attention
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import cut_documents
 from megatron.core.attention.ring import ring_attention
-from megatron.core.attention.tile_kernels import Causal, Dropout, TorchKernel
+from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.ulysses import ulysses_attention
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
@@ -26,9 +28,10 @@ from megatron.core.tensor_parallel.layers import TPContext
 class FusedAttention(nn.Module):
     """torch's scaled_dot_product_attention: fused kernels that never keep the [s, s] scores."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, flash3: bool = False) -> None:
+        """`flash3`: causal attention is that of the package of FlashAttention-3."""
         super().__init__()
-        self.scale = scale
+        self.scale, self.flash3 = scale, Flash3(scale) if flash3 else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv], mask [b, 1, s, keys] ->
@@ -36,6 +39,8 @@ class FusedAttention(nn.Module):
         queries, _, heads, _ = q.shape
         keys, groups = k.shape[0], k.shape[2]
         assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
+        if self.flash3 is not None and mask is None and queries == keys:
+            return flash3_attention(q, k, v, self.flash3)
         if mask is not None:  # kernels with a mask need as many key heads as query heads
             k, v = (x.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for x in (k, v))
         causal, grouped = mask is None and queries == keys, mask is None and heads != groups
@@ -44,6 +49,16 @@ class FusedAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
         )
         return out.permute(2, 0, 1, 3)
+
+
+def kernels_of(
+    backend: str, scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int
+) -> tuple[Kernel, Kernel]:
+    """The kernels of tiles for plain causal attention, and for documents and windows, by --attention-backend."""
+    if backend == "unfused":
+        return TorchKernel(scale), TorchKernel(scale)
+    flash = flash_kernel(scale, dtype, device, head_dim, value_head_dim, backend)
+    return CudnnKernel(scale) if backend == "cudnn" and device.type == "cuda" else flash, flash
 
 
 CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}
@@ -63,7 +78,8 @@ class CoreAttention(nn.Module):
         self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, key
-        self.fused = FusedAttention(self.scale)
+        backend = ctx.attention_backend
+        self.fused = FusedAttention(self.scale, backend == "flash3" and ctx.device.type == "cuda")
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
         self.first_head = heads * ctx.tp.rank
@@ -74,14 +90,13 @@ class CoreAttention(nn.Module):
         if config.alibi:
             of_heads = alibi_slopes(config.num_attention_heads)[self.first_head : self.first_head + heads]
             self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
-        self.kernel = (
-            flash_kernel(self.scale, ctx.dtype, ctx.device, config.head_dim, config.value_head_dim)
-            if self.slopes is None
-            else TorchKernel(self.scale, slopes=self.slopes)
-        )
+        widths = config.head_dim, config.value_head_dim
+        self.kernel, self.varlen_kernel = kernels_of(backend, self.scale, ctx.dtype, ctx.device, *widths)
+        if self.slopes is not None:
+            self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes)
         # torch's fused attention for CPUs has no kernel for values of another width than keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
-        self.always_tiles = self.slopes is not None or unequal
+        self.always_tiles = self.slopes is not None or unequal or backend == "unfused"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
@@ -106,9 +121,10 @@ class CoreAttention(nn.Module):
 
     def _causal(self, rows: Tensor, context: BatchContext, dropout: bool) -> Causal:
         """`rows` [s/cp, b, ...]"""
-        kernel, documents, length = self.kernel, context.documents, rows.shape[0] * self.cp.size
+        documents, length = context.documents, rows.shape[0] * self.cp.size
         if self.chunk is not None and self.chunk < length:
             documents = cut_documents(documents, rows.shape[1], length, self.chunk)
+        kernel = self.kernel if documents is None and self.window is None else self.varlen_kernel
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
             kernel = TorchKernel(self.scale, masks, self.slopes)

@@ -1,4 +1,4 @@
-"""torch's FlashAttention kernels for CPUs and GPUs as kernels of tiles (`megatron.core.attention.tile_kernels`)."""
+"""FlashAttention for CPUs and GPUs as kernels of tiles (`megatron.core.attention.tile_kernels`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.attention.flash3 import Flash3
 from megatron.core.attention.tile_kernels import (
     Gradients,
     Kernel,
@@ -20,28 +21,34 @@ from megatron.core.attention.tile_kernels import (
 )
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import (
+    Flash2,
     FlashCUDAPackedKernel,
     Lengths,
     PackedKernel,
     Sequences,
+    VarlenFlash,
     Window,
     cumulative_lengths,
-    flash_backward,
-    flash_forward,
 )
 
 
 def flash_kernel(
-    scale: float, dtype: torch.dtype, device: torch.device, head_dim: int, value_head_dim: int | None = None
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    backend: str = "auto",
 ) -> Kernel:
-    """The fastest kernel that supports the device, dtype and head sizes. All kernels agree to rounding."""
+    """The flash kernel that supports the device, dtype and head sizes, on GPUs FlashAttention-3 if `backend` is flash3.
+    All kernels agree to rounding."""
     found: Kernel = TorchKernel(scale)
     widest = max(head_dim, value_head_dim or head_dim)
     fits = dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
     if device.type == "cpu":
         found = FlashCPUKernel(scale)
     elif device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0):
-        found = FlashCUDAKernel(scale)
+        found = FlashCUDAKernel(Flash3(scale) if backend == "flash3" else Flash2(scale))
     same_widths = value_head_dim in (None, head_dim) or type(found) is TorchKernel
     return found if same_widths else EqualWidthsKernel(found)
 
@@ -87,13 +94,13 @@ class FlashCUDAKernel:
 
     needs_places, most_queries = False, None
 
-    def __init__(self, scale: float) -> None:
-        self.scale, self.packed = scale, FlashCUDAPackedKernel(scale)
+    def __init__(self, flash: VarlenFlash) -> None:
+        self.flash, self.packed = flash, FlashCUDAPackedKernel(flash)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():
             qkv = _pack(q, group, query_rows), _pack(k, group, key_rows), _pack(v, group, key_rows)
-            out, lse, *_ = flash_forward(*qkv, _lengths(group, q), window, self.scale)
+            out, lse, *_ = self.flash.forward(*qkv, _lengths(group, q), window)
             outs, lses = _unpack(out, group, q, query_rows), _unpack(lse.t(), group, q, query_rows)
             yield from zip(group, zip(outs, lses, strict=True), strict=True)
 
@@ -103,10 +110,8 @@ class FlashCUDAKernel:
         for window, group in _by_window(tiles).items():
             grad, queries, out, lse = (_pack(x, group, query_rows) for x in (rows.grad, q, rows.out, rows.lse))
             qkv = queries, _pack(k, group, key_rows), _pack(v, group, key_rows)
-            # Random state of dropout, which is off.
-            unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-            kept = out, lse.t().contiguous(), *unused
-            dq, dk, dv = flash_backward(grad, qkv, kept, _lengths(group, q), window, self.scale)
+            kept = out, lse.t().contiguous()
+            dq, dk, dv = self.flash.backward(grad, qkv, kept, _lengths(group, q), window)
             dqs = _unpack(dq, group, q, query_rows)
             dks, dvs = (_unpack(x, group, k, key_rows) for x in (dk, dv))
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)

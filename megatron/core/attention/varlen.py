@@ -52,40 +52,57 @@ Window = tuple[int, int]
 """Keys to the left and right that a query sees, with queries and keys aligned at their ends; -1 for all."""
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window, scale: float
-) -> tuple[Tensor, ...]:
-    """torch's FlashAttention for GPUs in 16 bits: output [rows, heads, d], log-sum-exp [heads, rows], and two tensors
-    that the backward takes."""
-    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
-    causal = window == (-1, 0)
-    return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, scale=scale, **sizes)[:4]
+class VarlenFlash(Protocol):
+    """FlashAttention for GPUs in 16 bits, of sequences packed one after another; lengths and windows differ."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        """q [rows, heads, d], k and v [rows of keys, groups, d] -> output [rows, heads, d], log-sum-exp [heads, rows]
+        in fp32, and what else the backward takes if it is there."""
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, from grad [rows, heads, d] and at least output and log-sum-exp."""
 
 
-def flash_backward(
-    grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from grad [rows, heads, d] and what the forward returned."""
-    out, lse, *state = kept
-    sizes = {"window_size_left": window[0], "window_size_right": window[1]}
-    return torch.ops.aten._flash_attention_backward(
-        grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=scale, **sizes
-    )
-
-
-class FlashCUDAPackedKernel:
-    """FlashAttention for GPUs in 16 bits."""
+class Flash2:
+    """FlashAttention-2 (arXiv 2307.08691), which torch has."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
+        sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        causal = window == (-1, 0)
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, causal, False, scale=self.scale, **sizes
+        )[:4]
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, *state = kept
+        if not state:  # the random state of dropout, which is off
+            state = [torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)]
+        sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        return torch.ops.aten._flash_attention_backward(
+            grad, *qkv, out, lse, *lengths, 0.0, window == (-1, 0), *state, scale=self.scale, **sizes
+        )
+
+
+class FlashCUDAPackedKernel:
+    """Whole samples of documents by FlashAttention for GPUs."""
+
+    def __init__(self, flash: VarlenFlash) -> None:
+        self.flash = flash
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        return flash_forward(q, k, v, *self._shape(sequences), self.scale)
+        return self.flash.forward(q, k, v, *self._shape(sequences))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash_backward(grad, (q, k, v), kept, *self._shape(sequences), self.scale)
+        return self.flash.backward(grad, (q, k, v), kept, *self._shape(sequences))
 
     def _shape(self, sequences: Sequences) -> tuple[Lengths, Window]:
         starts, longest, window = sequences.starts, sequences.longest, sequences.window

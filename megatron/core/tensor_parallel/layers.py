@@ -79,6 +79,9 @@ class TPContext:
     comm_overlap: str | None = None
     """Overlap of collectives with GEMMs in transformer layers: a key of `comm_overlap.OVERLAPS`, or None."""
 
+    attention_backend: str = "auto"
+    """--attention-backend, or what `backend_choice` found; "auto" for torch's own order."""
+
     fp8: Fp8Context | None = None
     """fp8 GEMMs of linear layers; None for GEMMs in `dtype`."""
 

@@ -69,6 +69,7 @@ class GPTModel(nn.Module):
             queue=queue or WeightGradQueue(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
+            attention_backend=parallel.attention_backend,
             compiled=parallel.compiles(torch.device(device).type),
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),

@@ -14,7 +14,7 @@ from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, tokenizer
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
-from megatron.training.config.rules.model import attention, layers, positions, tensor_parallel, yarn
+from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import optimizer
@@ -29,6 +29,7 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 RULES: tuple[Rule, ...] = (
     world,
     attention,
+    attention_kernel,
     tensor_parallel,
     sequence,
     heads_over_context,

@@ -97,6 +97,29 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
 
 
+def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Kernels of GPUs, which compute neither everything nor in every precision."""
+    m, p = c.model, c.parallel
+    name, backend = "--attention-backend", p.attention_backend
+    if backend not in ("flash3", "cudnn"):
+        return
+    if p.cpu:
+        yield Problem.exclusive(name, backend, "--cpu", "it is a kernel of GPUs")
+    if not (p.bf16 or p.fp16):
+        yield Problem(name, backend, "computes in 16 bits", f"add --bf16, or remove {name}")
+    if m.attention_dropout > 0:
+        why = "plain torch computes attention with dropout"
+        yield Problem.exclusive(name, backend, f"--attention-dropout {m.attention_dropout}", why)
+    if m.alibi:
+        yield Problem.exclusive(name, backend, "--position-embedding-type alibi", "plain torch computes ALiBi")
+    if backend == "cudnn" and c.data.reset_attention_mask:
+        yield Problem.exclusive(name, backend, "--reset-attention-mask", "FlashAttention computes documents")
+    some_local = any(width is not None and width < m.seq_length for width in (m.window_size, m.attention_chunk_size))
+    if backend == "cudnn" and some_local and m.window_attn_skip_freq is None:
+        flag = "--window-size" if m.window_size is not None else "--attention-chunk-size"
+        yield Problem.exclusive(name, backend, f"{flag} in all layers", "FlashAttention computes windows")
+
+
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Patterns of layers, and what they need beside them."""
     m = c.model
