@@ -125,11 +125,10 @@ class FakeStages:
 def layer_kinds(batch: MicroBatch) -> list[Hashable]:
     """By layer number: equal for layers of the same parts, shapes and settings, whoever wrote them."""
     model, meta = batch.model, torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
-    with fake_state(batch.parallel) as state:
+    parallel = replace(batch.parallel, compile=False)  # nothing runs, and loading the compiler takes a second
+    with fake_state(parallel) as state:
         layers = range(model.num_layers)
-        stage = GPTModel(
-            model, batch.parallel, state, layers=layers, first=False, last=False, initialize=False, device=meta
-        )
+        stage = GPTModel(model, parallel, state, layers=layers, first=False, last=False, initialize=False, device=meta)
     return [_kind_of(layer) for layer in stage.decoder.layers]
 
 
