@@ -35,6 +35,8 @@ from torch import nn
 from megatron.core.parallel_state import Axis
 from megatron.core.config import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
+from megatron.core.kernels.cast_transpose import amax_of, amax_of_rows_and_columns, cast_transpose
+from megatron.core.kernels.cast_transpose import cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.fp8.recipes import Fp8Context, WeightCasts, build_gemms
@@ -67,17 +69,23 @@ for recipe in ("tensorwise", "delayed", "rowwise"):
 bad = torch.randn(32, 64).bfloat16().cuda()
 bad[3, 5] = torch.inf
 good = torch.randn(32, 64).bfloat16().cuda()
-weight = fp8.cast_by_amax(good, fp8.amax_of(good), fp8.E4M3)
-for scaled in (
-    fp8.cast_by_amax(bad, fp8.amax_of(bad), fp8.E4M3),
-    fp8.cast_by_multiplier(bad, torch.ones((), device="cuda"), fp8.E5M2)[0],
+
+
+def by_rows(pair):
+    return fp8.Scaled(pair.rows, pair.row_scale)
+
+
+def cast_by_rows(x):
+    return by_rows(cast_transpose(x, amax_of_rows_and_columns(x, (True, False), False)[0], None, fp8.E4M3, False))
+
+
+weight = by_rows(cast_transpose(good, amax_of(good), None, fp8.E4M3, False))
+for pair in (
+    cast_transpose(bad, amax_of(bad), None, fp8.E4M3, False),
+    cast_transpose_noting_amax(bad, torch.ones((), device="cuda"), None, (True, False), fp8.E5M2, False),
 ):
-    assert not fp8.scaled_mm(scaled, weight, torch.bfloat16).isfinite().any()
-rows = fp8.scaled_mm(
-    fp8.cast_by_amax(bad, fp8.amax_of_rows(bad), fp8.E4M3),
-    fp8.cast_by_amax(good, fp8.amax_of_rows(good), fp8.E4M3),
-    torch.bfloat16,
-)
+    assert not fp8.scaled_mm(by_rows(pair), weight, torch.bfloat16).isfinite().any()
+rows = fp8.scaled_mm(cast_by_rows(bad), cast_by_rows(good), torch.bfloat16)
 assert not rows[3].isfinite().any() and rows[4:].isfinite().all()
 print("agree")
 """

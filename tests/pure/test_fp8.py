@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8 import casts as fp8
 from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
 from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import RECIPES, Fp8Context, WeightCasts, build_fp8, build_gemms
+from megatron.core.fp8.recipes import BOTH, RECIPES, ROWS, Fp8Context, WeightCasts, build_fp8, build_gemms
+from megatron.core.kernels.cast_transpose import (
+    amax_of,
+    cast_transpose,
+    cast_transpose_noting_amax,
+    multiplier_of,
+)
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
@@ -42,15 +47,29 @@ def spread(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
 
 
+def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
+    pair = cast_transpose(x, amax, None, dtype, False)
+    assert pair.rows is not None and pair.row_scale is not None
+    return Scaled(pair.rows, pair.row_scale)
+
+
+def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
+    """The cast, and the amax that is noted."""
+    noted = torch.zeros(())
+    pair = cast_transpose_noting_amax(x, multiplier, noted, ROWS, dtype, False)
+    assert pair.rows is not None and pair.row_scale is not None
+    return Scaled(pair.rows, pair.row_scale), noted
+
+
 def casts(x: Tensor, dtype: torch.dtype) -> Iterator[Scaled]:
-    amax = fp8.amax_of(x)
-    yield fp8.cast_by_amax(x, amax, dtype)
-    yield fp8.cast_by_multiplier(x, fp8.multiplier_of(amax, LARGEST[dtype], margin=2), dtype)[0]
+    amax = amax_of(x)
+    yield by_amax(x, amax, dtype)
+    yield by_multiplier(x, multiplier_of(amax, LARGEST[dtype], margin=2), dtype)[0]
     yield by_rows(x, dtype)
 
 
 def by_rows(x: Tensor, dtype: torch.dtype) -> Scaled:
-    return fp8.cast_by_amax(x, fp8.amax_of_rows(x), dtype)
+    return by_amax(x, x.abs().amax(1, keepdim=True).float(), dtype)
 
 
 def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
@@ -100,17 +119,17 @@ def test_the_largest_value_becomes_the_largest_number(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_what_outgrows_its_history_saturates(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, -3.0, 1e30, -1e30]])
-    scaled, amax = fp8.cast_by_multiplier(x, fp8.multiplier_of(torch.tensor(2.0), LARGEST[dtype]), dtype)
+    scaled, amax = by_multiplier(x, multiplier_of(torch.tensor(2.0), LARGEST[dtype]), dtype)
     assert amax == x.abs().max()
     assert torch.allclose(fp64(scaled), torch.tensor([[1.0, -2.0, 2.0, -2.0]], dtype=torch.float64), rtol=1e-6)
 
 
 def test_multipliers_at_the_ends_of_the_range() -> None:
     amax = torch.tensor([0.0, 1e-44, 2.0, 3e38, torch.inf, torch.nan])
-    found = fp8.multiplier_of(amax, 448.0)
+    found = multiplier_of(amax, 448.0)
     assert found[:4].tolist() == [1.0, 448.0 * 2.0**100, 224.0, pytest.approx(448 / 3e38)]
     assert found[4] == 0 and found[5].isnan()
-    zeros = fp8.cast_by_amax(torch.zeros(16, 16), torch.tensor(0.0), E4M3)
+    zeros = by_amax(torch.zeros(16, 16), torch.tensor(0.0), E4M3)
     assert zeros.scale == 1 and not zeros.values.float().any()
 
 
@@ -202,8 +221,8 @@ class Layer:
             dx = Exact(fp64(by_rows(dy, grad)), fp64(by_columns(w, E4M3)))
             dw = Exact(fp64(by_columns(dy, grad)), fp64(by_columns(x, E4M3)))
             return {"y": y, "dx": dx, "dw": dw}
-        cast = {"tensorwise": lambda x, dtype: fp8.cast_by_amax(x, fp8.amax_of(x), dtype)}.get(
-            self.recipe, lambda x, dtype: fp8.cast_by_multiplier(x, torch.tensor(1.0), dtype)[0]
+        cast = {"tensorwise": lambda x, dtype: by_amax(x, amax_of(x), dtype)}.get(
+            self.recipe, lambda x, dtype: by_multiplier(x, torch.tensor(1.0), dtype)[0]
         )
         x, w, dy = fp64(cast(x, E4M3)), fp64(cast(w, E4M3)), fp64(cast(dy, grad))
         return {"y": Exact(x, w), "dx": Exact(dy, w.t()), "dw": Exact(dy.t(), x.t())}
@@ -236,18 +255,17 @@ def test_weight_gradients_add_up_and_wait_in_the_queue(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, seen = Layer(recipe), []
-    for name in ("cast_by_amax", "cast_by_multiplier"):
-        cast = getattr(fp8, name)
+    cast = layer.gemms.cast
 
-        def counted(x: Tensor, *args: Any, cast: Any = cast) -> Any:
-            seen.append(tuple(x.shape) == (32, 64))
-            return cast(x, *args)
+    def counted(x: Tensor, *args: Any) -> Any:
+        seen.append(tuple(x.shape) == (32, 64))
+        return cast(x, *args)
 
-        monkeypatch.setattr(f"megatron.core.fp8.recipes.{name}", counted)
+    monkeypatch.setattr(layer.gemms, "cast", counted)
     with layer.context.casts.kept():
         first = layer.backward()
         second = layer.backward()
-    assert sum(seen) == 1, "by rows; columns follow from them, or are another cast"
+    assert sum(seen) == 1, "by rows and by columns at once"
     assert all(map(torch.equal, first, second))
     layer.weight.data.mul_(2)
     with layer.context.casts.kept():
@@ -255,10 +273,19 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
     assert sum(seen) == 2
 
 
-def test_inputs_are_kept_in_one_byte() -> None:
-    for recipe, size in (("tensorwise", 1), ("delayed", 1), ("rowwise", 2)):
-        parts = Layer(recipe).gemms.cast_input(spread(24, 2, 64))
-        assert parts[0].element_size() == size and parts[0].shape == (24, 2, 64)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inputs_are_kept_in_one_byte_by_columns(recipe: str) -> None:
+    output, saved = Layer(recipe).gemms.cast_input(spread(24, 2, 64), True)
+    assert [(x.shape, x.element_size()) for x in (output[0], saved[0])] == [((24, 2, 64), 1), ((64, 48), 1)]
+    assert Layer(recipe).gemms.cast_input(spread(24, 2, 64), False).weight_grad == ()
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("rowwise", 2)])
+def test_inputs_are_gathered_in_one_byte_but_by_rows(recipe: str, size: int) -> None:
+    context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
+    gemms = build_gemms("linear", context, Axis(), Cuts(sequence=True, outputs=True), CPU, False)
+    output, saved = gemms.cast_input(spread(24, 2, 64), True)
+    assert output is saved and output[0].shape == (24, 2, 64) and output[0].element_size() == size
 
 
 def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
@@ -281,7 +308,7 @@ def test_delayed_scaling_follows_the_steps_before() -> None:
         assert torch.equal(layer.gemms.multiplier, used)
         for which, value in enumerate(values):
             for part in value.flatten(0, -2).split(12):  # micro-batches
-                layer.gemms.cast(part, which)
+                layer.gemms.cast(part, which, ROWS)
         scaling.end_step(GO)
         amax = torch.stack([value.abs().max().float() for value in values])
         expected = torch.cat((amax[:, None], expected[:, :-1]), dim=1)
@@ -314,12 +341,15 @@ def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
     assert layer.gemms.multiplier.isfinite().all()
 
 
-def test_a_compiled_cast_is_the_same() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_casts_are_the_same(recipe: str) -> None:
     x = spread(48, 64)
-    amax = fp8.amax_of_rows(x)
-    compiled, plain = region(fp8.cast_by_amax, True)(x, amax, E4M3), fp8.cast_by_amax(x, amax, E4M3)
-    for found, expected in zip(compiled, plain, strict=True):
-        assert torch.equal(found.float(), expected.float())
+    found = {}
+    for compiled in (False, True):
+        layer = Layer(recipe)
+        layer.gemms.compiled = compiled
+        found[compiled] = [part.float() for cast in layer.gemms.cast(x, 2, BOTH) for part in cast]
+    assert len(found[True]) == 4 and all(map(torch.equal, found[True], found[False]))
 
 
 def test_layers_that_stay_in_bf16() -> None:

@@ -4,7 +4,7 @@ A matrix x is held as x8 = round(x * m). The multiplier m brings its largest val
 A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, yet NaN and Inf are not lost:
 they make the scale NaN or infinite, and with it the result.
 
-The casts are pure functions of tensors, so that they can be compiled as regions. Collectives run between them.
+The casts themselves are `kernels/cast_transpose.py`. Collectives run between a tensor's amax and its cast.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Largest finite number of each format."""
-
-SMALLEST_AMAX = 2.0**-100
-"""Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
 
 ALIGNMENT = 16
 """CUDA kernels take matrix dimensions that are multiples of this."""
@@ -45,46 +42,6 @@ class Scaled(NamedTuple):
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
     """Returns the formats (of inputs and weights, of output gradients) of --fp8-format `name`."""
     return E4M3, E5M2 if name == "hybrid" else E4M3
-
-
-def transposed_bytes(x: Tensor) -> Tensor:
-    """Transposes bytes [n, k] -> [k, n], row-major."""
-    return x.t().contiguous()
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """Largest absolute value, an fp32 scalar. NaN if any element is NaN."""
-    return x.abs().amax().to(torch.float32)
-
-
-def amax_of_rows(x: Tensor) -> Tensor:
-    """Largest absolute value of each row: [n, k] -> [n, 1], fp32."""
-    return x.abs().amax(dim=1, keepdim=True).to(torch.float32)
-
-
-def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """Scaling multiplier largest / amax / 2^margin: 1 where amax is 0; 0 or NaN where it is not finite."""
-    return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
-
-
-def _rounded(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds x * multiplier to the nearest number of the format. The clamp makes overflow saturate: what conversions
-    do with it differs between devices."""
-    largest = LARGEST[dtype]
-    return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
-
-
-def cast_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
-    """Casts x [n, k] scaled by `amax` [] or [n, 1], that of x or of a larger tensor that x is a part of."""
-    multiplier = multiplier_of(amax, LARGEST[dtype])
-    return Scaled(_rounded(x, multiplier, dtype), multiplier.reciprocal())
-
-
-def cast_by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """Casts x [n, k] with a given multiplier. Returns the result and the amax of x, which the multiplier ignores."""
-    amax = amax_of(x)
-    scale = multiplier.reciprocal() + 0.0 * amax  # NaN if amax is not finite: the cast may have hidden that
-    return Scaled(_rounded(x, multiplier, dtype), scale), amax
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,20 +17,26 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.casts import (
-    E4M3,
-    Scaled,
+from megatron.core.fp8.casts import E4M3, Scaled, formats, scaled_mm
+from megatron.core.kernels.cast_transpose import (
+    CastPair,
     amax_of,
-    amax_of_rows,
-    cast_by_amax,
-    cast_by_multiplier,
-    formats,
-    scaled_mm,
-    transposed_bytes,
+    amax_of_rows_and_columns,
+    cast_transpose,
+    cast_transpose_noting_amax,
+    transposed,
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of, rows_of
+from megatron.core.tensor_parallel.linear_gemms import (
+    PLAIN,
+    Cuts,
+    LinearGemms,
+    Operand,
+    Operands,
+    matrix_of,
+    rows_of,
+)
 
 
 class WeightCasts:
@@ -53,6 +60,11 @@ class WeightCasts:
         storages = (part.untyped_storage() for made in (self._kept or {}).values() for part in made)
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
+    @property
+    def keeps(self) -> bool:
+        """Whether casts are kept now."""
+        return self._kept is not None
+
     def get(self, weight: Tensor, kind: str, make: Callable[[], Scaled]) -> Scaled:
         """Returns the cast of `kind`, made by `make` where it is not kept."""
         if self._kept is None:
@@ -61,6 +73,11 @@ class WeightCasts:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+    def keep(self, weight: Tensor, **casts: Scaled) -> None:
+        """Keeps casts of a weight, by kind."""
+        assert self._kept is not None
+        self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,26 @@ def build_gemms(
     return RECIPES[fp8.config.fp8_recipe](name, fp8, tp, cuts, device, compiled)
 
 
+INPUT, WEIGHT, GRAD = range(3)
+
+
+class Wanted(NamedTuple):
+    """Which casts of a tensor [n, k] GEMMs will read: by rows [n, k], by columns [k, n]."""
+
+    rows: bool = True
+    columns: bool = False
+
+
+ROWS, COLUMNS, BOTH = Wanted(), Wanted(False, True), Wanted(True, True)
+
+
 class Fp8Gemms(nn.Module):
-    """Base class of the recipes."""
+    """Base class of the recipes, which differ in the scales of a cast.
+
+    A tensor is cast at once for all GEMMs that read it: by rows for those that sum over its columns, by columns for
+    those that sum over its rows. Inputs are saved for the backward by columns, one byte an element. An input that is
+    gathered over the ranks is saved as it is sent instead, and cast by columns after the second gather.
+    """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -98,74 +133,101 @@ class Fp8Gemms(nn.Module):
         self.tp, self.cuts, self.casts, self.compiled = tp, cuts, fp8.casts, compiled
         self.grad_format = formats(fp8.config.fp8_format)[1]
 
-    def cast_by_amax(self, x: Tensor, amax: Callable[[Tensor], Tensor], cut: bool, dtype: torch.dtype) -> Scaled:
-        """Casts x [n, k] scaled by its own `amax`.
+    def format_of(self, which: int) -> torch.dtype:
+        """Format of INPUT, WEIGHT or GRAD."""
+        return self.grad_format if which == GRAD else E4M3
 
-        The amax of a tensor that is cut over tensor-parallel ranks is reduced over them: each rank scales its part as
-        one process scales the whole, so that layouts agree.
-        """
-        x = x.detach()  # else one more variant of each region would be compiled
-        found = region(amax, self.compiled, static=True)(x)
-        if cut:
-            all_reduce_(found, self.tp, dist.ReduceOp.MAX)
-        return region(cast_by_amax, self.compiled, static=True)(x, found, dtype)
-
-
-INPUT, WEIGHT, GRAD = range(3)
-
-
-class PerTensorGemms(Fp8Gemms):
-    """One scale for each tensor. One cast serves all GEMMs of a tensor; those that sum over rows read its transpose.
-
-    Inputs are gathered and saved for backward in fp8, one byte an element.
-    """
-
-    def cast(self, x: Tensor, which: int) -> Scaled:
-        """Casts x [n, k]; `which` is INPUT, WEIGHT or GRAD."""
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        """Casts x [n, k], which is an INPUT, WEIGHT or GRAD, as `wanted`: by rows first."""
         raise NotImplementedError
 
-    def cast_input(self, x: Tensor) -> Operand:
-        values, scale = self.cast(rows_of(x), INPUT)
-        return values.view(torch.uint8).view(x.shape), scale  # bytes, as not every backend sends fp8
+    def cast_to_gather(self, x: Tensor) -> Operand:
+        """Casts an input [s/t, b, in] that will be gathered, or leaves that for later."""
+        raise NotImplementedError
+
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        """Casts what `cast_to_gather` returned and a gather has made whole: by rows or by columns."""
+        raise NotImplementedError
+
+    def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
+        if self.cuts.sequence:
+            local = self.cast_to_gather(x)
+            return Operands(local, local)
+        return self._operands(x, INPUT, needs_dw)
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = weight.dtype
-        y = scaled_mm(_operand(x, E4M3), self._weight(weight), dtype, bias, fast_accumulation=True)
+        rows = self.cast_gathered(x, ROWS) if self.cuts.sequence else _by_rows(x)
+        y = scaled_mm(rows, self._weight(weight, "rows"), weight.dtype, bias, fast_accumulation=True)
         return y.view(*x[0].shape[:-1], -1)
 
-    def cast_grad(self, dy: Tensor) -> Operand:
-        values, scale = self.cast(rows_of(dy), GRAD)
-        return values.view(torch.uint8).view(dy.shape), scale
+    def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
+        return self._operands(dy, GRAD, needs_dw)
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        columns = self.casts.get(weight, "columns", lambda: self._transposed(self._weight(weight)))
-        dx = scaled_mm(_operand(dy, self.grad_format), columns, weight.dtype)
+        dx = scaled_mm(_by_rows(dy), self._weight(weight, "columns"), weight.dtype)
         return dx.view(*dy[0].shape[:-1], -1)
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        rows, columns = self._transposed(_operand(dy, self.grad_format)), self._transposed(_operand(x, E4M3))
-        out.add_(scaled_mm(rows, columns, out.dtype))
+        columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
+        out.add_(scaled_mm(Scaled(*dy), columns, out.dtype))
 
-    def _transposed(self, x: Scaled) -> Scaled:
-        values = region(transposed_bytes, self.compiled, static=True)(x.values.view(torch.uint8)).view(x.values.dtype)
-        return Scaled(values, x.scale)
+    def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
+        rows, *columns = self.cast(rows_of(x), which, BOTH if needs_dw else ROWS)
+        return Operands((rows.values.view(x.shape), rows.scale), tuple(columns[0]) if needs_dw else ())
 
-    def _weight(self, weight: Tensor) -> Scaled:
-        return self.casts.get(weight, "rows", lambda: self.cast(matrix_of(weight.detach()), WEIGHT))
+    def _weight(self, weight: Tensor, kind: str) -> Scaled:
+        """The weight cast by "rows" or "columns". Both are made at once where they are kept until a backward."""
+
+        def make() -> Scaled:
+            if self.training and self.casts.keeps:
+                rows, columns = self.cast(matrix_of(weight), WEIGHT, BOTH)
+                self.casts.keep(weight, rows=rows, columns=columns)
+                return rows if kind == "rows" else columns
+            return self.cast(matrix_of(weight), WEIGHT, ROWS if kind == "rows" else COLUMNS)[0]
+
+        return self.casts.get(weight, kind, make)
+
+    def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
+        """Reduces, in place, the amax of a tensor that is cut over tensor-parallel ranks: each rank then scales its
+        part as one process scales the whole, so that layouts agree."""
+        if amax is not None and cut:
+            all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
 
 
-def _operand(parts: Operand, dtype: torch.dtype) -> Scaled:
-    return Scaled(rows_of(parts[0]).view(dtype), parts[1])
+def _by_rows(x: Operand) -> Scaled:
+    return Scaled(rows_of(x[0]), x[1])
+
+
+def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
+    made = (Scaled(pair.rows, pair.row_scale), Scaled(pair.columns, pair.column_scale))  # type: ignore[arg-type]
+    return [scaled for scaled, wants in zip(made, wanted, strict=True) if wants]
+
+
+class PerTensorGemms(Fp8Gemms):
+    """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
+
+    def cast_to_gather(self, x: Tensor) -> Operand:
+        values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
+        return values.view(torch.uint8).view(x.shape), scale  # bytes, as not every backend sends fp8
+
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        values = rows_of(x[0]).view(E4M3)
+        if wanted.columns:
+            values = region(transposed, self.compiled, static=True)(values)
+        return Scaled(values, x[1])
 
 
 class TensorwiseGemms(PerTensorGemms):
     """Scales each tensor by its own amax, which costs a pass over it before the cast."""
 
-    def cast(self, x: Tensor, which: int) -> Scaled:
-        cuts = self.cuts
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        x = x.detach()  # else one more variant of each region would be compiled
+        amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
-        return self.cast_by_amax(x, amax_of, cut, self.grad_format if which == GRAD else E4M3)
+        self._amax_over_ranks(amax, cut)
+        by_rows, by_columns = (amax if wants else None for wants in wanted)
+        return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
 
 
 class DelayedGemms(PerTensorGemms):
@@ -185,14 +247,11 @@ class DelayedGemms(PerTensorGemms):
         self.amax = torch.zeros(3, device=device)
         self.multiplier = torch.ones(3, device=device)
 
-    def cast(self, x: Tensor, which: int) -> Scaled:
-        dtype = self.grad_format if which == GRAD else E4M3
-        cast = region(cast_by_multiplier, self.compiled, static=True)
-        scaled, amax = cast(x.detach(), self.multiplier[which], dtype)
-        if self.training:
-            noted = self.amax[which]
-            torch.maximum(noted, amax, out=noted)
-        return scaled
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        noted = self.amax[which] if self.training else None
+        dtype = self.format_of(which)
+        pair = cast_transpose_noting_amax(x.detach(), self.multiplier[which], noted, wanted, dtype, self.compiled)
+        return _scaled(pair, wanted)
 
 
 AMAX_HISTORY = ".amax_history"
@@ -200,39 +259,22 @@ AMAX_HISTORY = ".amax_history"
 
 
 class RowwiseGemms(Fp8Gemms):
-    """One scale for each row of an operand, the dimension that a GEMM sums over. So each tensor is cast twice, by rows
-    and by columns, and inputs are saved for backward uncast."""
+    """One scale for each row of a cast: for each row of the tensor by rows, and for each column by columns. Inputs are
+    gathered uncast."""
 
-    def cast_input(self, x: Tensor) -> Operand:
+    def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
+        x, cuts = x.detach(), self.cuts
+        by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
+        # Weight gradients sum over tokens. Every rank has all of them, but in front of a whole weight.
+        self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
+        self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
+        return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
+
+    def cast_to_gather(self, x: Tensor) -> Operand:
         return (x,)
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = self.casts.get(weight, "rows", lambda: self._rows(matrix_of(weight.detach()), self.cuts.inputs))
-        y = scaled_mm(self._rows(rows_of(x[0]), self.cuts.inputs), rows, weight.dtype, bias, fast_accumulation=True)
-        return y.view(*x[0].shape[:-1], -1)
-
-    def cast_grad(self, dy: Tensor) -> Operand:
-        return (dy,)
-
-    def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        columns = self.casts.get(
-            weight, "columns", lambda: self._columns(matrix_of(weight.detach()), self.cuts.outputs)
-        )
-        dx = scaled_mm(self._rows(rows_of(dy[0]), self.cuts.outputs, self.grad_format), columns, weight.dtype)
-        return dx.view(*dy[0].shape[:-1], -1)
-
-    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        # The sum is over tokens. Every rank has all of them, but in front of a whole weight.
-        cut = self.cuts.tokens
-        rows, columns = self._columns(rows_of(dy[0]), cut, self.grad_format), self._columns(rows_of(x[0]), cut)
-        out.add_(scaled_mm(rows, columns, out.dtype))
-
-    def _rows(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:
-        return self.cast_by_amax(x, amax_of_rows, cut, dtype)
-
-    def _columns(self, x: Tensor, cut: bool, dtype: torch.dtype = E4M3) -> Scaled:
-        """Casts the transpose of x [n, k]: [k, n], with a scale for each column of x."""
-        return self._rows(x.t(), cut, dtype)
+    def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
+        return self.cast(rows_of(x[0]), INPUT, wanted)[0]
 
 
 RECIPES: dict[str, type[TensorwiseGemms | DelayedGemms | RowwiseGemms]] = {

@@ -148,8 +148,9 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
-    Only the local part of the input is saved. The backward gathers it again while it computes dX, and reduces dX while
-    it computes dW, which goes to `accumulate_weight_grad`.
+    Only the local part of the input is saved, as the GEMM for dW reads it. The backward gathers it again while it
+    computes dX, and reduces dX while it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there
+    will be no backward.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -164,12 +165,15 @@ class LinearFunction(torch.autograd.Function):
         axis: Axis,
         queue: WeightGradQueue,
         gemms: LinearGemms = PLAIN,
+        saves: bool = True,
     ) -> Tensor:
-        local, *rest = gemms.cast_input(x)
-        ctx.save_for_backward(local, *rest)
+        needs_dw = saves and ctx.needs_input_grad[1]
+        (local, *rest), saved = gemms.cast_input(x, needs_dw)
+        ctx.save_for_backward(*(saved if needs_dw else ()))
         # The parameter itself: activation checkpointing returns saved tensors without their attributes.
         ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
         ctx.bias_shape = None if bias is None else bias.shape
+        del saved  # keeps nothing alive that autograd drops
         full_x = (boundary.enter(local, axis).wait(), *rest)
         flat_bias = None if bias is None else bias.flatten()
         if boundary.leave is start_nothing:
@@ -180,25 +184,26 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        local, *rest = saved_without_graph(ctx)
+        x = saved_without_graph(ctx)
         weight, boundary, axis, gemms = ctx.weight, ctx.boundary, ctx.axis, ctx.gemms
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
 
-        gathering = boundary.enter(local, axis) if needs_dw and not ctx.queue.defers(weight) else None
+        gathering = boundary.enter(x[0], axis) if needs_dw and not ctx.queue.defers(weight) else None
         dx = dw = None
         if needs_dx or needs_dw:
-            dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait())
+            dy_for_dx, dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait(), needs_dw)
         if needs_dx:
-            dx = boundary.enter_adjoint(gemms.input_grad(dy, weight), axis)
+            dx = boundary.enter_adjoint(gemms.input_grad(dy_for_dx, weight), axis)
+            del dy_for_dx
 
         def add_dw_(out: Tensor) -> None:
-            full_x = (boundary.enter(local, axis) if gathering is None else gathering).wait()
-            gemms.add_weight_grad_(matrix_of(out), dy, (full_x, *rest))
+            full_x = (boundary.enter(x[0], axis) if gathering is None else gathering).wait()
+            gemms.add_weight_grad_(matrix_of(out), dy, (full_x, *x[1:]))
 
         if needs_dw:
             dw = accumulate_weight_grad(weight, add_dw_, ctx.queue)
         db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
-        return (None if dx is None else dx.wait()), dw, db, None, None, None, None
+        return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None
 
 
 class ParallelLinear(nn.Module):
@@ -212,7 +217,8 @@ class ParallelLinear(nn.Module):
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms)
+        saves = torch.is_grad_enabled()
+        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms, saves)
 
 
 class ColumnParallelLinear(ParallelLinear):

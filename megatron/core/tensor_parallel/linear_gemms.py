@@ -1,14 +1,12 @@
 """The three GEMMs of a linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X.
 
-`LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision. Operands
-are `Operand` tuples: the first tensor has the shape of the activation and is what a sequence-parallel gather gathers,
-along dim 0; the others (fp8 scales) hold for the whole sequence.
+`LinearFunction` decides when they run and what the ranks exchange; a `LinearGemms` decides their precision.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +14,19 @@ from torch import Tensor
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]
+"""An activation as a GEMM reads it, in tensors that its `LinearGemms` knows. What a sequence-parallel gather has to
+gather is the first tensor, in the activation's shape, along dim 0; the others (fp8 scales) hold for the whole
+sequence."""
+
+
+class Operands(NamedTuple):
+    """An activation, or its gradient, as the two GEMMs that multiply it read it. They may share tensors."""
+
+    output: Operand
+    """For Y, or for dX."""
+
+    weight_grad: Operand
+    """For dW. Of an input it is what is saved for the backward."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,14 @@ class Cuts:
 class LinearGemms(Protocol):
     """The GEMMs of one linear layer in one precision."""
 
-    def cast_input(self, x: Tensor) -> Operand:
-        """x [s, b, in] as it is saved for backward. Its first tensor is gathered before the GEMM."""
+    def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
+        """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]"""
 
-    def cast_grad(self, dy: Tensor) -> Operand:
-        """dY [s, b, out] as both GEMMs of the backward read it."""
+    def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
+        """Casts dY [s, b, out], after a gather."""
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
@@ -57,14 +68,14 @@ class LinearGemms(Protocol):
 class PlainGemms:
     """GEMMs in the precision of the parameters."""
 
-    def cast_input(self, x: Tensor) -> Operand:
-        return (x,)
+    def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
+        return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x[0], matrix_of(weight), bias)
 
-    def cast_grad(self, dy: Tensor) -> Operand:
-        return (dy,)
+    def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
+        return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         return dy[0].matmul(matrix_of(weight))

@@ -1,0 +1,7 @@
+"""Triton kernels, each beside a torch twin that gives the same bits.
+
+A kernel is worth its lines where torch.compile does not make one good kernel of a region (`compiled_regions.py`). For
+a subject S, `S.py` holds the twin, the operator `megatron::...` with a fake implementation, and the function that
+callers use: it runs the operator on GPUs with Triton and the twin elsewhere. `S_triton.py` holds the kernels; it alone
+imports Triton, and is imported when an operator first runs. Fake tensors, plans and profilers see one operator.
+"""
