@@ -1,8 +1,9 @@
-"""Non-blocking host-to-device copies."""
+"""Non-blocking copies between host and device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,24 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
     return copied_to(torch.tensor(values if isinstance(values, np.ndarray) else list(values), dtype=dtype), device)
 
 
-def integers_of(x: Tensor, expected: Sequence[int]) -> list[int]:
-    """Reads the integers of x [n], for which the host waits. A fake tensor, as plans of memory use them, has no values:
-    then they are the `expected` ones."""
-    return list(expected) if isinstance(x, FakeTensor) else x.tolist()
+class HostCopy:
+    """A copy of `values` to the host, under way. To read it waits for what was launched before it, and for nothing that
+    was launched since.
+
+    A fake tensor, as plans of memory use them, has no values: then they are the `expected` ones.
+    """
+
+    def __init__(self, values: Tensor, expected: Sequence[int] | None = None) -> None:
+        fake = isinstance(values, FakeTensor) and expected is not None
+        self._values: Tensor | list[Any] = list(expected or ()) if fake else values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda and not fake else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> list[Any]:
+        """The values, as a list or nested lists."""
+        if isinstance(self._values, Tensor):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values = self._values.tolist()
+        return self._values

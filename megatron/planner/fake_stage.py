@@ -26,6 +26,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe import dispatcher
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import Stage
@@ -201,6 +202,17 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 
 @contextmanager
+def _as_on_gpus() -> Iterator[None]:
+    """Chooses what runs on GPUs, on fake CPU tensors."""
+    asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
+    try:
+        with _KernelsOfGPUs():
+            yield
+    finally:
+        dispatcher.on_device = asked
+
+
+@contextmanager
 def _regions_as_kernels(fakes: FakeStages) -> Iterator[None]:
     """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
     counted."""
@@ -225,7 +237,7 @@ def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors. The process' own groups stay as they are."""
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
-    kernels = _KernelsOfGPUs() if batch.device == "cuda" else nullcontext()
+    kernels = _as_on_gpus() if batch.device == "cuda" else nullcontext()
     with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels:
         fakes = FakeStages(batch, state)
         with _regions_as_kernels(fakes):

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron.core.moe import dispatcher
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from megatron.training.training import Interval, train_step
@@ -32,9 +33,10 @@ EXPERTS = "--disable-bias-linear --num-experts 4 --moe-router-topk 2"
 HOST_ONLY = (
     "read_batches",  # samples are put together on the host, and copied from pinned memory
     "integers_on",  # from pinned memory
+    "add_each_product_",  # reads numbers of rows on the CPU; on a device a kernel has them
     "check_ids",  # reads ids on the CPU only; on a device it asserts there
 )
-VERDICT = Counter({"distrib_optimizer.py:_read tolist": 1})
+VERDICT = Counter({"host_to_device.py:read tolist": 1})
 """What became of the step before: four numbers, copied to the host when that step ended and read once the gradients
 of this one are under way. An event of that copy is waited for, and nothing later."""
 
@@ -96,14 +98,39 @@ def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
         assert calls["_foreach_mul_"] == 2, "the division by the tokens, and clipping"
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_experts_wait_for_the_sizes_of_what_travels(dispatcher: str) -> None:
-    """Once for each layer and micro-batch: the shapes of what experts get follow from how many tokens come. What is
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+CAPACITY = "--moe-expert-capacity-factor 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reads"),
+    [
+        (f"--dp 2 {EXPERTS}", 0),
+        (f"--dp 2 {EXPERTS} {ALLTOALL} --moe-shared-expert-intermediate-size 16", 0),
+        (f"--dp 2 {EXPERTS} {ALLTOALL} {CAPACITY}", 0),
+        (f"--tp 2 --sequence-parallel {EXPERTS} {ALLTOALL}", 0),
+        (f"--dp 2 --ep 2 {EXPERTS}", 0),
+        (f"--dp 2 --ep 2 {EXPERTS} {CAPACITY}", 0),
+        (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL} {CAPACITY} --moe-pad-expert-input-to-capacity", 0),
+        (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL} {CAPACITY}", 1),
+        (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL}", 1),
+    ],
+)
+def test_experts_wait_only_for_sizes_of_all_to_all_messages(
+    flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the number of each expert's rows stays there: `reads` for each layer and micro-batch. What is
     made of these numbers is made on the host and copied from pinned memory (`integers_on`, `copied_to`)."""
+    monkeypatch.setattr(dispatcher, "on_device", lambda x: True)
+    for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
+        assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_without_grouped_products_experts_wait(dispatcher: str) -> None:
+    """Once for each layer and micro-batch."""
     for found in run_world(2, waits, f"--dp 2 --ep 2 {EXPERTS} --moe-token-dispatcher-type {dispatcher}"):
-        reads = found - VERDICT
-        assert reads
-        assert {place.split()[0] for place in reads} <= {"host_to_device.py:integers_of"}
+        assert found == VERDICT + Counter({"host_to_device.py:read tolist": 4})
 
 
 def test_what_waits_is_found() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.collectives import Pending
 from megatron.core.dropout import random_bits
-from megatron.core.moe import load_balancing, random_logits, router
+from megatron.core.moe import dispatcher, layer, load_balancing, random_logits, router
 from megatron.core.moe.sinkhorn import sinkhorn_bias
 from megatron.core.parallel_state import Axis
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
@@ -38,6 +38,7 @@ MODELS = {
     "many": "--swiglu --num-experts 64 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0.1",
 }
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
+PADDED = f"{ALLTOALL} --moe-pad-expert-input-to-capacity"
 SP = "--tp 2 --sequence-parallel"
 LAYOUTS = {
     "dp2": (2, "--micro-batch-size 2"),
@@ -67,12 +68,14 @@ LAYOUTS = {
     ),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
+    "padded": (4, f"{SP} --etp 2 --ep 2 {PADDED}"),
+    "padded-cp2": (4, f"--cp 2 --ep 4 {PADDED} --recompute-granularity selective --recompute-modules moe"),
     "tp2-etp4": (4, f"{SP} --etp 4"),
     "tp2-etp4-ep2": (8, f"{SP} --etp 4 --ep 2 {ALLTOALL}"),
     "cp2-tp2-etp4": (4, f"--cp 2 {SP} --etp 4 {ALLTOALL}"),
     "cp2-tp2-pp2-etp4": (8, f"--cp 2 {SP} --pp 2 --etp 4 --pipeline-schedule zb-h1 --use-tp-pp-dp-mapping"),
 }
-PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-moe"]
+PAIRS = [("mixtral", layout) for layout in LAYOUTS if layout != "recomputed-moe" and PADDED not in LAYOUTS[layout][1]]
 DEEPSEEK = (
     "etp2-ep2",
     "tp2-etp1-ep4-dp2",
@@ -87,6 +90,7 @@ PAIRS += [("deepseek", name) for name in DEEPSEEK]
 PAIRS += [("groups", name) for name in ("ep4", "cp2-tp2", "zb-h1", "recomputed-act")]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
 DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")
+DROP += ("padded", "padded-cp2")
 PAIRS += [("drop", name) for name in DROP]
 PAIRS += [("sinkhorn", name) for name in ("dp2", "recomputed", "cp2-tp2-etp4", "pp2-mapping")]
 PAIRS += [("sinkhorn-one", name) for name in ("ep4-gather", "cp2-tp2", "zb-h1")]
@@ -105,6 +109,17 @@ def test_layout_equals_one_process(model: str, layout: str) -> None:
     found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
     assert not found.replica_errors
     assert first_difference(one_process(model), found, 1e-9) is None
+
+
+ON_DEVICE = [("mixtral", "ep2"), ("drop", "ep4"), ("drop", "cp2-tp2-etp4"), ("deepseek", "etp2"), ("drop", "padded")]
+
+
+@pytest.mark.parametrize(("model", "layout"), ON_DEVICE, ids=["-".join(pair) for pair in ON_DEVICE])
+def test_layout_whose_counts_stay_on_the_device(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with grouped products."""
+    monkeypatch.setattr(dispatcher, "on_device", lambda x: True)
+    monkeypatch.setattr(layer, "DispatchOptions", lambda _, *others: dispatcher.DispatchOptions(True, *others))
+    test_layout_equals_one_process(model, layout)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from megatron.core.config.moe import MoEConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
-from megatron.core.moe.experts import Segments, gemm_each, gemm_grouped, has_grouped_kernel
+from megatron.core.moe.dispatcher import DispatchOptions
+from megatron.core.moe.experts import Segments, add_each_product_, gemm_each, gemm_grouped, has_grouped_kernel
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
@@ -63,6 +64,41 @@ def test_layer_is_what_it_is_written_out(case: str, dispatcher: str) -> None:
     dropped = S * B * config.moe_router_topk - kept.sum()
     assert layer.router.balance.tally[-1] == dropped
     assert (dropped > 0) == (config.moe_expert_capacity_factor is not None)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_counts_that_stay_on_the_device_change_nothing(
+    case: str, dispatcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: rows by bounds, the spare ones last. Only a sum over a token's experts has another order."""
+    config, x = replace(CASES[case], moe_token_dispatcher_type=dispatcher), random_input(CASES[case])
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    found = []
+    for on_device in (False, True):
+        layer = build_layer(config)
+        layer.dispatcher.options = DispatchOptions(grouped=on_device)
+        monkeypatch.setattr("megatron.core.moe.dispatcher.on_device", lambda x, value=on_device: value)
+        y = layer(x, context(B, SCALE))
+        found.append({"y": y.detach()} | gradients(layer, x, (y * direction).sum()))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
+    """Whatever they hold: no product and no gradient has them, and what comes out is finite."""
+    x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
+    x[8:] = torch.nan
+    segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)
+    for gemm in (gemm_each, gemm_grouped):
+        y = gemm(x, weight.transpose(1, 2), segments)
+        assert torch.equal(y[:8], gemm(x[:8], weight.transpose(1, 2), exact))
+        assert not y[8:].any()
+    dw, expected = torch.zeros(2, 3, 24, 16)
+    add_each_product_(dw, y, x, segments)
+    add_each_product_(expected, y[:8], x[:8], exact)
+    assert torch.equal(dw, expected) and dw.isfinite().all()
 
 
 def test_evaluation_has_a_capacity_of_its_own() -> None:
@@ -253,12 +289,12 @@ def test_capacity_goes_by_weight_and_then_by_place() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
-    segments = Segments((3, 0, 7, 1), torch.device("cpu"))
+    segments = Segments.of_sizes((3, 0, 7, 1), torch.device("cpu"))
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(4, 24, 16, dtype=dtype)
     assert has_grouped_kernel(dtype, 16, 24)
     for matrices, rows in ((weight.transpose(1, 2), x), (weight, torch.randn(11, 24, dtype=dtype))):
         torch.testing.assert_close(gemm_grouped(rows, matrices, segments), gemm_each(rows, matrices, segments))
-    nothing = Segments((0, 0, 0, 0), torch.device("cpu"))
+    nothing = Segments.of_sizes((0, 0, 0, 0), torch.device("cpu"))
     assert gemm_grouped(x[:0], weight.transpose(1, 2), nothing).shape == (0, 24)
 
 

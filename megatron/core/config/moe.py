@@ -75,6 +75,10 @@ class MoEConfig:
     moe_eval_capacity_factor: float | None = None
     """Capacity of an expert in evaluation; default: moe-expert-capacity-factor."""
 
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad the messages to each expert to its capacity. All sizes are then known before routing, and an all-to-all over
+    expert parallelism needs no wait of the host."""
+
     moe_min_capacity: int = 0
     """Smallest capacity of an expert for one sequence, in tokens, where capacity is limited."""
 

@@ -9,6 +9,7 @@ Ranks along (ep, expt_tp) hold all experts between them. Each has tokens of its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter, start_all_to_all
-from megatron.core.host_to_device import integers_of, integers_on
+from megatron.core.compiled_regions import region
+from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.moe.experts import Segments
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ExpertAxes
@@ -56,73 +58,180 @@ class Routes:
     segments: Segments
 
 
-class Dispatcher(ABC):
-    """Plans the dispatch of tokens from the experts that they chose."""
+@dataclass(frozen=True)
+class DispatchOptions:
+    """How the experts of a layer are computed, as far as dispatch depends on it."""
 
-    def __init__(self, num_experts: int, axes: ExpertAxes) -> None:
-        self.num_experts, self.axes = num_experts, axes
+    grouped: bool = False
+    """Whether their kernels read the numbers of rows on the device."""
+
+    padded: bool = False
+    """Whether messages are padded to what an expert accepts at most."""
+
+    compiled: bool = False
+    """Whether torch.compile compiles regions."""
+
+
+class Dispatcher(ABC):
+    """Plans the dispatch of tokens from the experts that they chose.
+
+    On a device the numbers of tokens stay there where no message and no large buffer depends on them: rows are then as
+    many as there may be at most, those in use first.
+    """
+
+    def __init__(self, num_experts: int, axes: ExpertAxes, options: DispatchOptions | None = None) -> None:
+        self.num_experts, self.axes, self.options = num_experts, axes, options or DispatchOptions()
         self.local_experts = num_experts // axes.ep.size
         self.first = axes.ep.rank * self.local_experts
 
     @abstractmethod
-    def plan(self, chosen: Tensor) -> Routes:
-        """Plans a dispatch: chosen [n, k] experts of this rank's tokens, `num_experts` for a dropped one.
+    def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
+        """Starts to plan a dispatch: chosen [n, k] experts of this rank's tokens, `num_experts` for a dropped one. An
+        expert accepts no more than `most` of them, if given.
 
-        Collective. Waits for the device, as the host needs the sizes of messages.
+        The call that it returns ends the plan. It waits for the device where the host needs the sizes of messages: what
+        can be launched before should be. Collective.
         """
+
+    def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
+        """The maps of `rows` tokens and of their k assignments each to sorted `assignments`, of which none is spare."""
+        if on_device(assignments):
+            kept = None if assignments.shape[0] == rows * k else assignments
+            slots, valid = inverse_of(assignments, rows * k, kept)
+            return self.copies_to_slots(assignments, slots, valid, k)
+        return take_map(assignments, rows, k), take_map(assignments, rows * k, 1)
+
+    def copies_to_slots(
+        self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
+    ) -> tuple[RowMap, RowMap]:
+        """The maps of tokens and of assignments to slots; see `slot_map`."""
+        compiled = self.options.compiled
+        return slot_map(assignments, slots, valid, k, compiled), slot_map(assignments, slots, valid, 1, compiled)
+
+
+SPARE_ROWS = 2
+"""Rows that an all-gather dispatch holds, at most, for each that even loads fill, so that the host need not know how
+many are in use. Where more could come, it waits for their number."""
 
 
 class AllGatherDispatcher(Dispatcher):
     """All-gathers the tokens; each rank picks those of its experts. For few experts, and k about as large as ep."""
 
-    def plan(self, chosen: Tensor) -> Routes:
-        both = self.axes.both
-        tokens, k = chosen.shape
-        order, counts = sort_assignments(all_gather(chosen, both), self.num_experts)
-        splits = integers_of(counts, even_shares(order.numel(), self.num_experts))
-        begin = sum(splits[: self.first])
-        local = splits[self.first : self.first + self.local_experts]
-        assignments = order[begin : begin + sum(local)]
+    def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
+        both, local = self.axes.both, self.local_experts
         to_all = gather_map(both)
-        return Routes(
-            to_all.then(take_map(assignments, tokens * both.size, k)),
-            to_all.then(take_map(assignments, tokens * both.size * k, 1)),
-            Segments(tuple(local), chosen.device),
-        )
+        tokens, k = chosen.shape[0] * both.size, chosen.shape[1]
+        experts = local_numbers(all_gather(chosen, both), self.first, local)
+        order, counts = sort_assignments(experts, local)
+        rows = tokens * min(k, local) if most is None else min(tokens * k, most * both.size * local)
+        if on_device(chosen) and self.options.grouped and rows * self.axes.ep.size <= SPARE_ROWS * tokens * k:
+            assignments, slots = order[:rows], inverse_of(order, order.shape[0])[0]
+            dropless = self.axes.ep.size == 1 and most is None
+            valid = None if dropless else experts.flatten() < local
+            maps = self.copies_to_slots(assignments, slots, valid, k)
+            routes = Routes(*behind(to_all, maps), Segments.of_counts(counts, spare=not dropless))
+            return lambda: routes
+        share = even_shares(order.shape[0], self.num_experts)[self.first : self.first + local]
+        sizes = HostCopy(counts, share)
+
+        def finish() -> Routes:
+            splits = sizes.read()
+            maps = self.copies(order[: sum(splits)], tokens, k)
+            return Routes(*behind(to_all, maps), Segments.of_sizes(splits, chosen.device))
+
+        return finish
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Sends each token to the ranks of its experts only: all-to-all over ep, then all-gather over expt_tp."""
+    """Sends each token to the ranks of its experts only: all-to-all over ep, then all-gather over expt_tp.
 
-    def plan(self, chosen: Tensor) -> Routes:
-        ep, expt_tp = self.axes.ep, self.axes.expt_tp
-        tokens, k = chosen.shape
+    The host needs the sizes of messages, unless none travel by all-to-all, or all are padded.
+    """
+
+    def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         order, counts = sort_assignments(chosen, self.num_experts)
-        # [expt_tp, ep, E]: the number of assignments from each rank of the group to each expert.
-        gathered = integers_of(
-            all_gather(counts, self.axes.both), even_shares(order.numel(), self.num_experts) * self.axes.both.size
-        )
-        table = np.array(gathered).reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)
+        # [ep * expt_tp, E]: the number of assignments from each rank of the group to each expert.
+        table = all_gather(counts[None], self.axes.both)
+        padded = most is not None and self.options.padded and self.axes.ep.size > 1
+        if padded or (self.axes.ep.size == 1 and on_device(chosen) and self.options.grouped):
+            routes = self._by_bounds(chosen, order, table, most)
+            return lambda: routes
+        share = even_shares(order.shape[0], self.num_experts) * self.axes.both.size
+        sizes = HostCopy(table.flatten(), share)
+        return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
+
+    def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
+        """Routes without spare rows: the host knows all numbers."""
+        ep, expt_tp = self.axes.ep, self.axes.expt_tp
+        table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
         travel = all_to_all_map(ep, mine, arriving[expt_tp.rank].sum(1).tolist())
         travel = travel.then(gather_uneven_map(expt_tp, sizes)).then(sort_blocks_map(arriving, chosen.device))
-        assignments = order[: sum(mine)]
-        return Routes(
-            take_map(assignments, tokens, k).then(travel),
-            take_map(assignments, tokens * k, 1).then(travel),
-            Segments(tuple(arriving.sum((0, 1)).tolist()), chosen.device),
-        )
+        maps = self.copies(order[: sum(mine)], *chosen.shape)
+        segments = Segments.of_sizes(arriving.sum((0, 1)).tolist(), chosen.device)
+        return Routes(*before(travel, maps), segments)
+
+    def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
+        """Routes over as many rows as there may be at most: the numbers stay on the device.
+
+        Without all-to-all a rank's rows are its assignments as they are sorted. Otherwise `most` are sent to each
+        expert. What arrives is sorted by expert, spare rows last.
+        """
+        ep, expt_tp, local = self.axes.ep, self.axes.expt_tp, self.local_experts
+        k, valid = chosen.shape[1], None if most is None else chosen.flatten() < self.num_experts
+        slots = inverse_of(order, order.shape[0])[0]
+        arriving = table.view(ep.size, expt_tp.size, -1)[:, :, self.first : self.first + local].transpose(0, 1)
+        if ep.size == 1:
+            assignments = order if most is None else order[: most * self.num_experts]
+            places = torch.arange(assignments.shape[0], device=order.device).expand(expt_tp.size, -1).contiguous()
+            experts = torch.searchsorted(arriving[:, 0].cumsum(1), places, right=True)  # [expt_tp, rows]
+        else:
+            assert most is not None
+            counts = table[ep.rank * expt_tp.size + expt_tp.rank]
+            begin, within = counts.cumsum(0) - counts, torch.arange(most, device=order.device)
+            assignments = order[(begin[:, None] + within).clamp_(max=order.shape[0] - 1).flatten()]
+            expert = chosen.flatten().clamp(max=self.num_experts - 1)
+            slots = slots + (expert * most - begin[expert])
+            numbers = torch.arange(local, device=order.device)[:, None]
+            experts = torch.where(within < arriving[..., None], numbers, local)  # [expt_tp, ep, local, most]
+        travel = swap_map(ep).then(gather_map(expt_tp))
+        if self.axes.both.size > 1:
+            travel = travel.then(permutation_map(experts.flatten().argsort(stable=True)))
+        maps = self.copies_to_slots(assignments, slots, valid, k)
+        segments = Segments.of_counts(arriving.sum((0, 1)), spare=most is not None)
+        return Routes(*before(travel, maps), segments)
+
+
+def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
+    """Both maps applied after `first`."""
+    return first.then(copies[0]), first.then(copies[1])
+
+
+def before(last: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
+    """`last` applied after both maps."""
+    return copies[0].then(last), copies[1].then(last)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def on_device(x: Tensor) -> bool:
+    """Whether to read `x` would make the host wait."""
+    return x.is_cuda
 
 
 def even_shares(total: int, parts: int) -> list[int]:
     """`total` in `parts` integers as equal as possible."""
     edges = [total * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in pairwise(edges)]
+
+
+def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
+    """Numbers of experts -> those among the `count` experts from `first` on; `count` of all others."""
+    numbers = experts - first
+    return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -132,26 +241,57 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, edges.diff()
 
 
+def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """order [m] of distinct numbers below `count` -> the place of each number in it [count], 0 if it has none, and
+    Bool [count], which numbers are among those `kept`, if given."""
+    places = order.new_zeros(count)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    if kept is None:
+        return places, None
+    valid = torch.zeros(count, dtype=torch.bool, device=order.device)
+    valid.index_fill_(0, kept, True)
+    return places, valid
+
+
+def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
+    """y [slots, ...] -> [n, ...]: the sum of each token's k slots, [n * k], that are valid. One kernel if compiled."""
+    if valid is None:
+        return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
+    rows = y.index_select(0, torch.where(valid, slots, 0)).unflatten(0, (-1, k))
+    return rows.masked_fill(~valid.view(-1, k, *[1] * (y.ndim - 1)), 0.0).sum(1)
+
+
+def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
+    """Copies rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
+
+    Assignment a is in slots[a], if it is valid; None says that all are. What other slots take has no meaning. The
+    adjoint reads no slot twice, so that the sum has one order.
+    """
+    index, sum_up = assignments // k, region(sum_of_slots, compiled)
+    return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
+
+
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
     """Copies rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
 
     The adjoint sums the copies of a row in the same order each time; by a plain sum where none is dropped.
     """
     index = assignments // k
-    if assignments.shape[0] < rows * k:
+    if assignments.shape[0] == rows * k:
+        return slot_map(assignments, inverse_of(assignments, rows * k)[0], None, k, compiled=False)
 
-        def add_up(y: Tensor) -> Tensor:
-            out = y.new_zeros(rows, *y.shape[1:])
-            add_rows_(out, index, y)
-            return out
+    def add_up(y: Tensor) -> Tensor:
+        out = y.new_zeros(rows, *y.shape[1:])
+        add_rows_(out, index, y)
+        return out
 
-        return RowMap(lambda x: x.index_select(0, index), add_up)
-    place = torch.empty_like(assignments)
-    place[assignments] = torch.arange(rows * k, device=place.device)
-    return RowMap(
-        lambda x: x.index_select(0, index),
-        lambda y: y.index_select(0, place).unflatten(0, (rows, k)).sum(1),
-    )
+    return RowMap(lambda x: x.index_select(0, index), add_up)
+
+
+def permutation_map(order: Tensor) -> RowMap:
+    """Sorts rows: row i of the result is row order[i]."""
+    places = inverse_of(order, order.shape[0])[0]
+    return RowMap(lambda x: x.index_select(0, order), lambda y: y.index_select(0, places))
 
 
 def gather_map(axis: Axis) -> RowMap:
@@ -179,6 +319,16 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
     return RowMap(gather, reduce)
 
 
+def swap_map(axis: Axis) -> RowMap:
+    """All-to-all of equal parts of the rows: sends part i to rank i, and receives part i from it."""
+
+    def exchange(x: Tensor) -> Tensor:
+        each = [x.shape[0] // axis.size] * axis.size
+        return start_all_to_all(x, each, each, axis).wait()
+
+    return RowMap(exchange, exchange)
+
+
 def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
     """All-to-all of rows: sends `send[i]` rows to rank i and receives `receive[i]` from it, in order of rank."""
     if axis.size == 1:
@@ -199,5 +349,4 @@ def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
         return RowMap(lambda x: x, lambda y: y)
     expert = np.tile(np.arange(blocks.shape[1]), blocks.shape[0]).repeat(blocks.flatten())
     order = expert.argsort(kind="stable")
-    to_experts, to_sources = integers_on(device, order), integers_on(device, order.argsort())
-    return RowMap(lambda x: x.index_select(0, to_experts), lambda y: y.index_select(0, to_sources))
+    return permutation_map(integers_on(device, order))

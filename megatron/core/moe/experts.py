@@ -6,10 +6,8 @@ width. A rank's output is a partial sum over expert tensor parallelism; the disp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.host_to_device import integers_on
+from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
@@ -32,37 +30,81 @@ from megatron.core.transformer.activations import Activation, build_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
-@dataclass(frozen=True)
 class Segments:
-    """Number of rows of each local expert; rows are sorted by expert."""
+    """Rows of the local experts, sorted by expert. Rows behind those of the last expert are spare: they belong to none,
+    what they hold is finite and of no meaning, and no gradient comes from them.
 
-    splits: tuple[int, ...]
-    device: torch.device
+    The numbers of rows are on the device (`of_counts`), where kernels read them, or known to the host (`of_sizes`),
+    which can then cut tensors into parts.
+    """
 
-    @cached_property
+    def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
+        self._sizes, self._ends, self._device, self.spare = sizes, ends, device, spare
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
+        """sizes [experts] on the host; no spare rows"""
+        return cls(sizes, None, device, spare=False)
+
+    @classmethod
+    def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
+        """counts [experts] on the device; `spare` says whether there may be spare rows"""
+        return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
+
+    @property
     def ends(self) -> Tensor:
-        """[experts] int32: end of each expert's rows."""
-        return integers_on(self.device, accumulate(self.splits), torch.int32)
+        """[experts] int32 on the device: end of each expert's rows."""
+        if self._ends is None:
+            assert self._sizes is not None
+            self._ends = integers_on(self._device, accumulate(self._sizes), torch.int32)
+        return self._ends
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Number of rows of each expert. The host waits where it does not know them."""
+        if self._sizes is None:
+            ends = [0, *HostCopy(self.ends).read()]
+            self._sizes = [stop - start for start, stop in pairwise(ends)]
+        return self._sizes
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """x [n, ...] -> the rows of each expert. Reads `sizes`."""
+        return (x[: sum(self.sizes)] if self.spare else x).split(tuple(self.sizes))
+
+    def clear_spare_(self, x: Tensor) -> Tensor:
+        """Sets the spare rows of x [n, ...] to zero: kernels leave there what the memory held."""
+        if self.spare:
+            rows = torch.arange(x.shape[0], device=x.device)
+            x.masked_fill_((rows >= self.ends[-1]).view(-1, *[1] * (x.ndim - 1)), 0.0)
+        return x
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""x [n, in], matrices [experts, in, out] -> [n, out]: multiplies each row by the matrix of its expert."""
+"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out], each row times the matrix of its expert, spare rows
+0."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
     """Grouped GEMM as one GEMM for each expert that has rows."""
     out = x.new_empty(x.shape[0], matrices.shape[-1])
-    for rows, matrix, part in zip(x.split(segments.splits), matrices, out.split(segments.splits), strict=True):
+    for rows, matrix, part in zip(segments.split(x), matrices, segments.split(out), strict=True):
         if rows.shape[0]:
             torch.mm(rows, matrix, out=part)
-    return out
+    return segments.clear_spare_(out)
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
     """Grouped GEMM in one kernel. `gemm_each` computes the same."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
-    return F.grouped_mm(x, matrices, offs=segments.ends)
+    return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
+
+
+def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`."""
+    for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
+        if x_rows.shape[0]:
+            add_product_(expert, dy_rows, x_rows)
 
 
 def has_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
@@ -90,11 +132,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx = ctx.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
 
         def add_dw_(out: Tensor) -> None:
-            for expert, dy_rows, x_rows in zip(
-                _matrices(out), dy.split(segments.splits), x.split(segments.splits), strict=True
-            ):
-                if x_rows.shape[0]:
-                    add_product_(expert, dy_rows, x_rows)
+            add_each_product_(_matrices(out), dy, x, segments)
 
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
@@ -148,7 +186,8 @@ class Experts(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         widths = config.hidden_size, config.moe_ffn_size // ctx.experts.expt_tp.size
-        gemm = gemm_grouped if config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, *widths) else gemm_each
+        self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, *widths)
+        gemm = gemm_grouped if self.grouped else gemm_each
         self.linear_fc1, self.linear_fc2 = (GroupedLinear(meta, ctx, gemm) for meta in expert_metas(name, config))
         self.activation = build_activation(f"{name}.activation", config, ctx)
         # Inputs of the autograd Function, so that their gradients are computed with those of the rows.

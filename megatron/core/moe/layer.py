@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.dispatcher import DISPATCHERS
+from megatron.core.moe.dispatcher import DISPATCHERS, DispatchOptions
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.parameters import shared_gate_meta
 from megatron.core.moe.router import RouterFunction, TopKRouter
@@ -42,7 +42,8 @@ class MoELayer(nn.Module):
         assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
         self.router = TopKRouter(f"{name}.router", config, ctx)
         self.experts = Experts(f"{name}.experts", config, ctx)
-        self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts)
+        options = DispatchOptions(self.experts.grouped, config.moe_pad_expert_input_to_capacity, ctx.compiled)
+        self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts, options)
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
         self.shared_experts = expert(f"{name}.shared_experts", config, ctx) if shared else None
@@ -54,7 +55,10 @@ class MoELayer(nn.Module):
 
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
-        routes = self.dispatcher.plan(choice.experts.flatten(0, 1))
+        finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
+        # Between start and finish: a host that waits for sizes has launched this then.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        routes = finish()
         rows, weights = routes.of_tokens(x.flatten(0, 1)), routes.of_assignments(choice.weights.flatten())
         out = routes.of_tokens.transposed(self.experts(rows, weights, routes.segments)).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return out if shared is None else out + shared

@@ -134,6 +134,9 @@ class Choice:
     weights: Tensor
     """[s, b, k]; 0 for dropped tokens."""
 
+    most: int | None = None
+    """Of these tokens, the most that an expert accepts; None if there is no limit."""
+
 
 class TopKRouter(nn.Module):
     """Chooses k of E experts for each token. Ties go to the lower expert number."""
@@ -174,13 +177,15 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        kept = None if factor is None else self._kept(chosen, weights.detach(), context, factor)
+        capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
+        kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
         if self.training and context.aux_scale is not None:
             probabilities = self.scores.probabilities(logits if self.balance.coefficient else logits.detach())
             weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context)
         if kept is not None:
             chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)
-        return Choice(chosen, weights)
+        rows, samples, _ = chosen.shape
+        return Choice(chosen, weights, None if capacity is None else min(capacity, rows) * samples)
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor) -> Tensor:
         """The choice [s, b, k] with expert bias and within groups of experts; `unbiased` is the one without both."""
@@ -194,10 +199,13 @@ class TopKRouter(nn.Module):
     def _best(self, scores: Tensor) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
-    def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext, factor: float) -> Tensor:
-        """Bool [s, b, k]: whether the expert has capacity for the token, with this capacity factor."""
-        length = chosen.shape[0] * self.sequence.size
-        capacity = max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
+    def _capacity(self, rows: int, factor: float) -> int:
+        """Tokens of a sequence, of which this rank has `rows`, that an expert accepts with this capacity factor."""
+        length = rows * self.sequence.size
+        return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
+
+    def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext, capacity: int) -> Tensor:
+        """Bool [s, b, k]: whether the expert has capacity for the token."""
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)

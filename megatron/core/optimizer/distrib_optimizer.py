@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
@@ -40,17 +41,10 @@ class StepResult:
         self.loss_scale = loss_scale
         """Loss scale that the step's gradients were computed with."""
         self._scale_can_fall = scale_can_fall
-        self._values: Tensor | list[float] = values.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if values.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self._values = HostCopy(values)
 
     def _read(self) -> list[float]:
-        if isinstance(self._values, Tensor):
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._values = self._values.tolist()
-        return self._values
+        return self._values.read()
 
     @property
     def grad_norm(self) -> float:

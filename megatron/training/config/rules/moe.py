@@ -83,9 +83,13 @@ def _router(c: RunConfig) -> Iterator[Problem]:
     for flag, value, default in (
         ("--moe-token-drop-policy", m.moe_token_drop_policy, "probs"),
         ("--moe-min-capacity", m.moe_min_capacity, 0),
+        ("--moe-pad-expert-input-to-capacity", m.moe_pad_expert_input_to_capacity, False),
     ):
         if value != default and not m.moe_drops_tokens:
-            yield Problem.no_effect(flag, value, "--moe-expert-capacity-factor")
+            yield Problem.no_effect(flag, None if value is True else value, "--moe-expert-capacity-factor")
+    if m.moe_pad_expert_input_to_capacity and m.moe_token_dispatcher_type != "alltoall":
+        needed = "--moe-token-dispatcher-type alltoall"
+        yield Problem.no_effect("--moe-pad-expert-input-to-capacity", None, needed)
 
 
 def _scores(m: MoEConfig) -> Iterator[Problem]:
