@@ -1,0 +1,150 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
+
+Each head has a state S [dk, dv], a linear map from keys to values. A token lets it decay, replaces what it has at the
+token's key by the token's value, to the extent beta, and reads it at the token's query:
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
+
+The chunked form computes the same with matrix products (section 3.3; the WY representation of arXiv 2406.06484). With
+G_i the sum of g from the chunk's first token to token i, and D_ij = exp(G_i - G_j) for j <= i, the values that the
+tokens of a chunk write are the rows of U - W S, where S is the state before the chunk and
+
+    A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
+
+Only the states go from chunk to chunk. Where a document begins, decay is total: every factor that reaches over the
+first token of a document is 0.
+
+Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The heads of a key head are
+adjacent. 16-bit operands are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 64
+"""Tokens of a chunk. A chunk costs products of [CHUNK, CHUNK], a sequence s / CHUNK steps one after another."""
+
+
+def gated_delta_steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token by token; for a few tokens, and to check `gated_delta_chunks`, whose arguments and results these are."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (x.to(wide).repeat_interleave(repeats, dim=2) for x in (q * q.shape[-1] ** -0.5, k))
+    v, g, beta = (x.to(wide) for x in (v, g, beta))
+    state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]) if state is None else state.to(wide)
+    decay, out = g.exp(), []
+    if number is not None:
+        begins = torch.cat((number[:1] > 0, number[1:] != number[:-1]))
+        decay = decay.masked_fill(begins.unsqueeze(-1), 0.0)
+    for t in range(len(q)):
+        state = state * decay[t, ..., None, None]
+        written = (v[t] - (state * k[t].unsqueeze(-1)).sum(-2)) * beta[t].unsqueeze(-1)
+        state = state + k[t].unsqueeze(-1) * written.unsqueeze(-2)
+        out.append((state * q[t].unsqueeze(-1)).sum(-2))
+    return torch.stack(out), state
+
+
+def gated_delta_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    number: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """In chunks of `chunk` tokens: out [s, b, heads, dv] and the state [b, heads, dk, dv] behind the last token, both
+    in fp32, or fp64 for fp64 operands.
+
+    `number` [s, b] counts the documents that have begun, 0 for tokens of the document that `state` [b, heads, dk, dv]
+    is of; None for one document. Without a state it is zero.
+    """
+    length, samples, heads, values = v.shape
+    chunk = min(chunk, length)
+    wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    q, k, v, g, beta = (_chunked(x.to(wide), chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    decay, reach, left = _decays(g.squeeze(-1), None if number is None else _chunked_numbers(number, chunk))
+    mixed = (k @ k.mT) * decay * beta
+    rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
+    solved = torch.linalg.solve_triangular(mixed.tril(-1), rows, upper=False, unitriangular=True)
+    written, read = solved @ (v * beta), solved @ (k * (beta * reach))
+    if state is None:
+        state = v.new_zeros(samples, heads, k.shape[-1], values)
+    folded = (x.flatten(1, 3) for x in (written, read, k * left, reach[..., -1:, :]))
+    written, states, final = _Scan.apply(*folded, state.to(wide).flatten(0, 1))
+    written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
+    out = (q * reach) @ states + ((q @ k.mT) * decay).tril() @ written
+    out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
+    return out, final.unflatten(0, (samples, heads))
+
+
+def _chunked(x: Tensor, chunk: int, groups: int) -> Tensor:
+    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1], filled up with zeros: tokens that
+    write nothing and let nothing decay"""
+    x = x if x.ndim == 4 else x.unsqueeze(-1)
+    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -len(x) % chunk))
+    return x.unflatten(0, (-1, chunk)).unflatten(3, (groups, -1)).permute(0, 2, 3, 4, 1, 5)
+
+
+def _chunked_numbers(number: Tensor, chunk: int) -> Tensor:
+    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk], in front that of the last token before each chunk: 0 for the
+    first"""
+    filled = torch.cat((number, number[-1:].expand(-len(number) % chunk, -1))).unflatten(0, (-1, chunk))
+    before = torch.cat((torch.zeros_like(number[None, :1]), filled[:-1, -1:]))
+    return torch.cat((before, filled), dim=1).transpose(1, 2)[:, :, None, None]
+
+
+def _decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """g [..., chunk], number [..., 1 + chunk] -> what is left at token i of what token j <= i wrote [..., i, j], at
+    token i of the state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
+    total = g.cumsum(-1)
+    later = torch.ones(g.shape[-1:] * 2, dtype=torch.bool, device=g.device).triu(1)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    reach, left = total.exp(), (total[..., -1:] - total).exp()
+    if number is not None:
+        before, number = number[..., :1], number[..., 1:]
+        decay = decay.masked_fill(number.unsqueeze(-1) != number.unsqueeze(-2), 0.0)
+        reach, left = reach.masked_fill(number != before, 0.0), left.masked_fill(number != number[..., -1:], 0.0)
+    return decay, reach.unsqueeze(-1), left.unsqueeze(-1)
+
+
+class _Scan(torch.autograd.Function):
+    """States from chunk to chunk: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Returns all N and S, and the last
+    S apart."""
+
+    # written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1, 1],
+    # state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
+    @staticmethod
+    def forward(
+        ctx: Any, written: Tensor, read: Tensor, keys: Tensor, carried: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states = written.new_empty(*read.shape[:2], read.shape[-1], written.shape[-1])
+        new = torch.empty_like(written)
+        for c in range(len(written)):
+            states[c] = state
+            torch.baddbmm(written[c], read[c], state, alpha=-1, out=new[c])
+            state = torch.baddbmm(state * carried[c], keys[c].mT, new[c])
+        ctx.save_for_backward(read, keys, carried, new, states)
+        return new, states, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        read, keys, carried, new, states = ctx.saved_tensors
+        grad_written, behind = torch.empty_like(new), torch.empty_like(states)
+        for c in reversed(range(len(new))):
+            behind[c] = grad
+            torch.baddbmm(grad_new[c], keys[c], grad, out=grad_written[c])
+            grad = torch.baddbmm(grad_states[c] + grad * carried[c], read[c].mT, grad_written[c], alpha=-1)
+        grad_read = -(grad_written @ states.mT)
+        grad_carried = (behind * states).sum((-1, -2), keepdim=True)
+        return grad_written, grad_read, new @ behind.mT, grad_carried, grad
