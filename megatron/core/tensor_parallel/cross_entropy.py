@@ -125,8 +125,10 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Maximum of each row, and the row's sum of exp(z - maximum)."""
-    top = z.amax(1).to(dtype)
-    return top, (z - top[:, None]).exp_().sum(1)
+    z = z.to(dtype)
+    # With kept dimensions, torch.compile makes one pass of both: an online softmax (arXiv 1805.02867).
+    top = z.amax(1, keepdim=True)
+    return top.squeeze(1), (z - top).exp_().sum(1, keepdim=True).squeeze(1)
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
