@@ -12,8 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+import torch
+
 from megatron.core.dist_checkpointing.storage import gather
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.check_replicas import check_replicas
@@ -196,14 +198,16 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     if settle(run):
         sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     with run.clock(GRAD_SYNC):
-        finalize_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
+        factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
+        run.ddp.scale_grads_(factor)
+        factor = torch.ones_like(factor)
         before_update()
     samples = run.progress.scheduled_samples  # settled: whether the step before counts is known
     lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
     weight_decay = run.scheduler.weight_decay_at(samples)
     with run.clock("optimizer"):
-        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge, decoupled_lr)
+        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge, decoupled_lr, factor)
     run.guard.watch(step, result)
     run.forward_backward.end_step(result.skip)
     run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)

@@ -12,7 +12,11 @@ import torch._dynamo  # torch.optim needs it: once here, not in every forked ran
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
+from megatron.core.distributed.finalize_model_grads import (
+    finalize_model_grads,
+    global_token_count,
+    reduce_model_grads,
+)
 from megatron.core.distributed.param_layout import buffer_bytes
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
@@ -153,6 +157,32 @@ def scaled_and_unscaled_agree(rank, world):
 
 def test_the_backward_seed_is_taken_out():
     run_world(2, scaled_and_unscaled_agree)
+
+
+def one_factor_and_scaled_gradients_agree(rank, world, kind, dtype):
+    """What the optimizer multiplies gradients by itself: their division by the tokens, and clipping."""
+    state = build_parallel_state(ParallelDims(dp=world), rank)
+    results = []
+    for reduce in (reduce_model_grads, finalize_model_grads):
+        ddp, optimizer = build(state, dtype=dtype, optimizer=kind, clip_grad=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            add_gradients(ddp, state, step)
+            factor = reduce(ddp, global_token_count(torch.tensor(10.0), state), state, 64.0)
+            norm = optimizer.step(LR, DECAY, factor=factor).grad_norm
+            assert norm > 0.01
+        grads = [shard.bucket.owned_grads.double() for shard in optimizer.shards]
+        assert torch.stack([grad.square().sum() for grad in grads]).sum() < 0.01**2 * (1 + 1e-6)
+        results.append([torch.tensor(norm), *grads, *(piece.data for piece in optimizer.sharded_state())])
+    rtol = 1e-12 if dtype == "fp64" else 1e-5
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=rtol, atol=rtol * other.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_the_optimizer_scales_gradients_as_it_reads_them(kind, dtype):
+    run_world(2, one_factor_and_scaled_gradients_agree, kind, dtype)
 
 
 def not_a_number_is_skipped(rank, world, kind):

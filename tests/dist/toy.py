@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads, global_token_count
+from megatron.core.distributed.finalize_model_grads import global_token_count, reduce_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
@@ -133,5 +133,5 @@ def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
         for buffer in ddp.buffers:
             buffer.grad_data.mul_(seed)
     total = global_token_count(torch.tensor(tokens + state.dp_cp.rank), state)
-    finalize_model_grads(ddp, total, state, seed)
-    return optimizer.step(LR, DECAY), total.item()
+    factor = reduce_model_grads(ddp, total, state, seed)
+    return optimizer.step(LR, DECAY, factor=factor), total.item()

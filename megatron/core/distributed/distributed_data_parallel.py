@@ -110,6 +110,11 @@ class DistributedDataParallel:
         if self._readiness is not None:
             self._readiness.end_step()
 
+    def scale_grads_(self, factor: Tensor) -> None:
+        """Multiplies the gradients that this rank owns by a scalar on the device."""
+        if self.buckets:
+            torch._foreach_mul_([bucket.owned_grads for bucket in self.buckets], factor.to(self.main_dtype))
+
     def start_param_sync(self) -> None:
         """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them."""
         for bucket in reversed(self.buckets):

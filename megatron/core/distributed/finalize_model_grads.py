@@ -29,13 +29,19 @@ def finalize_model_grads(
     `total_tokens` is the `global_token_count`. Every loss sum was multiplied by `seed` before backward; the factor is
     divided out here. A batch without valid tokens has gradient zero. Collective over the world.
     """
+    ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
+
+
+def reduce_model_grads(
+    ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
+) -> Tensor:
+    """`finalize_model_grads` without its division: returns the factor that is left to be multiplied with, a float64
+    scalar on the device, for `DistributedOptimizer.step`, which does not need a pass of its own for it."""
     ddp.finish_grad_sync()
     _sum_partial_grads(ddp, state)
     _sum_shared_grads(ddp, state)
     inverse = 1.0 / (total_tokens.clamp(min=1.0) * seed)
-    factor = torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse))
-    if ddp.buckets:
-        torch._foreach_mul_([bucket.owned_grads for bucket in ddp.buckets], factor.to(ddp.main_dtype))
+    return torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse))
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:

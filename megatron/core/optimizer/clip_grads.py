@@ -39,14 +39,16 @@ class GradNorm:
                 view = bucket.grads[start - bucket.layout.start : stop - bucket.layout.start]
                 (self.counted if counts else self.replicas).append(view)
 
-    def __call__(self, sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, sums: Tensor | None = None, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(norm, overflow, sums) in float64 on the device, equal on all ranks: overflow is 1 if any gradient anywhere,
         replicas included, is infinite or NaN, else 0. One collective over the world, which adds up `sums` [n] of each
-        rank too; they count for the overflow as well."""
+        rank too; they count for the overflow as well. With a `factor`, the norm is that of gradients multiplied by it.
+        """
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         summed = squares if sums is None else torch.cat([squares, sums.to(squares)])
         all_reduce_(summed, self.world)
-        return summed[0].sqrt(), (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
+        norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
+        return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 
     def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:

@@ -134,8 +134,10 @@ class DistributedOptimizer:
         sums: Tensor | None = None,
         judge: Judge | None = None,
         decoupled_lr: float | None = None,
+        factor: Tensor | None = None,
     ) -> StepResult:
-        """One update from the finished gradients (`finalize_model_grads`), which clipping scales in place.
+        """One update from the finished gradients (`finalize_model_grads`), or from those of `reduce_model_grads` and
+        its `factor`. That and clipping scale them in place, fused optimizers as they read them.
 
         `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
         `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
@@ -143,13 +145,15 @@ class DistributedOptimizer:
         `finish_param_sync`.
         """
         self.finish_param_sync()  # modules that did not run since the last step have not waited
-        norm, overflow, sums = self._grad_norm(sums)
+        norm, overflow, sums = self._grad_norm(sums, factor)
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
         if self.config.clip_grad > 0 and self.shards:
-            coefficient = clip_coefficient(norm, self.config.clip_grad).to(self.ddp.main_dtype)
-            torch._foreach_mul_([shard.bucket.owned_grads for shard in self.shards], coefficient)
+            coefficient = clip_coefficient(norm, self.config.clip_grad)
+            factor = coefficient if factor is None else coefficient * factor
         for rule in self._rules:
+            if factor is not None:
+                rule.scale_gradients(factor)
             rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
         self._updates += 1.0 - skip
         for shard in self.shards:

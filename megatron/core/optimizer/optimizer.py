@@ -91,6 +91,12 @@ class Optimizer:
                 for before, after in zip(old, new, strict=True):
                     torch.where(skipped, before, after, out=before)
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
+        if self.shards:
+            grads = [shard.bucket.owned_grads for shard in self.shards]
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
     def set_step_count(self, updates: int) -> None:
         """Takes up a count of updates that a checkpoint was saved with."""
 
@@ -114,6 +120,13 @@ class _Fused(Optimizer):
             for (decays, decoupled), params in (groups or {(False, False): [torch.zeros(0)]}).items()
         ]
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        """The kernels divide by a float32 scalar as they read and store the gradient; float64 needs a finer one."""
+        if any(shard.main.dtype == torch.float64 for shard in self.shards):
+            super().scale_gradients(factor)
+        else:
+            self._torch.grad_scale = factor.reciprocal().to(torch.float32)  # type: ignore[attr-defined]
+
     def step(
         self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
     ) -> None:
@@ -122,6 +135,7 @@ class _Fused(Optimizer):
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
+        self._torch.grad_scale = None  # type: ignore[attr-defined]
 
 
 class AdamW(_Fused):
