@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.casts import FIRST_CAPABILITY
+from megatron.core.fp8.casts import BLOCK_CAPABILITY, BLOCK_CUDA, FIRST_CAPABILITY
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.p2p import PipelineP2P
 from megatron.core.tensor_parallel.comm_overlap import has_symmetric_memory
@@ -133,6 +133,14 @@ def check_fp8(config: ModelParallelConfig, device: torch.device) -> None:
     if config.fp8_format is None or device.type != "cuda":
         return
     found = torch.cuda.get_device_capability(device)
+    if config.fp8_recipe == "blockwise":
+        cuda, name = torch.version.cuda or "0", torch.cuda.get_device_name(device)
+        if found[0] != BLOCK_CAPABILITY or tuple(map(int, cuda.split("."))) < BLOCK_CUDA:
+            raise ValueError(
+                f"--fp8-recipe blockwise needs a GPU of compute capability {BLOCK_CAPABILITY}, as Hopper is, and torch "
+                f"for CUDA {'{}.{}'.format(*BLOCK_CUDA)} or above; {name} has {'{}.{}'.format(*found)} and torch has "
+                f"CUDA {cuda}: use --fp8-recipe tensorwise"
+            )
     if found < FIRST_CAPABILITY:
         needed, has = ("{}.{}".format(*capability) for capability in (FIRST_CAPABILITY, found))
         raise ValueError(

@@ -22,18 +22,20 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, Replicate
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from tests.harness import run_world, tp_context
 
-S, B, H, F = 16, 2, 16, 32
+B, H = 2, 16
+SIZES = {"blockwise": (128, 256)}
+"""Sequence and inner features of recipes that need more than the least: no tile may lie on two ranks."""
 NORMAL = Init("normal", 0.3)
 
 
 class Layers(nn.Module):
     """A replicated layer, a gated column-parallel one behind it, and the row-parallel one behind that."""
 
-    def __init__(self, ctx: TPContext) -> None:
+    def __init__(self, ctx: TPContext, inner: int) -> None:
         super().__init__()
         self.down = ReplicatedParallelLinear(ReplicatedLinear("down", H, H, NORMAL), ctx)
-        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, F), True, NORMAL, shard_dim=1), ctx)
-        self.fc2 = RowParallelLinear(RowLinear("fc2", F, H, True, NORMAL), ctx)
+        self.fc1 = ColumnParallelLinear(ColumnLinear("fc1", H, (2, inner), True, NORMAL, shard_dim=1), ctx)
+        self.fc2 = RowParallelLinear(RowLinear("fc2", inner, H, True, NORMAL), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.fc1(self.down(x)).unflatten(-1, (2, -1)).unbind(-2)
@@ -50,7 +52,8 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
     config = PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe)
     fp8 = build_fp8(config, 1, WeightCasts())
     ctx = tp_context(state, sp, torch.float32, fp8=fp8)
-    net, found = Layers(ctx), {}
+    length, inner = SIZES.get(recipe, (16, 32))
+    net, found = Layers(ctx, inner), {}
     weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
     initialize_parameters_(weights, 7, state.coords)
     scaling = DelayedScaling(config, [net], state.axis("stage"))
@@ -59,7 +62,7 @@ def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
             param.main_grad, param.grad = torch.zeros_like(param), None
         for micro in range(2):
             generator = torch.Generator().manual_seed(10 * step + micro)
-            x, dy = (torch.randn(S, B, H, generator=generator) * (micro + 1) for _ in range(2))
+            x, dy = (torch.randn(length, B, H, generator=generator) * (micro + 1) for _ in range(2))
             x, dy = (mappings.local_slice(part, state.tp) if sp else part for part in (x, dy))
             x = x.clone().requires_grad_()
             assert fp8 is not None
@@ -87,7 +90,7 @@ def one_process(recipe: str) -> dict[str, Tensor]:
     return run_world(1, steps, False, recipe)[0]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 @pytest.mark.parametrize("sp", [False, True])
 def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
     expected = one_process(recipe)

@@ -77,6 +77,7 @@ def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Cou
         (1, f"--bf16 --kv-channels 16 --fp8-format hybrid --fp8-amax-history-len 2 {LLAMA}"),
         (2, f"--bf16 --kv-channels 16 --fp8-format hybrid --fp8-recipe tensorwise --tp 2 --sequence-parallel {LLAMA}"),
         (1, f"--bf16 --kv-channels 16 --fp8-format e4m3 --fp8-recipe rowwise {LLAMA}"),
+        (1, f"--bf16 --kv-channels 16 --fp8-format e4m3 --fp8-recipe blockwise {LLAMA}"),
     ],
 )
 def test_a_step_waits_for_nothing(world_size: int, flags: str) -> None:

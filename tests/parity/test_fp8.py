@@ -29,12 +29,15 @@ BASE = (
     "--make-vocab-size-divisible-by 8 --lr 1e-2 --mock-data --global-batch-size 8 --train-iters 4 --eval-iters 0 "
     "--num-workers 0 --bf16 --cpu --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"
 )
-RECIPES = ("tensorwise", "delayed", "rowwise")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+WHOLE_TILES = "--kv-channels 128 --ffn-hidden-size 256"
+"""Features of blockwise runs: no tile may lie on two ranks."""
 
 
 def flags_of(recipe: str, more: str = "") -> list[str]:
     delayed = "" if recipe == "delayed" else "--fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent"
-    return f"{BASE} --fp8-recipe {recipe} {delayed} {more}".split()
+    tiles = WHOLE_TILES if recipe == "blockwise" else ""
+    return f"{BASE} --fp8-recipe {recipe} {delayed} {tiles} {more}".split()
 
 
 @lru_cache
@@ -57,10 +60,12 @@ def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
         *((recipe, "--tp 2 --sequence-parallel") for recipe in RECIPES),
         ("delayed", "--tp 2"),
         ("delayed", "--cp 2 --micro-batch-size 2"),
+        ("blockwise", "--cp 2 --seq-length 128 --micro-batch-size 4"),
     ],
 )
 def test_cut_tensors_agree_with_one_process(recipe: str, layout: str) -> None:
-    one, found = train(recipe), train(recipe, 2, layout)
+    sizes = layout.removeprefix("--cp 2") if recipe == "blockwise" and "cp" in layout else ""
+    one, found = train(recipe, 1, sizes), train(recipe, 2, layout)
     assert not found.replica_errors
     assert distance(found, one, "loss") < 1e-4
     assert distance(found, one, "gradient") < 0.05

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.precision import PrecisionConfig
+from megatron.core.fp8 import blockwise
 from megatron.core.fp8 import casts as fp8
+from megatron.core.fp8.build import RECIPES, build_gemms
 from megatron.core.fp8.casts import E4M3, E5M2, LARGEST, Scaled
 from megatron.core.fp8.delayed_scaling import DelayedScaling
-from megatron.core.fp8.recipes import BOTH, RECIPES, ROWS, Fp8Context, WeightCasts, build_fp8, build_gemms
+from megatron.core.fp8.recipes import BOTH, ROWS, Fp8Context, WeightCasts, build_fp8
 from megatron.core.kernels.cast_transpose import (
     amax_of,
     cast_transpose,
@@ -74,6 +76,18 @@ def by_rows(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 def by_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
     return by_rows(x.t().contiguous(), dtype)
+
+
+def in_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """What x [n, k] is cast to, block by block of `rows` x 128, each multiplied by a power of two. fp64."""
+    found = torch.empty(x.shape, dtype=torch.float64)
+    for out_rows, x_rows in zip(found.split(rows), x.float().split(rows), strict=True):
+        for out, block in zip(out_rows.split(128, dim=1), x_rows.split(128, dim=1), strict=True):
+            room, exponent = LARGEST[dtype] / block.abs().max().item(), -130
+            while 2.0 ** (exponent + 1) <= room:
+                exponent += 1
+            out.copy_((block * 2.0**exponent).to(dtype).double() / 2.0**exponent)
+    return found
 
 
 def fp64(scaled: Scaled) -> Tensor:
@@ -200,9 +214,10 @@ class Layer:
         )
         self.gemms = build_gemms("linear", self.context, Axis(), Cuts(), CPU, False)
         self.queue = WeightGradQueue()
-        self.weight = nn.Parameter(spread(4, 8, 64))  # two output dims, as query-key-value has more
-        self.weight.main_grad = torch.zeros(4, 8, 64)  # type: ignore[attr-defined]
-        self.x, self.dy = spread(24, 2, 64).requires_grad_(), spread(24, 2, 32)
+        s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)  # whole tiles and parts
+        self.weight = nn.Parameter(spread(4, out, features))  # two output dims, as query-key-value has more
+        self.weight.main_grad = torch.zeros(4, out, features)  # type: ignore[attr-defined]
+        self.x, self.dy = spread(s, 2, features).requires_grad_(), spread(s, 2, 4 * out)
 
     def backward(self) -> tuple[Tensor, Tensor]:
         """(y, dX); dW goes to main_grad."""
@@ -221,6 +236,11 @@ class Layer:
             dx = Exact(fp64(by_rows(dy, grad)), fp64(by_columns(w, E4M3)))
             dw = Exact(fp64(by_columns(dy, grad)), fp64(by_columns(x, E4M3)))
             return {"y": y, "dx": dx, "dw": dw}
+        if self.recipe == "blockwise":
+            y = Exact(in_blocks(x, 1, E4M3), in_blocks(w, 128, E4M3))
+            dx = Exact(in_blocks(dy, 1, grad), in_blocks(w, 128, E4M3).t())
+            twice = in_blocks(in_blocks(x, 1, E4M3).t(), 1, E4M3)
+            return {"y": y, "dx": dx, "dw": Exact(in_blocks(dy.t(), 1, grad), twice)}
         cast = {"tensorwise": lambda x, dtype: by_amax(x, amax_of(x), dtype)}.get(
             self.recipe, lambda x, dtype: by_multiplier(x, torch.tensor(1.0), dtype)[0]
         )
@@ -258,7 +278,7 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
     cast = layer.gemms.cast
 
     def counted(x: Tensor, *args: Any) -> Any:
-        seen.append(tuple(x.shape) == (32, 64))
+        seen.append(x.shape == layer.weight.flatten(0, 1).shape)
         return cast(x, *args)
 
     monkeypatch.setattr(layer.gemms, "cast", counted)
@@ -280,12 +300,66 @@ def test_inputs_are_kept_in_one_byte_by_columns(recipe: str) -> None:
     assert Layer(recipe).gemms.cast_input(spread(24, 2, 64), False).weight_grad == ()
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("rowwise", 2)])
+@pytest.mark.parametrize(("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("rowwise", 2), ("blockwise", 1)])
 def test_inputs_are_gathered_in_one_byte_but_by_rows(recipe: str, size: int) -> None:
     context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
     gemms = build_gemms("linear", context, Axis(), Cuts(sequence=True, outputs=True), CPU, False)
     output, saved = gemms.cast_input(spread(24, 2, 64), True)
     assert output is saved and output[0].shape == (24, 2, 64) and output[0].element_size() == size
+
+
+def test_tiles_are_scaled_by_powers_of_two() -> None:
+    x = spread(160, 320)
+    for rows in (1, 128):
+        for dtype in FORMATS:
+            scaled = blockwise.cast_by_blocks(x, rows, dtype)
+            assert scaled.scale.shape == (-(-160 // rows), 3)
+            assert (scaled.scale.log2() % 1 == 0).all()
+            largest = blockwise.amax_of_blocks(scaled.values.float(), rows)
+            assert (largest <= LARGEST[dtype]).all() and (largest >= LARGEST[dtype] / 2.3).all(), largest.min()
+            assert torch.equal(fp64(scaled), in_blocks(x, rows, dtype))
+    amax = torch.tensor([0.0, 448.0, 449.0, torch.inf, torch.nan])
+    found = blockwise.power_of_two(multiplier_of(amax, 448.0))
+    assert found[:3].tolist() == [1.0, 1.0, 0.5] and found[3:].isnan().all()
+
+
+def test_an_outlier_costs_precision_in_its_tile_only() -> None:
+    x = torch.randn(128, 384).bfloat16()
+    x[5, 140] = 2.0**18  # small values of its tile become 0
+    error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
+    assert (error[5, 128:256] == 1).sum() > 64
+    error[5, 128:256] = 0
+    assert error.max() < 2.0**-4
+    x[:, 130] = torch.nan
+    bad = fp64(blockwise.cast_by_blocks(x, 128, E4M3)).isnan()
+    assert bad[:, 128:256].all() and bad.sum() == 128 * 128
+
+
+@pytest.mark.parametrize("mutant", ["scale transposed", "other axis", "without a power of two"])
+def test_wrong_scales_of_blocks_are_not_near(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = blockwise.cast_by_blocks
+
+    def transposed(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
+        scaled = cast(x, rows, dtype)
+        return scaled._replace(scale=scaled.scale.t()) if rows == 128 else scaled  # [2, 2]
+
+    def other_axis(x: Tensor, dtype: torch.dtype) -> Scaled:
+        whole = cast(x, 1, dtype).dequantized()
+        return cast(whole.t(), 128, dtype)
+
+    wrong: tuple[str, Callable[..., Any], str] = {
+        "scale transposed": ("cast_by_blocks", transposed, "y"),
+        "other axis": ("cast_along_columns", other_axis, "dw"),
+        "without a power of two": ("power_of_two", lambda multiplier: multiplier, "dx"),
+    }[mutant]
+    layer = Layer("blockwise")
+    exact = layer.exact()[wrong[2]]
+    for near in (True, False):
+        layer.weight.main_grad.zero_()
+        y, dx = layer.backward()
+        found = {"y": y, "dx": dx, "dw": layer.weight.main_grad}[wrong[2]].flatten(0, 1)
+        assert exact.is_near(found) == near
+        monkeypatch.setattr(blockwise, *wrong[:2])
 
 
 def delayed(**options: Any) -> tuple[Layer, DelayedScaling]:
@@ -343,7 +417,7 @@ def test_delayed_scaling_learns_nothing_from_what_is_left_out() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_casts_are_the_same(recipe: str) -> None:
-    x = spread(48, 64)
+    x = spread(256, 128) if recipe == "blockwise" else spread(48, 64)
     found = {}
     for compiled in (False, True):
         layer = Layer(recipe)
@@ -374,6 +448,14 @@ def test_gpus_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fp8(ModelParallelConfig(bf16=True), gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_fp8(config, gpu)
+    tiles = ModelParallelConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise")
+    for cuda, capability, text in (("12.8", (9, 0), "torch has CUDA 12.8"), ("13.0", (10, 0), "has 10.0 and torch")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.raises(ValueError, match=f"--fp8-recipe blockwise needs .* {text}.*: use --fp8-recipe tensorwise"):
+            check_fp8(tiles, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check_fp8(tiles, gpu)
 
 
 def test_utilisation_is_of_the_fp8_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
     [
         ("--fp8-format hybrid --bf16", 1),
         ("--fp8-format e4m3 --bf16 --fp8-recipe rowwise --tp 4", 4),
+        ("--fp8-format e4m3 --bf16 --fp8-recipe blockwise --tp 4 --hidden-size 512", 4),
+        ("--fp8-format e4m3 --bf16 --fp8-recipe blockwise --seq-length 512 --cp 2", 2),
         ("--fp8-format hybrid --bf16 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", 1),
         ("--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
         ("--fp8-format hybrid --bf16 --seq-length 16 --cp 2 --micro-batch-size 2", 2),
@@ -126,6 +128,30 @@ DELAYED = (
             [
                 "--num-query-groups 1: keys and values of 8 channels must be a multiple of 16 * "
                 "--tensor-model-parallel-size 1 under --fp8-format; add --kv-channels, nearest: 8"
+            ],
+        ),
+        (
+            "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --tp 2 --kv-channels 16",
+            2,
+            [
+                "--num-attention-heads 4: queries of 64 channels must be a multiple of 128 * "
+                "--tensor-model-parallel-size 2 under --fp8-recipe blockwise; add --kv-channels, nearest: 64"
+            ],
+        ),
+        (
+            "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --tp 2 --kv-channels 64 --ffn-hidden-size 320",
+            2,
+            [
+                "--ffn-hidden-size 320: must be a multiple of 128 * --tensor-model-parallel-size 2 under "
+                "--fp8-recipe blockwise; nearest: 256 or 512"
+            ],
+        ),
+        (
+            "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --seq-length 256 --cp 2",
+            2,
+            [
+                "--seq-length 256: a rank has pieces of 64 tokens; under --fp8-recipe blockwise they must be multiples "
+                "of 128; nearest: 512, or another --micro-batch-size"
             ],
         ),
         (

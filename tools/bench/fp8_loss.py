@@ -36,6 +36,7 @@ RUNS = {
     "delayed, hybrid": f"{FP8} delayed",
     "delayed, hybrid, max of 16 steps": f"{FP8} delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
     "rowwise, hybrid": f"{FP8} rowwise",
+    "blockwise, e4m3": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 MODEL = (
     "--cpu --bf16 --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 128 "

@@ -27,8 +27,9 @@ class PrecisionConfig:
     """Compute the matrix products of linear layers in 8-bit floating point: all in e4m3, or output gradients in e5m2
     (hybrid). Experts, attention, embedding and head stay in bf16."""
 
-    fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise"))
-    """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), or each row's."""
+    fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
+    """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), each row's, or that of
+    each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
     fp8_margin: int = 0
     """Delayed scaling: margin below the format's largest number, in powers of two."""

@@ -13,7 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -23,20 +25,50 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ALIGNMENT = 16
 """CUDA kernels take matrix dimensions that are multiples of this."""
 
+TILE = 128
+"""Elements of a tile of blockwise scaling; a block has as many rows of tiles."""
+
+BLOCK_CAPABILITY = 9
+"""Major compute capability of the GPUs whose kernels take scales of tiles (Hopper). Older and newer ones have none."""
+
+BLOCK_CUDA = (12, 9)
+"""First CUDA whose kernels do."""
+
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
 
 
 class Scaled(NamedTuple):
-    """An fp8 matrix: fp8 values [n, k] and an fp32 scale, one for all [] or one for each row [n, 1]. It stands for
-    values * scale."""
+    """An fp8 matrix: fp8 values [n, k] and an fp32 scale. It stands for values * scale.
+
+    There is one scale for all [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k / 128].
+    """
 
     values: Tensor
     scale: Tensor
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns values * scale, [n, k] in `dtype`."""
-        return self.values.to(dtype) * self.scale.to(dtype)
+        return self.values.to(dtype) * by_block(self.scale, self.values.shape).to(dtype)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether there is a scale for each block."""
+        return self.scale.ndim == 2 and self.scale.shape[0] != self.values.shape[0]
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether there are several scales for each row."""
+        return self.scale.ndim == 2 and not self.in_blocks and self.scale.shape[1] > 1
+
+
+def by_block(scale: Tensor, shape: torch.Size) -> Tensor:
+    """A scale or multiplier in a form that broadcasts to the matrix [n, k] whose blocks, rows or whole it is for."""
+    if scale.ndim == 0 or (scale.shape[1] == 1 and scale.shape[0] == shape[0]):
+        return scale
+    rows = 1 if scale.shape[0] == shape[0] else TILE
+    spread = scale[:, None, :, None].expand(-1, rows, -1, TILE)
+    return spread.reshape(rows * scale.shape[0], TILE * scale.shape[1])[: shape[0], : shape[1]]
 
 
 def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
@@ -69,6 +101,8 @@ def scaled_mm(
     multiply dequantized operands, as `dequantized_mm` does, which stands in for a missing kernel. With
     `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
     """
+    if b.in_blocks or b.in_tiles:
+        return _block_scaled_mm(a, b, out_dtype, bias)
     by_row = a.scale.ndim == 2
     if not has_kernel(a.values.device.type, by_row):
         return dequantized_mm(a, b, out_dtype, bias)
@@ -78,6 +112,41 @@ def scaled_mm(
     return torch._scaled_mm(
         a.values, b.values.t(), a.scale, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
     )
+
+
+def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`scaled_mm` of a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128 terms."""
+    if not a.values.is_cuda:
+        return dequantized_mm(a, b, out_dtype, bias)
+    y = F.scaled_mm(
+        _in_whole_tiles(a.values, 1),
+        _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t(),
+        _tiles_as_columns(a.scale),
+        ScalingType.BlockWise1x128,
+        _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale),
+        ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128,
+        output_dtype=out_dtype,
+    )
+    y = y[:, : b.values.shape[0]].contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
+    """fp8 values [n, k] with zeros up to multiples of `rows` and 128: some versions of torch take no smaller tiles."""
+    n, k = values.shape
+    if n % rows == 0 and k % TILE == 0:
+        return values
+    return F.pad(values.view(torch.uint8), (0, -k % TILE, 0, -n % rows)).view(values.dtype)
+
+
+def _tiles_as_columns(scale: Tensor) -> Tensor:
+    """Scales of tiles [n, tiles] with the rows next to each other, as the kernel reads them."""
+    return scale.t().contiguous().t()
+
+
+def _blocks_as_columns(scale: Tensor) -> Tensor:
+    """Scales of blocks [m / 128, k / 128] -> [k / 128 in a multiple of four, m / 128], column-major."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
 
 
 def dequantized_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

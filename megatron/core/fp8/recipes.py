@@ -28,15 +28,7 @@ from megatron.core.kernels.cast_transpose import (
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import (
-    PLAIN,
-    Cuts,
-    LinearGemms,
-    Operand,
-    Operands,
-    matrix_of,
-    rows_of,
-)
+from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, rows_of
 
 
 class WeightCasts:
@@ -95,15 +87,6 @@ def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts) -> F
     """Builds the fp8 context of a configuration; None without fp8."""
     layers = config.fp8_layers(num_layers)
     return Fp8Context(config, layers, casts) if layers else None
-
-
-def build_gemms(
-    name: str, fp8: Fp8Context | None, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool
-) -> LinearGemms:
-    """Builds the GEMMs of the linear layer `name`: in fp8 with an fp8 context, else in the parameters' precision."""
-    if fp8 is None:
-        return PLAIN
-    return RECIPES[fp8.config.fp8_recipe](name, fp8, tp, cuts, device, compiled)
 
 
 INPUT, WEIGHT, GRAD = range(3)
@@ -275,10 +258,3 @@ class RowwiseGemms(Fp8Gemms):
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         return self.cast(rows_of(x[0]), INPUT, wanted)[0]
-
-
-RECIPES: dict[str, type[TensorwiseGemms | DelayedGemms | RowwiseGemms]] = {
-    "tensorwise": TensorwiseGemms,
-    "delayed": DelayedGemms,
-    "rowwise": RowwiseGemms,
-}

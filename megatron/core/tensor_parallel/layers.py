@@ -19,11 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Start, start_all_gather, start_all_reduce_, start_nothing, start_reduce_scatter
-from megatron.core.fp8.recipes import Fp8Context, build_gemms
+from megatron.core.collectives import (
+    Pending,
+    Start,
+    start_all_gather,
+    start_all_reduce_,
+    start_nothing,
+    start_reduce_scatter,
+)
+from megatron.core.fp8.build import build_gemms
+from megatron.core.fp8.recipes import Fp8Context
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, matrix_of
+from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
@@ -168,13 +176,13 @@ class LinearFunction(torch.autograd.Function):
         saves: bool = True,
     ) -> Tensor:
         needs_dw = saves and ctx.needs_input_grad[1]
-        (local, *rest), saved = gemms.cast_input(x, needs_dw)
+        local, saved = gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
         # The parameter itself: activation checkpointing returns saved tensors without their attributes.
         ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
         ctx.bias_shape = None if bias is None else bias.shape
         del saved  # keeps nothing alive that autograd drops
-        full_x = (boundary.enter(local, axis).wait(), *rest)
+        full_x = _entered(_enter(local, boundary, axis))
         flat_bias = None if bias is None else bias.flatten()
         if boundary.leave is start_nothing:
             return gemms.forward(full_x, weight, flat_bias)
@@ -188,7 +196,7 @@ class LinearFunction(torch.autograd.Function):
         weight, boundary, axis, gemms = ctx.weight, ctx.boundary, ctx.axis, ctx.gemms
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
 
-        gathering = boundary.enter(x[0], axis) if needs_dw and not ctx.queue.defers(weight) else None
+        gathering = _enter(x, boundary, axis) if needs_dw and not ctx.queue.defers(weight) else None
         dx = dw = None
         if needs_dx or needs_dw:
             dy_for_dx, dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait(), needs_dw)
@@ -197,13 +205,22 @@ class LinearFunction(torch.autograd.Function):
             del dy_for_dx
 
         def add_dw_(out: Tensor) -> None:
-            full_x = (boundary.enter(x[0], axis) if gathering is None else gathering).wait()
-            gemms.add_weight_grad_(matrix_of(out), dy, (full_x, *x[1:]))
+            full_x = _entered(_enter(x, boundary, axis) if gathering is None else gathering)
+            gemms.add_weight_grad_(matrix_of(out), dy, full_x)
 
         if needs_dw:
             dw = accumulate_weight_grad(weight, add_dw_, ctx.queue)
         db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None
+
+
+def _enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
+    """Starts to enter a layer with the tensors of an operand. A scalar holds for the whole sequence."""
+    return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
+
+
+def _entered(started: list[Pending]) -> Operand:
+    return tuple(part.wait() for part in started)
 
 
 class ParallelLinear(nn.Module):

@@ -14,9 +14,8 @@ from torch import Tensor
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]
-"""An activation as a GEMM reads it, in tensors that its `LinearGemms` knows. What a sequence-parallel gather has to
-gather is the first tensor, in the activation's shape, along dim 0; the others (fp8 scales) hold for the whole
-sequence."""
+"""An activation as a GEMM reads it, in tensors that its `LinearGemms` knows. A sequence-parallel gather gathers them
+along dim 0: the first has the activation's shape, the others (fp8 scales) its sequence. A scalar holds for all."""
 
 
 class Operands(NamedTuple):

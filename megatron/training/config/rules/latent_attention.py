@@ -9,7 +9,7 @@ from math import gcd
 from megatron.core.config.latent_attention import LatentAttentionConfig
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.precision import FP8_ALIGNMENT
+from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment
 from megatron.training.config.run_config import RunConfig
 
 MLA = "--multi-latent-attention"
@@ -68,17 +68,20 @@ def latents_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--q-lora-rank", m.q_lora_rank, rule, multiples(m.q_lora_rank, FP8_ALIGNMENT))
     if m.kv_lora_rank % FP8_ALIGNMENT:
         yield Problem("--kv-lora-rank", m.kv_lora_rank, rule, multiples(m.kv_lora_rank, FP8_ALIGNMENT))
-    if m.qk_pos_emb_head_dim % FP8_ALIGNMENT:
-        near = multiples(m.qk_pos_emb_head_dim, FP8_ALIGNMENT)
-        yield Problem("--qk-pos-emb-head-dim", m.qk_pos_emb_head_dim, rule, near)
-    step = FP8_ALIGNMENT // gcd(FP8_ALIGNMENT, heads)
-    for flag, width in (("--qk-head-dim", m.qk_head_dim), ("--v-head-dim", m.v_head_dim)):
+    rotary = m.qk_pos_emb_head_dim
+    if rotary % FP8_ALIGNMENT:
+        yield Problem("--qk-pos-emb-head-dim", rotary, rule, multiples(rotary, FP8_ALIGNMENT))
+        rotary = 0
+    alignment, under = fp8_alignment(c)
+    rule, step = f"must be a multiple of {alignment} under {under}", alignment // gcd(alignment, heads)
+    widths = {"--qk-head-dim": m.qk_head_dim, "--v-head-dim": m.v_head_dim, "--qk-pos-emb-head-dim": rotary}
+    for flag, width in widths.items():
         if width % step:
             of_rank = f"times the {heads} heads of a rank {rule}"
             yield Problem(flag, width, of_rank, multiples(width, step))
     if p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
         tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
-        if tokens % FP8_ALIGNMENT:
+        if tokens % alignment:
             each = f"gives a rank {tokens} tokens of a micro-batch to project to latents, which {rule}"
-            near = multiples(m.seq_length, FP8_ALIGNMENT * p.context_parallel_size * tp)
+            near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
             yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LOSSES
 from megatron.training.config.problem import Problem, multiples
-from megatron.training.config.rules.precision import FP8_ALIGNMENT
+from megatron.training.config.rules.precision import FP8_ALIGNMENT, fp8_alignment
 from megatron.training.config.run_config import RunConfig
 
 DEPTHS = "--mtp-num-layers"
@@ -34,7 +34,8 @@ def _fp8(c: RunConfig) -> Iterator[Problem]:
     m, p, tp = c.model, c.parallel, c.parallel.tensor_model_parallel_size
     if m.num_layers < 1 or m.hidden_size < 1 or tp < 1 or m.num_layers - 1 not in p.fp8_layers(m.num_layers):
         return
-    if m.hidden_size % FP8_ALIGNMENT == 0 and m.hidden_size % (FP8_ALIGNMENT * tp):
-        cut = f"{FP8_ALIGNMENT} * --tensor-model-parallel-size {tp}"
-        rule = f"must be a multiple of {cut} under --fp8-format with {DEPTHS}"
-        yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, FP8_ALIGNMENT * tp))
+    alignment, under = fp8_alignment(c)
+    if m.hidden_size % FP8_ALIGNMENT == 0 and m.hidden_size % (alignment * tp):
+        cut = f"{alignment} * --tensor-model-parallel-size {tp}"
+        rule = f"must be a multiple of {cut} under {under} with {DEPTHS}"
+        yield Problem("--hidden-size", m.hidden_size, rule, multiples(m.hidden_size, alignment * tp))

@@ -12,6 +12,9 @@ from megatron.training.config.run_config import RunConfig
 FP8_ALIGNMENT = 16
 """The dimensions of matrices in fp8 kernels must be multiples of this."""
 
+FP8_TILE = 128
+"""Elements of a tile of --fp8-recipe blockwise."""
+
 DELAYED_ONLY = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -65,6 +68,16 @@ def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(flag.name, value, "--fp8-format and --fp8-recipe delayed")
 
 
+def fp8_alignment(c: RunConfig) -> tuple[int, str]:
+    """Number that divides the features of a tensor-parallel rank in fp8, and how it is written.
+
+    Kernels want multiples of 16. Blockwise, a tile that lies on two ranks would have two scales.
+    """
+    p = c.parallel
+    cut = p.fp8_recipe == "blockwise" and p.tensor_model_parallel_size > 1
+    return (FP8_TILE, "--fp8-recipe blockwise") if cut else (FP8_ALIGNMENT, "--fp8-format")
+
+
 def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Each rank's fp8 matrices must have aligned dimensions, both features and tokens."""
     m, p, b = c.model, c.parallel, c.training.micro_batch_size
@@ -72,7 +85,8 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
     sizes = (tp, cp, b, m.hidden_size, m.num_attention_heads, m.seq_length)
     if p.fp8_format is None or min(sizes) < 1 or m.head_dim < 1:
         return
-    rank, cut = FP8_ALIGNMENT * tp, f"{FP8_ALIGNMENT} * --tensor-model-parallel-size {tp}"
+    alignment, under = fp8_alignment(c)
+    rank, cut = alignment * tp, f"{alignment} * --tensor-model-parallel-size {tp}"
     if m.hidden_size % FP8_ALIGNMENT:
         rule = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
         near = multiples(m.hidden_size, lcm(FP8_ALIGNMENT, tp, m.num_attention_heads))
@@ -81,18 +95,28 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         width = heads * m.head_dim
         if heads > 0 and width % rank and not m.latent:
             what = "queries" if flag == "--num-attention-heads" else "keys and values"
-            rule = f"{what} of {width} channels must be a multiple of {cut} under --fp8-format"
+            rule = f"{what} of {width} channels must be a multiple of {cut} under {under}"
             shown = m.num_attention_heads if what == "queries" else m.query_groups
             near = multiples(m.head_dim, rank // gcd(rank, heads))
             yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
             break
     if _dense_in_fp8(c) and m.ffn_size % rank:
-        rule = f"must be a multiple of {cut} under --fp8-format"
+        rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, rank))
     shared = m.moe_shared_expert_intermediate_size
     if shared and shared > 0 and shared % rank:
-        rule = f"must be a multiple of {cut} under --fp8-format"
+        rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, rank))
+    if p.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
+        # A context-parallel rank has two pieces of the sequence.
+        each, tile = m.seq_length // (2 * cp) * b, FP8_TILE // gcd(FP8_TILE, b)
+        if each % FP8_TILE:
+            rule = (
+                f"a rank has pieces of {each} tokens; under --fp8-recipe blockwise they must be multiples of {FP8_TILE}"
+            )
+            near = multiples(m.seq_length, 2 * cp * tile)
+            yield Problem("--seq-length", m.seq_length, rule, f"{near}, or another --micro-batch-size")
+            return
     tokens = FP8_ALIGNMENT // gcd(FP8_ALIGNMENT, b)
     if m.seq_length % cp == 0 and m.seq_length // cp % tokens:
         each = m.seq_length // cp * b
