@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
+from megatron.core.kernels.availability import runs_triton
 
 SMALLEST_AMAX = 2.0**-100
 """Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
 
 
 class CastPair(NamedTuple):
-    """fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo their multipliers: [], [n, 1] and
-    [k, 1]. None where not asked for."""
+    """fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo their multipliers: [], or [n, 1]
+    and [k, 1]. None where not asked for."""
 
     rows: Tensor | None
-    columns: Tensor | None
     row_scale: Tensor | None
+    columns: Tensor | None
     column_scale: Tensor | None
 
 
@@ -31,7 +32,12 @@ def cast_transpose(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
 ) -> CastPair:
     """Casts x [n, k] scaled by an amax: by rows with `row_amax`, [] or [n, 1], by columns with `column_amax`, [] or
-    [1, k]. None asks for no cast. With one tensor for both, the cast by columns is the transpose of that by rows."""
+    [1, k]. None asks for no cast. An amax [] is that of the whole tensor, so that both casts have the same values."""
+    if runs_triton(x):
+        made = _by_amax(x, row_amax, column_amax, dtype)
+        rows = made[:2] if row_amax is not None else (None, None)
+        columns = made[-2:] if column_amax is not None else (None, None)
+        return CastPair(*rows, *columns)
     return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
 
 
@@ -41,6 +47,9 @@ def cast_transpose_noting_amax(
     """Casts x [n, k] by a given multiplier [], as `wanted` by rows and by columns. `noted` [] becomes the larger of it
     and the amax of x, which the multiplier ignores. The scales are NaN if the amax is not finite: the cast may have
     hidden that."""
+    if runs_triton(x):
+        *values, scale = _noting_amax(x, multiplier, noted, *wanted, dtype)
+        return CastPair(values[0] if wanted[0] else None, scale, values[-1] if wanted[1] else None, scale)
     pair, amax = region(cast_transpose_with_amax_twin, compiled, static=True)(x, multiplier, wanted, dtype)
     if noted is not None:
         torch.maximum(noted, amax, out=noted)
@@ -51,6 +60,9 @@ def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Largest absolute value of each row and of each column, as `wanted`: x [n, k] -> [n, 1] and [1, k], fp32."""
+    if runs_triton(x):
+        found = _amax(x, *wanted)
+        return found[0] if wanted[0] else None, found[-1] if wanted[1] else None
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 
@@ -61,14 +73,13 @@ def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor 
     if row_amax is not None:
         multiplier = multiplier_of(row_amax, largest)
         rows, row_scale = round_scaled(x, multiplier, dtype), multiplier.reciprocal()
-    if column_amax is not None and column_amax is row_amax:
-        assert rows is not None
+    if column_amax is not None and rows is not None and column_amax.ndim == 0:
         columns, column_scale = transposed(rows), row_scale
     elif column_amax is not None:
         multiplier = multiplier_of(column_amax, largest)
-        columns, column_scale = transposed(round_scaled(x, multiplier, dtype)), multiplier.reciprocal()
-        column_scale = column_scale if column_scale.ndim == 0 else column_scale.view(-1, 1)
-    return CastPair(rows, columns, row_scale, column_scale)
+        columns = transposed(round_scaled(x, multiplier, dtype))
+        column_scale = multiplier.reciprocal().view((x.shape[1], 1) if multiplier.ndim else ())
+    return CastPair(rows, row_scale, columns, column_scale)
 
 
 def cast_transpose_with_amax_twin(
@@ -79,14 +90,18 @@ def cast_transpose_with_amax_twin(
     scale = multiplier.reciprocal() + 0.0 * amax
     values = round_scaled(x, multiplier, dtype)
     rows, columns = values if wanted[0] else None, transposed(values) if wanted[1] else None
-    return CastPair(rows, columns, scale, scale), amax
+    return CastPair(rows, scale, columns, scale), amax
 
 
 def amax_of_rows_and_columns_twin(x: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
     """`amax_of_rows_and_columns` in torch."""
-    size = x.abs()
-    rows, columns = (size.amax(dim=1 - dim, keepdim=True).to(torch.float32) if wanted[dim] else None for dim in (0, 1))
-    return rows, columns
+    rows = _amax_along(x, 1) if wanted[0] else None
+    return rows, _amax_along(x, 0) if wanted[1] else None
+
+
+def _amax_along(x: Tensor, dim: int) -> Tensor:
+    size = x.abs() if x.shape[dim] else x.new_zeros([1 if d == dim else length for d, length in enumerate(x.shape)])
+    return size.amax(dim, keepdim=True).to(torch.float32)
 
 
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,9 +120,61 @@ def transposed(values: Tensor) -> Tensor:
 
 def amax_of(x: Tensor) -> Tensor:
     """Largest absolute value, an fp32 scalar. NaN if any element is NaN."""
-    return x.abs().amax().to(torch.float32)
+    return (x.abs() if x.numel() else x.new_zeros(1)).amax().to(torch.float32)
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
     """Scaling multiplier largest / amax / 2^margin: 1 where amax is 0; 0 or NaN where it is not finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
+
+
+# The operators return what is wanted, by rows first.
+
+
+@torch.library.custom_op("megatron::cast_transpose", mutates_args=(), device_types="cuda")
+def _by_amax(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    from megatron.core.kernels import cast_transpose_triton
+
+    if x.numel() == 0:
+        return [made for made in cast_transpose_twin(x, row_amax, column_amax, dtype) if made is not None]
+    return cast_transpose_triton.cast_by_amax(x, row_amax, column_amax, dtype, SMALLEST_AMAX)
+
+
+@_by_amax.register_fake
+def _(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    made = []
+    for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])):
+        if amax is not None:
+            scale = x.new_empty((shape[0], 1) if amax.ndim else (), dtype=torch.float32)
+            made += [x.new_empty(shape, dtype=dtype), scale]
+    return made
+
+
+@torch.library.custom_op("megatron::cast_transpose_noting_amax", mutates_args=("noted",), device_types="cuda")
+def _noting_amax(
+    x: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    from megatron.core.kernels import cast_transpose_triton
+
+    return cast_transpose_triton.cast_noting_amax(x, multiplier, noted, rows, columns, dtype)
+
+
+@_noting_amax.register_fake
+def _(
+    x: Tensor, multiplier: Tensor, noted: Tensor | None, rows: bool, columns: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    shapes = [shape for shape, wants in ((x.shape, rows), (x.shape[::-1], columns)) if wants]
+    return [*(x.new_empty(shape, dtype=dtype) for shape in shapes), x.new_empty((), dtype=torch.float32)]
+
+
+@torch.library.custom_op("megatron::amax_of_rows_and_columns", mutates_args=(), device_types="cuda")
+def _amax(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
+    from megatron.core.kernels import cast_transpose_triton
+
+    return cast_transpose_triton.amax_of_rows_and_columns(x, rows, columns)
+
+
+@_amax.register_fake
+def _(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
+    shapes = [shape for shape, wants in (((x.shape[0], 1), rows), ((1, x.shape[1]), columns)) if wants]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]

@@ -1,0 +1,232 @@
+"""Triton kernels of `cast_transpose.py`: each reads the matrix once.
+
+A program casts one tile, and stores it as it is and transposed. Sizes are compared as the integers of their bits, whose
+order is that of the numbers, NaN above infinity: a maximum is the same in any order, and keeps NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128
+WARPS = 8
+PARTS = 1024
+"""Tiles' maxima that the last reduction reads at a time."""
+
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@triton.jit
+def _bits_of_size(x):  # type: ignore[no-untyped-def]
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _reciprocal(x):  # type: ignore[no-untyped-def]
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _multiplier_of(amax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(amax == 0, 1.0, _reciprocal(bounded) * LARGEST)  # as torch divides a number by a tensor
+
+
+@triton.jit
+def _rounded(x, multiplier, FORMAT: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    scaled = tl.clamp(x * multiplier, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(FORMAT, fp_downcast_rounding="rtne")
+
+
+@triton.jit
+def cast_tiles(  # type: ignore[no-untyped-def]
+    x,
+    given_rows,
+    given_columns,
+    rows,
+    columns,
+    row_scale,
+    column_scale,
+    part_amax,
+    n,
+    k,
+    x_stride_n,
+    x_stride_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_AMAX: tl.constexpr,
+    BY_VECTOR: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Casts x [n, k] to `rows` [n, k] and `columns` [k, n]. What is given is an amax, or with BY_AMAX false a
+    multiplier; one for all, or with BY_VECTOR [n] and [k]. With a multiplier, `part_amax` [tiles] gets bits of maxima,
+    and scales are not written."""
+    across = tl.cdiv(k, TILE)
+    tile_n, tile_k = tl.program_id(0) // across, tl.program_id(0) % across
+    i = (tile_n * TILE + tl.arange(0, TILE)).to(tl.int64)
+    j = (tile_k * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = (i < n)[:, None] & (j < k)[None, :]
+    values = tl.load(x + i[:, None] * x_stride_n + j[None, :] * x_stride_k, mask=inside, other=0.0).to(tl.float32)
+    if not BY_AMAX:
+        tl.store(part_amax + tl.program_id(0), tl.max(_bits_of_size(values)))
+    if not BY_VECTOR:
+        by = tl.load(given_rows)
+        if BY_AMAX:
+            by = _multiplier_of(by, LARGEST, SMALLEST)
+            if tl.program_id(0) == 0:
+                tl.store(row_scale, _reciprocal(by))
+        cast = _rounded(values, by, FORMAT, LARGEST)
+    if ROWS:
+        if BY_VECTOR:
+            by_row = _multiplier_of(tl.load(given_rows + i, mask=i < n, other=0.0), LARGEST, SMALLEST)
+            if tile_k == 0:
+                tl.store(row_scale + i, _reciprocal(by_row), mask=i < n)
+            cast = _rounded(values, by_row[:, None], FORMAT, LARGEST)
+        tl.store(rows + i[:, None] * k + j[None, :], cast, mask=inside)
+    if COLUMNS:
+        if BY_VECTOR:
+            by_column = _multiplier_of(tl.load(given_columns + j, mask=j < k, other=0.0), LARGEST, SMALLEST)
+            if tile_n == 0:
+                tl.store(column_scale + j, _reciprocal(by_column), mask=j < k)
+            cast = _rounded(values, by_column[None, :], FORMAT, LARGEST)
+        tl.store(columns + j[:, None] * n + i[None, :], tl.trans(cast), mask=(j < k)[:, None] & (i < n)[None, :])
+
+
+@triton.jit
+def scale_and_note(part_amax, parts, multiplier, scale, noted, NOTES: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The amax of a tensor from its tiles': its scale, NaN if that is not finite, and the larger of it and `noted`."""
+    largest = tl.zeros([PARTS], tl.int32)
+    for start in range(0, parts, PARTS):
+        at = start + tl.arange(0, PARTS)
+        largest = tl.maximum(largest, tl.load(part_amax + at, mask=at < parts, other=0))
+    bits = tl.max(largest)
+    tl.store(scale, _reciprocal(tl.load(multiplier)) + 0.0 * bits.to(tl.float32, bitcast=True))
+    if NOTES:
+        before = _bits_of_size(tl.load(noted))
+        tl.store(noted, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def amax_tiles(  # type: ignore[no-untyped-def]
+    x,
+    row_bits,
+    column_bits,
+    n,
+    k,
+    x_stride_n,
+    x_stride_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Raises `row_bits` [n] and `column_bits` [k], zero before, to the bits of the largest sizes in x [n, k]."""
+    across = tl.cdiv(k, TILE)
+    i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = (i < n)[:, None] & (j < k)[None, :]
+    values = tl.load(x + i[:, None] * x_stride_n + j[None, :] * x_stride_k, mask=inside, other=0.0).to(tl.float32)
+    bits = _bits_of_size(values)
+    if ROWS:
+        tl.atomic_max(row_bits + i, tl.max(bits, axis=1), mask=i < n, sem="relaxed")
+    if COLUMNS:
+        tl.atomic_max(column_bits + j, tl.max(bits, axis=0), mask=j < k, sem="relaxed")
+
+
+def _tiles(x: Tensor) -> int:
+    return triton.cdiv(x.shape[0], TILE) * triton.cdiv(x.shape[1], TILE)
+
+
+def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    n, k = x.shape
+    sizes = ((n, k) if wanted[0] else (0,), (k, n) if wanted[1] else (0,))
+    rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
+    return rows, columns
+
+
+def cast_by_amax(
+    x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, smallest_amax: float
+) -> list[Tensor]:
+    """Returns values and scales by rows, then by columns, without those whose amax is None. x must not be empty."""
+    wanted = row_amax is not None, column_amax is not None
+    given = row_amax if row_amax is not None else column_amax
+    assert given is not None
+    vector = given.ndim > 0
+    n, k = x.shape
+    rows, columns = _outputs(x, wanted, dtype)
+    row_scale = torch.empty((n, 1) if vector else (), device=x.device)
+    column_scale = torch.empty((k, 1), device=x.device) if vector else row_scale
+    cast_tiles[(_tiles(x),)](
+        x,
+        given,
+        given if column_amax is None else column_amax,
+        rows,
+        columns,
+        row_scale,
+        column_scale,
+        row_scale,
+        n,
+        k,
+        *x.stride(),
+        *wanted,
+        True,
+        vector,
+        FORMATS[dtype],
+        torch.finfo(dtype).max,
+        smallest_amax,
+        TILE,
+        num_warps=WARPS,
+    )
+    made = ((rows, row_scale), (columns, column_scale))
+    return [tensor for pair, wants in zip(made, wanted, strict=True) if wants for tensor in pair]
+
+
+def cast_noting_amax(
+    x: Tensor, multiplier: Tensor, noted: Tensor | None, wants_rows: bool, wants_columns: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """Returns the values by rows and by columns, as wanted, and the scale; updates `noted`."""
+    wanted = wants_rows, wants_columns
+    n, k = x.shape
+    rows, columns = _outputs(x, wanted, dtype)
+    tiles, scale = _tiles(x), torch.empty((), device=x.device)
+    part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    if tiles:
+        cast_tiles[(tiles,)](
+            x,
+            multiplier,
+            multiplier,
+            rows,
+            columns,
+            scale,
+            scale,
+            part_amax,
+            n,
+            k,
+            *x.stride(),
+            *wanted,
+            False,
+            False,
+            FORMATS[dtype],
+            torch.finfo(dtype).max,
+            0.0,
+            TILE,
+            num_warps=WARPS,
+        )
+    notes = noted is not None
+    scale_and_note[(1,)](part_amax, tiles, multiplier, scale, noted if notes else scale, notes, PARTS)
+    return [values for values, wants in zip((rows, columns), wanted, strict=True) if wants] + [scale]
+
+
+def amax_of_rows_and_columns(x: Tensor, wants_rows: bool, wants_columns: bool) -> list[Tensor]:
+    """Returns the largest sizes of rows [n, 1] and of columns [1, k], as wanted."""
+    n, k = x.shape
+    rows, columns = torch.zeros(n + k, dtype=torch.int32, device=x.device).split((n, k))
+    if _tiles(x):
+        amax_tiles[(_tiles(x),)](x, rows, columns, n, k, *x.stride(), wants_rows, wants_columns, TILE, num_warps=WARPS)
+    made = (rows.view(torch.float32).view(n, 1), wants_rows), (columns.view(torch.float32).view(1, k), wants_columns)
+    return [amax for amax, wants in made if wants]

@@ -1,0 +1,117 @@
+"""Triton's casts to fp8 against their twins in torch, bit for bit, and what they are compiled to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels import cast_transpose as twins
+from megatron.core.kernels.cast_transpose import CastPair
+from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
+
+FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
+WANTED = ((True, True), (True, False), (False, True))
+
+
+def matrices() -> Iterator[Tensor]:
+    """Of sizes that are no multiples of a tile, strided, empty, and with everything that a number may be."""
+    generator = torch.Generator().manual_seed(3)
+
+    def spread(*shape: int) -> Tensor:
+        numbers = (torch.randn(shape, generator=generator) for _ in range(2))
+        return next(numbers) * torch.exp(4 * next(numbers))
+
+    yield spread(130, 150).bfloat16()
+    yield spread(33, 17)
+    yield spread(40, 140).bfloat16().t()
+    yield spread(30, 3, 50).half()[:, 1, ::2]
+    yield torch.zeros(5, 7).bfloat16()
+    odd = spread(20, 30).bfloat16()
+    odd[0, :4] = torch.tensor([-0.0, 1e-40, -9.2e-41, 3e38])
+    yield odd
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        with_bad = odd.clone()
+        with_bad[7, 11] = bad
+        yield with_bad
+    yield torch.empty(0, 24).bfloat16()
+
+
+def check_casts() -> None:
+    from megatron.core.kernels import cast_transpose_triton as kernels
+
+    round_to_fp8_as_torch()
+    for x, dtype, wanted in product(matrices(), FORMATS, WANTED):
+        case = (tuple(x.shape), x.dtype, dtype, wanted)
+        by_rows, by_columns = twins.amax_of_rows_and_columns_twin(x, wanted)
+        expected = [amax for amax in (by_rows, by_columns) if amax is not None]
+        found = kernels.amax_of_rows_and_columns(x, *wanted)
+        assert len(found) == sum(wanted) and all(map(same_bits, found, expected)), case
+        whole = tuple(twins.amax_of(x) if wants else None for wants in wanted)
+        for amax in (whole, (by_rows, by_columns)):
+            pair = twins.cast_transpose_twin(x, *amax, dtype)
+            if x.numel():
+                assert_made(kernels.cast_by_amax(x, *amax, dtype, twins.SMALLEST_AMAX), pair, case)
+        for multiplier, before in ((3.7, 0.5), (0.01, 1e30), (1.0, torch.nan)):
+            noted, note = torch.tensor([before]).expand(3).clone(), torch.tensor(before)
+            by = torch.tensor(multiplier)
+            pair, amax = twins.cast_transpose_with_amax_twin(x, by, wanted, dtype)
+            *values, scale = kernels.cast_noting_amax(x, by, noted[1], *wanted, dtype)
+            assert_made([part for value in values for part in (value, scale)], pair, case)
+            assert noted[1].isnan() if amax.isnan() or note.isnan() else noted[1] == torch.maximum(note, amax), case
+            assert same_bits(noted[::2], note.expand(2))
+            unnoted = kernels.cast_noting_amax(x, by, None, *wanted, dtype)
+            assert all(map(same_bits, unnoted, [*values, scale])), case
+
+
+def assert_made(found: list[Tensor], pair: CastPair, case: object) -> None:
+    wants = (pair.rows, pair.row_scale) if pair.rows is not None else ()
+    wants += (pair.columns, pair.column_scale) if pair.columns is not None else ()
+    assert len(found) == len(wants) and all(map(same_bits, found, wants)), case
+
+
+def test_interpreted_casts_are_the_twins() -> None:
+    run_apart(check_casts, interpret=True)
+
+
+def check_compiled() -> None:
+    from triton import language as tl
+
+    from megatron.core.kernels import cast_transpose_triton as kernels
+
+    types = dict.fromkeys(("given_rows", "given_columns", "row_scale", "column_scale", "multiplier", "noted"), "*fp32")
+    types |= {"x": "*bf16", "part_amax": "*i32", "scale": "*fp32", "row_bits": "*i32", "column_bits": "*i32"}
+    types |= dict.fromkeys(("n", "k", "x_stride_n", "parts"), "i32")
+    both = {"ROWS": True, "COLUMNS": True, "TILE": kernels.TILE, "x_stride_k": 1}
+    for capability, (name, dtype) in product((80, 90), (("fp8e4nv", tl.float8e4nv), ("fp8e5", tl.float8e5))):
+        if capability == 80 and dtype == tl.float8e4nv:
+            continue  # Triton has this format from Ada on, as torch has GEMMs of it
+        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
+        for by_amax, by_vector in ((False, False), (True, False), (True, True)):
+            constants = {
+                "BY_AMAX": by_amax,
+                "BY_VECTOR": by_vector,
+                "FORMAT": dtype,
+                "LARGEST": 448.0,
+                "SMALLEST": 1e-30,
+            }
+            built = compiled(kernels.cast_tiles, types | outputs, both | constants, capability, num_warps=kernels.WARPS)
+            ptx = built.asm["ptx"]
+            # A thread has 64 elements: eight loads of 16 bytes, and four stores of each orientation.
+            tile_loads = re.findall(r"ld\.global\.v4\.b32", ptx)
+            assert len(tile_loads) == (12 if by_vector else 8) and len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+            assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx
+            if capability == 90:
+                rounds = "e4m3" if dtype == tl.float8e4nv else "e5m2"
+                assert f"cvt.rn.satfinite.{rounds}x2.f32" in ptx, "to nearest, ties to even"
+    for capability in (80, 90):
+        assert compiled(kernels.amax_tiles, types, both, capability, num_warps=kernels.WARPS).asm["cubin"]
+        notes = {"NOTES": True, "PARTS": kernels.PARTS}
+        assert compiled(kernels.scale_and_note, types, notes, capability).asm["cubin"]
+
+
+def test_casts_compile_to_wide_loads_and_stores() -> None:
+    run_apart(check_compiled, interpret=False)

@@ -1,0 +1,71 @@
+"""Triton kernels without a GPU: interpreted on CPU tensors, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_apart(function: Callable[[], None], interpret: bool) -> None:
+    """Calls a function of a test module in a process of its own: Triton asks once whether it shall interpret."""
+    pytest.importorskip("triton")
+    call = f"from {function.__module__} import {function.__name__}; {function.__name__}()"
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def round_to_fp8_as_torch() -> None:
+    """Makes the interpreter round fp32 to fp8 as torch does: its own rounding loses the carry out of the mantissa."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    theirs = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != tl.float32 or target not in formats:
+            return theirs(data, source, target, rounding)
+        exact = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+        return exact.to(formats[target]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert
+
+
+def compiled(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
+) -> Any:
+    """Compiles a kernel for a GPU: pointers and numbers are multiples of 16, as those of large layers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors have the same dtype, shape and bits; any NaN is any other."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    both_nan = a.float().isnan() & b.float().isnan()
+    return bool(((a.view(bits) == b.view(bits)) | both_nan).all())
