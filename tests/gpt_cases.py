@@ -68,6 +68,8 @@ STYLES = {
     "layernorm-1p": replace(GPT, apply_layernorm_1p=True, qk_layernorm=True),
     "bloom": replace(GPT, position_embedding_type="alibi", embed_layernorm=True),
     "alibi-gqa": replace(LLAMA, position_embedding_type="alibi", window_size=9),
+    "sinks": replace(LLAMA, softmax_type="learnable", window_size=5, window_attn_skip_freq="2"),
+    "off-by-one": replace(GPT, softmax_type="off-by-one"),
     "windows-in-some": replace(
         LLAMA, window_size=5, window_attn_skip_freq="2", window_rotary_base=500.0, use_rope_scaling=True
     ),

@@ -95,7 +95,7 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
         dtype,
         queries=rank_spans(length, cp_rank, cp) if cp > 1 and not by_heads else None,
         window=window,
-        tiles=cp > 1 or documents or window is not None,
+        tiles=cp > 1 or documents or window is not None or model.softmax_type != "vanilla",
         documents=documents,
     )
 

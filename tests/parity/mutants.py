@@ -26,6 +26,7 @@ from megatron.core.attention import all_gather as gathered
 from megatron.core.attention import core_attention, ring, tile_kernels
 from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.partition import Documents, cut_documents
+from megatron.core.attention.sinks import add_sinks_
 from megatron.core.attention.tiles import Tile
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
@@ -55,6 +56,21 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _unchanged(x: Tensor, axis: Axis) -> Tensor:
     """In place of a pair of collectives: neither of them happens."""
     return x
+
+
+def _first_sinks(self: core_attention.CoreAttention) -> Tensor:
+    sinks = self.softmax_offset
+    assert sinks is not None
+    return sinks[: len(sinks) // self.cp.size]
+
+
+def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    part, part_lse = part.clone(), part_lse.clone()
+    add_sinks_(part, part_lse, torch.zeros(part.shape[2], dtype=part.dtype))
+    _true_merge_(out, lse, part, part_lse, first)
+
+
+_true_merge_ = ring._merge_
 
 
 def _latents_without_norms(self: Any, x: Tensor) -> latent_attention.Latents:
@@ -264,6 +280,18 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gathered keys get only their own rank's gradient": (
         [(gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
         [Combination.of(world="2", cp="2gather")],
+    ),
+    "sinks of the first heads, not of this rank's": (
+        [(core_attention.CoreAttention, "_sinks", property(_first_sinks))],
+        [Combination.of(world="2", cp="2ulysses", softmax="sinks")],
+    ),
+    "sinks get no gradient": (
+        [(ring, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks))],
+        [Combination.of(world="2", tp="2", softmax="sinks")],
+    ),
+    "each part of a row has the sink": (
+        [(ring, "_merge_", _merge_with_a_sink)],
+        [Combination.of(world="2", cp="2ring", softmax="off by one")],
     ),
     "ALiBi slopes of the first rank's heads": (
         [(core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads)))],

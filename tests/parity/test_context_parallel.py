@@ -45,7 +45,7 @@ STYLE_FLAGS = {
     "gqa": COMMON + MOCK + LLAMA + GQA + " --qk-layernorm --attention-dropout 0 --hidden-dropout 0",
     "window": COMMON + MOCK + LLAMA + " --window-size 11 --untie-embeddings-and-output-weights",
     "packed": COMMON + PACKED + LLAMA + GQA + " --attention-dropout 0",
-    "packed-window": COMMON + PACKED + " --window-size 6",
+    "packed-window": COMMON + PACKED + " --window-size 6 --softmax-type learnable",
     "bloom": COMMON + MOCK + " --position-embedding-type alibi --embed-layernorm",
     "packed-alibi": COMMON + PACKED + GQA + " --position-embedding-type alibi --window-size 13 --attention-dropout 0",
     "latent": COMMON + MOCK + LLAMA + LATENT + " --window-size 11",

@@ -13,12 +13,14 @@ from megatron.core.attention import varlen as packed
 from megatron.core.attention.flash_kernels import FlashCPUKernel
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import Documents, document_starts
-from megatron.core.attention.tile_kernels import Causal
+from megatron.core.attention.tile_kernels import Causal, Rows, TorchKernel, query_rows
+from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Sequences, cumulative_lengths, packed_attention
 from tests.pure.test_tile_attention import (
     DOCUMENTS,
     LENGTH,
     SCALE,
+    SINKS,
     assert_equal_with_gradients,
     dense,
     mask,
@@ -64,6 +66,40 @@ def test_it_is_attention_with_the_dense_mask(groups: int, window: int | None, do
     starts = None if documents is None else document_starts(documents.tolist())
     out = packed_attention(*inputs, starts, window, Twin())  # type: ignore[arg-type]
     assert_equal_with_gradients(out, dense(*inputs, mask(window, documents)), inputs, inputs, 1e-13)
+
+
+class TilesTwin:
+    """Each sequence as a tile, with log-sum-exps [heads, rows]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        for tile, (part, part_lse) in TorchKernel(SCALE).forward(q[:, None], k[:, None], v[:, None], _tiles(sequences)):
+            query_rows(out[:, None], tile).copy_(part)
+            query_rows(lse[:, None], tile).copy_(part_lse)
+        return out, lse.t().contiguous()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
+    ) -> tuple[Tensor, ...]:
+        rows = Rows(grad[:, None], kept[0][:, None], kept[1].t()[:, None])
+        parts = TorchKernel(SCALE).backward(rows, q[:, None], k[:, None], v[:, None], _tiles(sequences))
+        return tuple(torch.cat(found)[:, 0] for found in zip(*(gradients for _, gradients in parts), strict=True))
+
+
+def _tiles(sequences: Sequences) -> list[Tile]:
+    places = [range(*bounds) for bounds in pairwise(sequences.starts.tolist())]
+    return [Tile(None, rows, rows, 0, 0, diagonal=True, window=sequences.window) for rows in places]
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks(window: int | None, documents: Tensor | None) -> None:
+    inputs = operands(2)
+    leaves = (*inputs, SINKS)
+    starts = None if documents is None else document_starts(documents.tolist())
+    out = packed_attention(*inputs, starts, window, TilesTwin(), SINKS)  # type: ignore[arg-type]
+    expected = dense(*inputs, mask(window, documents), sinks=SINKS)
+    assert_equal_with_gradients(out, expected, leaves, leaves, 1e-13)
 
 
 def test_whole_samples_take_it_and_parts_do_not() -> None:

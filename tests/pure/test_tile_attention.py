@@ -41,15 +41,25 @@ SLOPES = torch.tensor([0.5, 0.25, 0.1, 2.0], dtype=torch.float64)
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dropout: Dropout | None = None, slopes: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    dropout: Dropout | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention as it is written down: softmax over the whole row, -inf where a key is not seen."""
+    """Attention as it is written down: softmax over the whole row, -inf where a key is not seen; a sink is one more
+    score, whose weight is left out."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
     if slopes is not None:
         place = torch.arange(LENGTH)
         scores = scores + slopes[:, None, None] * (place - place[:, None])
-    probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    probs = scores.softmax(-1)[..., : k.shape[0]]
     if dropout is not None:
         probs = attention_dropout(probs, dropout.p, dropout.key, dropout.sample_index, head_offset=dropout.head_offset)
     return torch.einsum("bhst,tbhd->sbhd", probs, v)
@@ -93,6 +103,32 @@ def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Ten
         part = local_attention(q[rows], k, v, causal, spans)
         expected = dense(*inputs, mask(window, documents), slopes=slopes)
         assert_equal_with_gradients(part, expected[rows], inputs, inputs, 1e-13)
+
+
+SINKS = torch.tensor([0.5, -3.0, 0.0, 4.0], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    "kernel",
+    [FlashCPUKernel(SCALE), NarrowTiles(SCALE), NarrowTiles(SCALE, Dropout(0.3, 77, 8, torch.tensor([4, 9, 2])))],
+    ids=["flash", "narrow", "dropout"],
+)
+def test_sinks(kernel: Kernel, window: int | None, documents: Tensor | None) -> None:
+    inputs = operands(2)
+    starts = None if documents is None else document_starts(documents.tolist())
+    causal, dropout = Causal(kernel, starts, window), getattr(kernel, "dropout", None)
+    expected = dense(*inputs, mask(window, documents), dropout, sinks=SINKS)
+    leaves = (*inputs, SINKS)
+    assert_equal_with_gradients(local_attention(*inputs, causal, sinks=SINKS), expected, leaves, leaves, 1e-13)
+    assert not torch.allclose(expected, dense(*inputs, mask(window, documents), dropout))
+
+
+def test_a_sink_far_below_all_scores_is_none() -> None:
+    inputs, causal = operands(2), Causal(TorchKernel(SCALE))
+    none = torch.full((4,), -1e4, dtype=torch.float64)
+    torch.testing.assert_close(local_attention(*inputs, causal, sinks=none), local_attention(*inputs, causal))
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])

@@ -16,11 +16,14 @@ from megatron.core.collectives import all_gather_sequence
 from megatron.core.parallel_state import Axis
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]"""
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None
+) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads] ->
+    [s/cp, b, heads, dv]"""
     kv = from_rank_order(all_gather_sequence(torch.cat((k, v), dim=-1), cp), cp.size)
     k, v = kv.split((k.shape[-1], v.shape[-1]), dim=-1)
-    return local_attention(q, k, v, causal, queries=rank_spans(kv.shape[0], cp.rank, cp.size))
+    return local_attention(q, k, v, causal, rank_spans(kv.shape[0], cp.rank, cp.size), sinks)
 
 
 def from_rank_order(x: Tensor, size: int) -> Tensor:

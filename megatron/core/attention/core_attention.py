@@ -6,6 +6,8 @@ attention; the heads of a group are adjacent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,9 @@ from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchK
 from megatron.core.attention.ulysses import ulysses_attention
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.param_meta import ParamMeta
+from megatron.core.seeds import site_key
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 
 
 class FusedAttention(nn.Module):
@@ -61,6 +65,15 @@ def kernels_of(
     return CudnnKernel(scale) if backend == "cudnn" and device.type == "cuda" else flash, flash
 
 
+def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
+    """Attention sinks [heads/tp] by --softmax-type: the parameter of `metas`, zeros, or None."""
+    for meta in metas:
+        return make_parameter(meta, ctx)
+    if config.softmax_type == "vanilla":
+        return None
+    return torch.zeros(config.num_attention_heads // ctx.tp.size, dtype=ctx.dtype, device=ctx.device)
+
+
 CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2a": ulysses_attention}
 """By --cp-comm-type."""
 
@@ -73,16 +86,17 @@ class CoreAttention(nn.Module):
     attention dropout, whose mask is the same at every layout.
     """
 
-    def __init__(self, config: TransformerConfig, ctx: TPContext, key: int) -> None:
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
+        """`sinks`: the parameter of learned attention sinks [heads], if there is one."""
         super().__init__()
         self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.cp
         self.window, self.chunk = self.span.window, self.span.chunk
-        self.p, self.key = config.attention_dropout, key
+        self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
         backend = ctx.attention_backend
         self.fused = FusedAttention(self.scale, backend == "flash3" and ctx.device.type == "cuda")
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
-        self.first_head = heads * ctx.tp.rank
+        self.first_head = first = heads * ctx.tp.rank
         if self.across_ranks is ulysses_attention:
             heads //= ctx.cp.size
             self.first_head += heads * ctx.cp.rank
@@ -96,7 +110,10 @@ class CoreAttention(nn.Module):
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes)
         # torch's fused attention for CPUs has no kernel for values of another width than keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
-        self.always_tiles = self.slopes is not None or unequal or backend == "unfused"
+        self.softmax_offset = build_sinks(config, ctx, sinks)
+        self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
+        with_lse = self.slopes is not None or self.softmax_offset is not None
+        self.always_tiles = with_lse or unequal or backend == "unfused"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
@@ -105,19 +122,24 @@ class CoreAttention(nn.Module):
         if context.cache is not None:
             out = self._behind_cache(q, k, v, context)
         elif self.across_ranks is not None:
-            out = self.across_ranks(q, k, v, self.cp, self._causal(q, context, dropout))
+            out = self.across_ranks(q, k, v, self.cp, self._causal(q, context, dropout), self._sinks)
         elif self.always_tiles or dropout or hidden or context.documents is not None:
-            out = local_attention(q, k, v, self._causal(q, context, dropout))
+            out = local_attention(q, k, v, self._causal(q, context, dropout), sinks=self._sinks)
         else:
             out = self.fused(q, k, v)
         return out.flatten(2)
 
     def _behind_cache(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """The queries are the last of the keys."""
-        if self.slopes is None:
+        if self.slopes is None and self.softmax_offset is None:
             return self.fused(q, k, v, context.masks[self.span])
-        keys = k.shape[0]
-        return local_attention(q, k, v, self._causal(k, context, False), queries=(range(keys - q.shape[0], keys),))
+        queries = (range(k.shape[0] - q.shape[0], k.shape[0]),)
+        return local_attention(q, k, v, self._causal(k, context, False), queries, self._sinks)
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        """[heads] of the heads that this rank computes"""
+        return None if self.softmax_offset is None else self.softmax_offset[self.sink_heads]
 
     def _causal(self, rows: Tensor, context: BatchContext, dropout: bool) -> Causal:
         """`rows` [s/cp, b, ...]"""

@@ -11,13 +11,15 @@ from megatron.core.attention.varlen import packed_attention
 from megatron.core.parallel_state import Axis
 
 
-def local_attention(q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None) -> Tensor:
-    """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [n, b, heads, dv]
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
     The keys are at positions 0 to s - 1, the queries at the positions `queries`, by default the same. One
     variable-length launch where the kernel has one and the queries are whole samples; else tiles, as a ring of one.
     """
     if queries is None and causal.kernel.packed is not None:
-        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed)
+        return packed_attention(q, k, v, causal.documents, causal.window, causal.kernel.packed, sinks)
     whole = (range(k.shape[0]),)
-    return RingAttention.apply(q, k, v, Ring(Axis(), queries or whole, (whole,), causal))
+    return RingAttention.apply(q, k, v, sinks, Ring(Axis(), queries or whole, (whole,), causal))

@@ -15,16 +15,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.partition import Spans, rank_spans, short_spans
+from megatron.core.attention.sinks import add_sinks_, sinks_grad
 from megatron.core.attention.tile_kernels import Causal, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
 from megatron.core.collectives import RingExchange
 from megatron.core.parallel_state import Axis
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]"""
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads] ->
+    [s/cp, b, heads, dv]"""
     spans = tuple(rank_spans(q.shape[0] * cp.size, rank, cp.size) for rank in range(cp.size))
-    return RingAttention.apply(q, k, v, Ring(cp, spans[cp.rank], spans, causal))
+    return RingAttention.apply(q, k, v, sinks, Ring(cp, spans[cp.rank], spans, causal))
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Ring:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv] of this rank -> [n, b, heads, dv]; sums are in fp32
-    or fp64."""
+    """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv] of this rank, sinks [heads] or None ->
+    [n, b, heads, dv]; sums are in fp32 or fp64."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
@@ -64,15 +66,17 @@ class RingAttention(torch.autograd.Function):
                 _merge_(query_rows(out, tile), query_rows(lse, tile), part, part_lse, tile.diagonal)
             if arriving is not None:
                 keys, values = _parted(arriving.wait(), k, v)
+        if sinks is not None:
+            add_sinks_(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.ring = ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         keys, values = k, v
         ring, rows = ctx.ring, Rows(grad, out, lse)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -94,7 +98,8 @@ class RingAttention(torch.autograd.Function):
             if arriving is not None:
                 keys, values = _parted(arriving.wait(), k, v)
         dk, dv = _parted(dkv if coming is None else coming.wait(), k, v)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+        of_sinks = None if sinks is None else sinks_grad(grad, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), of_sinks, None
 
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:

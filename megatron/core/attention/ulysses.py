@@ -17,8 +17,9 @@ from megatron.core.collectives import swap_blocks
 from megatron.core.parallel_state import Axis
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans` -> [s/cp, b, heads, dv]
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
+    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv], sharded by `rank_spans`, sinks [heads / cp] of this
+    rank's heads -> [s/cp, b, heads, dv]
 
     Rank r computes heads r * heads / cp to (r + 1) * heads / cp - 1.
     """
@@ -28,6 +29,6 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal)
     qkv = from_rank_order(qkv.flatten(0, 1), cp.size)
     heads = zip(qkv.split(widths, dim=2), (q, k, v), strict=True)
     q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in heads)
-    out = local_attention(q, k, v, causal)
+    out = local_attention(q, k, v, causal, sinks=sinks)
     out = to_rank_order(out, cp.size).unflatten(0, (cp.size, -1))
     return swap_blocks(out, cp).movedim(0, 2).flatten(2, 3)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.attention.partition import Documents
+from megatron.core.attention.sinks import add_sinks_, sinks_grad
 from megatron.core.host_to_device import integers_on
 
 
@@ -37,7 +38,8 @@ class PackedKernel(Protocol):
     """Causal attention within each sequence of q [rows, heads, d], k [rows, groups, d] and v [rows, groups, dv]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
-        """The output [rows, heads, dv] first, then the other tensors that the backward needs."""
+        """The output [rows, heads, dv] first, log-sum-exp [heads, rows] second, then the other tensors that the
+        backward needs."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: tuple[Tensor, ...], sequences: Sequences
@@ -110,29 +112,42 @@ class FlashCUDAPackedKernel:
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, window: int | None, kernel: PackedKernel
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    window: int | None,
+    kernel: PackedKernel,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole samples -> [s, b, heads, dv]"""
+    """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole samples, sinks [heads] ->
+    [s, b, heads, dv]"""
     length, samples = q.shape[:2]
     sequences = _sequences(documents or ((0,),) * samples, length, window, q.device)
     # Pack sample by sample. A single sample is packed already.
-    rows = _PackedAttention.apply(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), sequences, kernel)
+    rows = _PackedAttention.apply(*(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)), sinks, sequences, kernel)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, kernel: PackedKernel) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sequences: Sequences, kernel: PackedKernel
+    ) -> Tensor:
         kept = kernel.forward(q, k, v, sequences)
-        ctx.save_for_backward(q, k, v, *kept)
+        if sinks is not None:
+            add_sinks_(kept[0], kept[1].t(), sinks)
+        ctx.save_for_backward(q, k, v, sinks, *kept)
         ctx.sequences, ctx.kernel = sequences, kernel
         return kept[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        return *ctx.kernel.backward(grad.contiguous(), q, k, v, tuple(kept), ctx.sequences), None, None
+        q, k, v, sinks, *kept = ctx.saved_tensors
+        of_sinks = None if sinks is None else sinks_grad(grad, kept[0], kept[1].t(), sinks)
+        gradients = ctx.kernel.backward(grad.contiguous(), q, k, v, tuple(kept), ctx.sequences)
+        return *gradients, of_sinks, None, None
 
 
 @lru_cache(maxsize=64)

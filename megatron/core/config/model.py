@@ -190,6 +190,10 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
     softmax_scale: float | None = None
     """Factor of attention scores; default 1 / sqrt(head width)."""
 
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row that no value
+    belongs to. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
+
     attention_output_gate: bool = False
     """Multiply attention's output, before its last projection, by the sigmoid of a projection of the layer's input, for
     each channel (Qwen3-Next)."""

@@ -45,7 +45,8 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        self.spans, self.alibi = tuple(dict.fromkeys(kind.span for kind in kinds)), config.alibi
+        self.spans = tuple(dict.fromkeys(kind.span for kind in kinds))
+        self.masked = not config.alibi and config.softmax_type == "vanilla"
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -70,13 +71,13 @@ class TransformerBlock(nn.Module):
         if cache is not None:
             documents = context.document_ids
             of_keys = cache.append_documents(documents)
-            if self.alibi:
-                starts = None if of_keys is None else document_starts(of_keys.tolist())
-                context = replace(context, documents=starts)
-            else:
+            if self.masked:
                 shape = length, past + length
                 masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.spans}
                 context = replace(context, masks=masks)
+            else:
+                starts = None if of_keys is None else document_starts(of_keys.tolist())
+                context = replace(context, documents=starts)
         if not self.rotary:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

@@ -20,11 +20,10 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.parameters import latent_linears
+from megatron.core.transformer.parameters import latent_linears, sinks_metas
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 from megatron.core.transformer.rotary import apply_rotary_interleaved
 
@@ -67,7 +66,7 @@ class MultiLatentAttention(nn.Module):
             for norm in (f"{name}.q_layernorm", f"{name}.kv_layernorm")
         )
         self.linear_proj = row_parallel(linears.proj, ctx)
-        self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
+        self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
         self.rotation = config.layer(ctx.layer).rotation
         self.to_heads = all_gather_sequence if ctx.sequence_parallel else copy_to
         self.rotate = region(rotated_heads, ctx.compiled)

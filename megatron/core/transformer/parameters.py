@@ -40,6 +40,14 @@ def norm_metas(
     return [ParamMeta(f"{name}.{key}", (size,), {}, init, partial_over) for key, init in inits.items()]
 
 
+def sinks_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
+    """The attention sink of each head in the attention of this name, where sinks are learned."""
+    if config.softmax_type != "learnable":
+        return []
+    init = Init("normal", config.init_method_std)
+    return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init)]
+
+
 def head_counts(config: TransformerConfig) -> tuple[int, int, int, int]:
     """Heads of a query group: queries, gates of their outputs, keys, values."""
     queries = config.queries_per_group

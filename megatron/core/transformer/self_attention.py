@@ -9,11 +9,10 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
-from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_query_key_norms
-from megatron.core.transformer.parameters import attention_linears, head_counts
+from megatron.core.transformer.parameters import attention_linears, head_counts, sinks_metas
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 
@@ -31,7 +30,7 @@ class SelfAttention(nn.Module):
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
-        self.core = CoreAttention(config, ctx, site_key(ctx.seed, f"{name}.attention_dropout"))
+        self.core = CoreAttention(name, config, ctx, sinks_metas(name, config))
         rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
         self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")

@@ -62,7 +62,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     elif m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
     yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
-    yield f"sequence length {m.seq_length}, positions {_positions(m)}{_local_attention(m)}, {m.normalization}"
+    attention = _local_attention(m) + _sinks(m)
+    yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
@@ -96,6 +97,10 @@ def _local_attention(m: TransformerConfig) -> str:
     kind = f"chunks of {m.attention_chunk_size}" if m.attention_chunk_size else f"window {m.window_size}"
     where = f" in {local} layers" if local < m.num_layers else ""
     return f", {kind}{where}" if local else ""
+
+
+def _sinks(m: TransformerConfig) -> str:
+    return {"vanilla": "", "off-by-one": ", attention sinks of 0", "learnable": ", attention sinks"}[m.softmax_type]
 
 
 def _experts_line(m: TransformerConfig) -> str:

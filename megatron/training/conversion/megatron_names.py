@@ -173,6 +173,8 @@ def _suffixes(inside: str) -> Iterator[str]:
     module, _, kind = inside.rpartition(".")
     if module in FUSED_NORMS:
         yield FUSED_NORMS[module] + kind
+    if module == "self_attention.core":
+        inside = f"self_attention.core_attention.{kind}"
     if module.startswith("mlp.experts."):
         inside = inside.replace("mlp.experts.", "mlp.experts.experts.", 1)
     yield inside

@@ -20,6 +20,7 @@ from megatron.core.transformer.parameters import (
     mlp_linears,
     norm_metas,
     query_key_norm_metas,
+    sinks_metas,
 )
 
 DECLARED = {
@@ -176,6 +177,7 @@ def _self_attention(name: str, config: TransformerConfig, sequence_parallel: boo
     qkv, proj = attention_linears(name, config)
     yield from qkv.metas()
     yield from query_key_norm_metas(name, config, bias=config.normalization == "LayerNorm")
+    yield from sinks_metas(name, config)
     yield from proj.metas(sequence_parallel)
 
 
@@ -189,6 +191,7 @@ def _latent_attention(name: str, config: TransformerConfig, sequence_parallel: b
     for norm, width in linears.norms.items():
         yield from _norm(norm, width, config, sequence_partial(sequence_parallel))
     yield from linears.proj.metas(sequence_parallel)
+    yield from sinks_metas(name, config)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:
