@@ -21,6 +21,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a 
         "--bf16 --window-size 40 --recompute-granularity full --check-for-spiky-loss --log-straggler",
         "--fp16 --initial-loss-scale 4096",
         "--fp32",
+        "--bf16 --num-experts 4 --disable-bias-linear --moe-grouped-gemm",
+        "--bf16 --num-experts 4 --disable-bias-linear --moe-grouped-gemm --moe-expert-capacity-factor 1 "
+        "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64",
         "--bf16 --cuda-graph-impl local --cuda-graph-warmup-steps 1",
     ],
 )

@@ -18,7 +18,15 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.moe.dispatcher import DispatchOptions
-from megatron.core.moe.experts import Segments, add_each_product_, gemm_each, gemm_grouped, has_grouped_kernel
+from megatron.core.moe.experts import (
+    EACH,
+    GROUPED,
+    Segments,
+    add_each_product_,
+    gemm_each,
+    gemm_grouped,
+    has_grouped_kernel,
+)
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
@@ -33,6 +41,7 @@ from tests.gpt_cases import FP64, random_batch
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 
 S, B = 16, 3
+CPU = torch.device("cpu")
 SCALE = 1.7
 """Stands for seed x valid tokens / tokens of the batch."""
 
@@ -291,7 +300,7 @@ def test_capacity_goes_by_weight_and_then_by_place() -> None:
 def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
     segments = Segments.of_sizes((3, 0, 7, 1), torch.device("cpu"))
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(4, 24, 16, dtype=dtype)
-    assert has_grouped_kernel(dtype, 16, 24)
+    assert has_grouped_kernel(dtype, CPU, 16, 24)
     for matrices, rows in ((weight.transpose(1, 2), x), (weight, torch.randn(11, 24, dtype=dtype))):
         torch.testing.assert_close(gemm_grouped(rows, matrices, segments), gemm_each(rows, matrices, segments))
     nothing = Segments.of_sizes((0, 0, 0, 0), torch.device("cpu"))
@@ -299,9 +308,9 @@ def test_grouped_kernel_has_a_twin_of_equal_result(dtype: torch.dtype) -> None:
 
 
 def test_no_grouped_kernel_for_fp64_and_odd_rows() -> None:
-    assert not has_grouped_kernel(torch.float64, 64)
-    assert not has_grouped_kernel(torch.bfloat16, 64, 20)
-    assert has_grouped_kernel(torch.float32, 64, 20)
+    assert not has_grouped_kernel(torch.float64, CPU, 64)
+    assert not has_grouped_kernel(torch.bfloat16, CPU, 64, 20)
+    assert has_grouped_kernel(torch.float32, CPU, 64, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -310,7 +319,7 @@ def test_grouped_layer_equals_the_other(dtype: torch.dtype) -> None:
     results = []
     for grouped in (False, True):
         layer = build_layer(replace(MIXTRAL, moe_grouped_gemm=grouped), dtype=dtype)
-        assert layer.experts.linear_fc1.gemm is (gemm_grouped if grouped else gemm_each)
+        assert layer.experts.linear_fc1.products is (GROUPED if grouped else EACH)
         y = layer(x, context(B, SCALE))
         y.float().square().sum().backward()
         results.append([y, *(p.grad for p in layer.parameters() if p.requires_grad)])

@@ -7,6 +7,7 @@ width. A rank's output is a partial sum over expert tensor parallelism; the disp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.host_to_device import HostCopy, integers_on
+from megatron.core.kernels.availability import runs_triton
+from megatron.core.kernels.grouped_products import add_grouped_products_, clear_rows_behind_
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
@@ -72,10 +75,12 @@ class Segments:
         return (x[: sum(self.sizes)] if self.spare else x).split(tuple(self.sizes))
 
     def clear_spare_(self, x: Tensor) -> Tensor:
-        """Sets the spare rows of x [n, ...] to zero: kernels leave there what the memory held."""
-        if self.spare:
+        """Sets the spare rows of x [n, width] to zero: kernels leave there what the memory held."""
+        if self.spare and runs_triton(x):
+            clear_rows_behind_(x, self.ends)
+        elif self.spare:
             rows = torch.arange(x.shape[0], device=x.device)
-            x.masked_fill_((rows >= self.ends[-1]).view(-1, *[1] * (x.ndim - 1)), 0.0)
+            x.masked_fill_((rows >= self.ends[-1])[:, None], 0.0)
         return x
 
 
@@ -101,15 +106,45 @@ def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`."""
+    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`, by one
+    product for each."""
     for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
         if x_rows.shape[0]:
             add_product_(expert, dy_rows, x_rows)
 
 
-def has_grouped_kernel(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether torch's grouped GEMM takes matrices of these widths: their rows must be multiples of 16 bytes."""
-    return dtype != torch.float64 and all(width * dtype.itemsize % 16 == 0 for width in widths)
+def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+    """`add_each_product_` in one kernel, where there is one."""
+    if runs_triton(x):
+        add_grouped_products_(out, dy, x, segments.ends)
+    else:
+        add_each_product_(out, dy, x, segments)
+
+
+def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+    """Whether torch has a grouped GEMM of this dtype on the device, and for matrices of these widths: rows must be
+    multiples of 16 bytes. On other GPUs than these its function reads the numbers of rows and makes a product for each
+    expert, as `gemm_each` does."""
+    if device.type == "cuda":
+        kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    else:
+        kernel = dtype != torch.float64
+    return kernel and all(width * dtype.itemsize % 16 == 0 for width in widths)
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """The products of a grouped linear layer."""
+
+    gemm: GroupedGemm
+    add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]
+
+
+GROUPED = GroupedProducts(gemm_grouped, add_products_grouped_)
+"""In a kernel for all experts, which reads the numbers of rows on the device."""
+
+EACH = GroupedProducts(gemm_each, add_each_product_)
+"""One for each expert. The host cuts the rows into parts."""
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -117,22 +152,22 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, gemm: GroupedGemm, queue: WeightGradQueue
+        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, products: GroupedProducts, queue: WeightGradQueue
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.segments, ctx.gemm, ctx.queue = weight, segments, gemm, queue
-        return gemm(x, _matrices(weight).transpose(1, 2), segments)
+        ctx.weight, ctx.segments, ctx.products, ctx.queue = weight, segments, products, queue
+        return products.gemm(x, _matrices(weight).transpose(1, 2), segments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
-        weight, segments = ctx.weight, ctx.segments
+        weight, segments, products = ctx.weight, ctx.segments, ctx.products
         dy = dy.contiguous()
-        dx = ctx.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
+        dx = products.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
 
         def add_dw_(out: Tensor) -> None:
-            add_each_product_(_matrices(out), dy, x, segments)
+            products.add_weight_grad_(_matrices(out), dy, x, segments)
 
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
@@ -171,13 +206,13 @@ class _WeightedActivation(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in]."""
 
-    def __init__(self, meta: ParamMeta, ctx: TPContext, gemm: GroupedGemm) -> None:
+    def __init__(self, meta: ParamMeta, ctx: TPContext, products: GroupedProducts) -> None:
         super().__init__()
         self.weight = make_parameter(meta, ctx)
-        self.gemm, self.queue = gemm, ctx.queue
+        self.products, self.queue = products, ctx.queue
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        return GroupedLinearFunction.apply(x, self.weight, segments, self.gemm, self.queue)
+        return GroupedLinearFunction.apply(x, self.weight, segments, self.products, self.queue)
 
 
 class Experts(nn.Module):
@@ -186,9 +221,9 @@ class Experts(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         widths = config.hidden_size, config.moe_ffn_size // ctx.experts.expt_tp.size
-        self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, *widths)
-        gemm = gemm_grouped if self.grouped else gemm_each
-        self.linear_fc1, self.linear_fc2 = (GroupedLinear(meta, ctx, gemm) for meta in expert_metas(name, config))
+        self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
+        products = GROUPED if self.grouped else EACH
+        self.linear_fc1, self.linear_fc2 = (GroupedLinear(meta, ctx, products) for meta in expert_metas(name, config))
         self.activation = build_activation(f"{name}.activation", config, ctx)
         # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
         self.activation_parameters = (
