@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import Any
 
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.training.config.arguments import flat_values, save_config
@@ -32,7 +32,7 @@ class RunLog:
         self._runtime, self._train_iters, self._options = runtime, run.train_iters, config.logging
         self._hosts = gather(socket.gethostname(), runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []
-        self._bar: tqdm | None = None
+        self._bar: Any = None  # tqdm's
         if not runtime.is_main:
             return
         save = config.checkpoint.save
@@ -43,7 +43,9 @@ class RunLog:
         for sink in self._sinks:
             resources.callback(sink.close)
             runtime.watchdog.failures.at_exit.append(sink.close)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
             self._bar = tqdm(total=run.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
             resources.callback(self._bar.close)
 

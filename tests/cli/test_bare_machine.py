@@ -1,0 +1,32 @@
+"""Training needs torch and numpy alone, as on a machine with a GPU where nothing can be installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[2]
+MISSING = (
+    *("tqdm", "yaml", "sentencepiece", "tensorboard", "tokenizers", "safetensors", "zstandard", "matplotlib"),
+    *("transformers", "hypothesis", "pytest", "wandb"),
+)
+PROGRAM = f"""
+import sys
+sys.modules.update(dict.fromkeys({MISSING}))  # an import of None is one of a module that is not there
+from pretrain_gpt import main
+sys.exit(main(sys.argv[1:]))
+"""
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --mock-data --cpu "
+    "--train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
+)
+
+
+def test_torch_and_numpy_are_enough() -> None:
+    command = [sys.executable, "-c", PROGRAM, *FLAGS.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert "lm loss: " in done.stdout
