@@ -1,0 +1,187 @@
+#!/usr/bin/env bash
+# The first hour with a GPU, in parts of less than ten minutes each: tests, parts of a step one by one, models, and one
+# page of tables beside what was predicted.
+#
+#   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
+#                                                     the tests need, for a machine where nothing can be installed
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | llama | models | headline | page
+#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another
+#   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in about a minute
+#
+# FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part and page.md. A command that fails or
+# takes too long is named at the end, and the others go on. PYTHON is the interpreter, by default python3. PREDICTED is
+# a JSON file of predicted figures for the page (tools/bench/gpu_page.py).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# shellcheck source=scripts/env.sh
+source scripts/env.sh
+
+PARTS=(parts tests llama models headline)
+WHEELS=.wheels
+PYTHON="${PYTHON:-python3}"
+OUT="${OUT:-runs/gpu}"
+part="" cpu="" tiny="" failed=()
+positional=()
+for argument in "$@"; do
+    case "$argument" in
+    --cpu) cpu=--cpu ;;
+    --tiny) tiny=yes ;;
+    -*)
+        echo "unknown argument $argument; there are --cpu and --tiny" >&2
+        exit 2
+        ;;
+    *) positional+=("$argument") ;;
+    esac
+done
+part="${positional[0]:-}"
+OUT="${positional[1]:-$OUT}"
+if [[ " ${PARTS[*]} wheels page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
+    echo "usage: bash scripts/gpu_first_hour.sh wheels|$(
+        IFS="|"
+        echo "${PARTS[*]}"
+    )|page|all [FOLDER] [--cpu --tiny]" >&2
+    exit 2
+fi
+if [[ -n "$cpu" && -z "$tiny" ]]; then
+    echo "--cpu is for trials: add --tiny" >&2
+    exit 2
+fi
+
+# Runs a command for at most so many seconds; its output goes to the screen and to the log of the part.
+limited() {
+    local seconds="$1"
+    shift
+    show "$@" | tee -a "$OUT/$current.log"
+    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$OUT/$current.log"
+    local code=${PIPESTATUS[0]}
+    if ((code != 0)); then
+        failed+=("$current: code $code of $*")
+    fi
+}
+
+# gpu.py with a file for its figures. With --tiny, the tiny model and few steps whatever is asked for.
+measure() {
+    local seconds="$1" file="$2"
+    shift 2
+    if [[ -n "$tiny" ]]; then
+        local flags=(--config tiny --steps 1 --rounds 1 --warm-up 1) word
+        while (($#)); do
+            word="$1"
+            shift
+            case "$word" in
+            --precision | --compare | --fp8-recipe)
+                flags+=("$word" "$1")
+                shift
+                ;;
+            --config | --layers | --flags | --memory-share | --steps | --rounds | --warm-up) shift ;;
+            *) flags+=("$word") ;; # --compare=--no-compile
+            esac
+        done
+        set -- "${flags[@]}"
+    fi
+    limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file"
+}
+
+parts() {
+    if [[ -z "$tiny" ]]; then
+        limited 30 "$PYTHON" -m pip list
+        limited 10 nvidia-smi
+        measure 110 tiny.json --config tiny --rounds 2
+        limited 420 "$PYTHON" tools/bench/micro.py --seconds 360 --json "$OUT/micro.json"
+    else
+        measure 110 tiny.json --config tiny
+        limited 420 "$PYTHON" tools/bench/micro.py --config tiny ${cpu:+"$cpu"} --calls 1 --rounds 1 \
+            --json "$OUT/micro.json"
+    fi
+}
+
+tests() {
+    local files=(tests/gpu) workers=() experts
+    if "$PYTHON" -c "import xdist" 2>"$OUT/missing.txt"; then
+        workers=(-n "${WORKERS:-8}")
+    fi
+    rm -f "$OUT/missing.txt"
+    if [[ -n "$tiny" ]]; then
+        files=(tests/gpu/test_flash_tiles.py) workers=()
+    fi
+    limited 470 "$PYTHON" -m pytest "${files[@]}" "${workers[@]}" --tb=short -p no:cacheprovider
+    cp "$OUT/$current.log" "$OUT/tests.txt"
+    experts="--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --bf16
+        --micro-batch-size 4 --num-experts 8 --moe-router-topk 2"
+    if [[ -n "$tiny" ]]; then
+        experts="--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64
+            --num-experts 4 --moe-router-topk 2"
+    fi
+    # shellcheck disable=SC2086
+    limited 100 "$PYTHON" pretrain_gpt.py $experts --global-batch-size 8 --disable-bias-linear --swiglu --mock-data \
+        --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 5 --eval-iters 0 --log-interval 1 \
+        --num-workers 0 ${cpu:+"$cpu"}
+}
+
+# Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.
+llama() {
+    local layers=(--config llama-8b-layers --layers 8 --steps 1 --rounds 5 --warm-up 3)
+    measure 280 llama-bf16.json "${layers[@]}"
+    measure 290 llama-fp8.json "${layers[@]}" --precision fp8
+}
+
+models() {
+    local graphs="--cuda-graph-impl local"
+    if [[ -n "$cpu" ]]; then
+        graphs="--recompute-granularity full" # a CPU records nothing
+    fi
+    measure 160 gpt-bf16.json --config gpt-1.3b --steps 2 --rounds 3
+    measure 170 gpt-graphs.json --config gpt-1.3b --steps 2 --rounds 3 --compare "$graphs"
+    # Contestants share the memory: few layers, and a small vocabulary.
+    measure 240 recipes.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
+        --precision fp8 --compare "--fp8-recipe tensorwise" --compare "--fp8-recipe rowwise" \
+        --compare "--fp8-recipe blockwise"
+}
+
+# As many layers as fit. The part before shows the peak beside the plan: SHARE is the part of the memory to plan with.
+headline() {
+    local most=(--config llama-8b-layers --memory-share "${SHARE:-0.9}" --steps 1 --rounds 5 --warm-up 3)
+    measure 210 headline-bf16.json "${most[@]}"
+    measure 220 headline-fp8.json "${most[@]}" --precision fp8
+    measure 140 compile.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
+        --compare=--no-compile
+}
+
+page() {
+    limited 60 "$PYTHON" tools/bench/gpu_page.py "$OUT" ${PREDICTED:+--predicted "$PREDICTED"}
+}
+
+if [[ "$part" == wheels ]]; then
+    # Pure Python, or built for Python 3.12 on x86-64, whatever this machine is.
+    rm -rf "$WHEELS"
+    run "$PYTHON" -m pip install --quiet --target "$WHEELS" --no-compile --no-deps --only-binary=:all: \
+        --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
+        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+        pytest pluggy iniconfig packaging pygments pytest-timeout pytest-xdist execnet hypothesis sortedcontainers tqdm \
+        PyYAML || exit
+    du -sm "$WHEELS" | sed 's/\t/ MiB in /'
+    exit 0
+fi
+
+mkdir -p "$OUT"
+if [[ -d "$WHEELS" ]]; then
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/$WHEELS"
+fi
+export PYTHONUNBUFFERED=1
+todo=("$part")
+if [[ "$part" == all ]]; then
+    todo=("${PARTS[@]}")
+fi
+for current in "${todo[@]}"; do
+    : >"$OUT/$current.log"
+    if [[ "$current" != page ]]; then
+        "$current"
+    fi
+done
+current=page
+page
+rm -f "$OUT/page.log"
+if ((${#failed[@]})); then
+    printf 'failed: %s\n' "${failed[@]}"
+    exit 1
+fi

@@ -1,0 +1,255 @@
+"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE]`.
+
+Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, and the output of pytest in
+tests.txt, and writes FOLDER/page.md. What is missing is named, not an error. `--predicted` is a JSON file of rows with
+`config` and `precision`, `tokens_per_second` or `tflops`, and `groups`, each with `name` and `microseconds`: its
+figures stand beside the measured ones of the same configuration and precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+EXPECTED = {
+    "micro.json": "parts one by one",
+    "tiny.json": "a tiny model",
+    "tests.txt": "tests/gpu",
+    "llama-bf16.json": "layers of Llama 3.1 8B in bf16",
+    "llama-fp8.json": "layers of Llama 3.1 8B in fp8",
+    "gpt-bf16.json": "GPT of 1.3B parameters in bf16",
+    "gpt-graphs.json": "the same with recorded CUDA graphs",
+    "recipes.json": "fp8 recipes compared",
+    "compile.json": "compiled regions beside plain ones",
+    "headline-bf16.json": "as many layers as fit, bf16",
+    "headline-fp8.json": "as many layers as fit, fp8",
+}
+"""What scripts/gpu_first_hour.sh writes."""
+
+
+@dataclass
+class Found:
+    """The contents of a folder."""
+
+    machine: Figures = field(default_factory=dict)
+    runs: list[tuple[str, Figures]] = field(default_factory=list)
+    """Models that were measured, by file."""
+
+    compared: list[tuple[str, Sequence[Figures]]] = field(default_factory=list)
+    parts: list[Figures] = field(default_factory=list)
+    tests: str | None = None
+    unreadable: list[str] = field(default_factory=list)
+
+
+def read_folder(folder: Path) -> Found:
+    found = Found()
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text())
+            rows = document["rows"]
+            found.machine = found.machine or document["machine"]
+            for row in rows:
+                if "milliseconds" in row:
+                    found.parts.append(row)
+                elif "layers" in row:
+                    found.runs.append((path.name, row))
+            if any("variant" in row for row in rows):
+                found.compared.append((path.name, rows))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.unreadable.append(f"{path.name}: {type(error).__name__}: {error}")
+    tests = folder / "tests.txt"
+    found.tests = tests.read_text(errors="replace") if tests.is_file() else None
+    return found
+
+
+def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> Iterator[str]:
+    """The lines of the page."""
+    machine = found.machine
+    yield "# Figures of a GPU"
+    yield ""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
+    facts = (
+        machine.get("gpu"),
+        machine.get("cpu"),
+        machine.get("system"),
+        f"Python {machine.get('python')}, {versions}",
+    )
+    yield "; ".join(str(fact) for fact in facts if fact) if machine else "No figures."
+    yield from _runs(found, predicted)
+    for file, row in found.runs:
+        yield from _groups(file, row, predicted)
+    yield from _compared(found)
+    yield from _parts(found)
+    yield from _tests(found)
+    if missing or found.unreadable:
+        yield ""
+        yield "## Missing"
+        yield ""
+        yield from (f"- {line}" for line in (*missing, *found.unreadable))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield ""
+    yield f"| {' | '.join(head)} |"
+    yield f"| {' | '.join('---' for _ in head)} |"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
+    if not found.runs:
+        return
+    yield ""
+    yield "## Training"
+    yield ""
+    yield "TFLOP/s and MFU count causal attention. Memory in GiB; the plan is that of the dry run."
+    head = [
+        "file",
+        "model",
+        "layers",
+        "batch",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "of the products",
+        "plan",
+        "peak",
+        "peak/plan",
+    ]
+    rows = []
+    for file, row in found.runs:
+        planned, peak = sum(row["planned"]), row.get("allocated")
+        cells = [
+            file,
+            f"{row['config']} {row['precision']}",
+            str(row["layers"]),
+            f"{row['micro_batches']} x {row['micro_batch_size']}",
+            _spread(row["tokens_per_second"], ",.0f"),
+            f"{row['tflops']:.1f}",
+            "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['of_products']:.1%}",
+            _gib(planned),
+            "" if peak is None else _gib(peak),
+            "" if peak is None else f"{peak / planned:.3f}",
+        ]
+        if predicted:
+            guess = _prediction(row, predicted)
+            expected = guess.get("tflops")
+            cells.append("" if expected is None else f"{expected:.1f} ({row['tflops'] / expected:.2f} x)")
+        rows.append(cells)
+    yield from _table([*head, "predicted TFLOP/s"] if predicted else head, rows)
+
+
+def _prediction(row: Figures, predicted: Sequence[Figures]) -> Figures:
+    key = row["config"], row["precision"]
+    return next((other for other in predicted if (other.get("config"), other.get("precision")) == key), {})
+
+
+def _groups(file: str, row: Figures, predicted: Sequence[Figures]) -> Iterator[str]:
+    groups = row.get("groups", ())
+    if not groups:
+        return
+    guess = {group["name"]: group["microseconds"] for group in _prediction(row, predicted).get("groups", ())}
+    yield ""
+    yield f"## Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({file})"
+    head, rows = ["group", "ms", "share", "kernels", "longest"], []
+    for group in groups:
+        longest = "; ".join(name[:60].replace("|", "/") for name in group["longest"])
+        cells = [
+            group["name"],
+            f"{group['microseconds'] / 1e3:.2f}",
+            f"{group['share']:.1%}",
+            str(group["count"]),
+            longest,
+        ]
+        if guess:
+            expected = guess.pop(group["name"], None)
+            cells.insert(2, "" if expected is None else f"{expected / 1e3:.2f}")
+        rows.append(cells)
+    rows += [[name, "", f"{expected / 1e3:.2f}", "", "", ""] for name, expected in guess.items()]
+    has_guess = any(len(cells) > len(head) for cells in rows)
+    yield from _table([*head[:2], "predicted ms", *head[2:]] if has_guess else head, rows)
+
+
+def _compared(found: Found) -> Iterator[str]:
+    for file, rows in found.compared:
+        yield ""
+        yield f"## Compared in turns ({file})"
+        base = next((row["tokens_per_second"]["median"] for row in rows if "tokens_per_second" in row), None)
+        cells = []
+        for row in rows:
+            if "failed" in row:
+                cells.append([row["variant"], f"failed: {row['failed']}".replace("|", "/"), ""])
+            else:
+                ratio = row["tokens_per_second"]["median"] / base if base else 0
+                cells.append([row["variant"], _spread(row["tokens_per_second"], ",.0f"), f"{ratio:.3f}"])
+        yield from _table(["flags", "tokens/s", "ratio"], cells)
+
+
+def _parts(found: Found) -> Iterator[str]:
+    if not found.parts:
+        return
+    yield ""
+    yield "## Parts one by one"
+    rows = []
+    for row in found.parts:
+        if row["milliseconds"] is None:
+            rows.append([row["group"], row["name"], f"failed: {row['failed']}".replace("|", "/"), "", ""])
+            continue
+        seconds = row["milliseconds"]["median"] / 1e3
+        rate = f"{row['tflop'] / seconds:,.1f}" if row["tflop"] else ""
+        bandwidth = f"{row['gigabytes'] / seconds:,.0f}" if row["gigabytes"] else ""
+        rows.append([row["group"], row["name"], _spread(row["milliseconds"], ",.3f"), rate, bandwidth])
+    yield from _table(["group", "part", "ms", "TFLOP/s", "GB/s"], rows)
+
+
+def _tests(found: Found) -> Iterator[str]:
+    if found.tests is None:
+        return
+    lines = found.tests.splitlines()
+    yield ""
+    yield "## Tests"
+    yield ""
+    ends = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|failed|skipped|error)", line)]
+    yield ends[-1] if ends else "The tests did not end."
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if failed:
+        yield ""
+        yield from (f"- {line[:300]}" for line in failed)
+
+
+def _spread(spread: Figures, spec: str) -> str:
+    return f"{spread['median']:{spec}} ({spread['low']:{spec}} to {spread['high']:{spec}})"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--predicted", type=Path, help="a JSON file of predicted figures")
+    args = parser.parse_args(argv)
+    missing = [f"{name}: {what}" for name, what in EXPECTED.items() if not (args.folder / name).is_file()]
+    predicted: Sequence[Figures] = ()
+    if args.predicted is not None:
+        try:
+            predicted = json.loads(args.predicted.read_text())["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            missing.append(f"{args.predicted}: predicted figures ({type(error).__name__}: {error})")
+    text = "\n".join(page(read_folder(args.folder), predicted, missing)) + "\n"
+    (args.folder / "page.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

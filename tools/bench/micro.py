@@ -1,0 +1,428 @@
+"""Parts of a training step one by one on one GPU: matrix products, attention kernels, fp8 casts, regions, memory.
+
+    python tools/bench/micro.py --config llama-8b-layers --json micro.json
+    python tools/bench/micro.py --config tiny --cpu          # the whole of it in a few seconds, without a GPU
+
+Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median of rounds of calls:
+milliseconds of one call, TFLOP/s where it multiplies, GB/s by the bytes that it must read and write at least. A row
+that fails keeps its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.training.config.run_config import RunConfig
+from tools.bench.ceilings import products, wait_for
+from tools.bench.gpu import PRECISIONS, SHAPES, config_of
+from tools.bench.side_by_side import Spread, machine, positive, say_machine, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`make(config, device)` returns the call that is timed."""
+
+    group: str
+    name: str
+    make: Callable[[RunConfig, Any], Call]
+    tflop: float = 0.0
+    gigabytes: float = 0.0
+    """Read and written at least."""
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    name: str
+    milliseconds: Spread | None
+    tflop: float
+    gigabytes: float
+    failed: str | None = None
+
+    @property
+    def rate(self) -> str:
+        """TFLOP/s or else GB/s of the median."""
+        if self.milliseconds is None:
+            return ""
+        seconds = self.milliseconds.median / 1e3
+        return f"{self.tflop / seconds:,.1f} TFLOP/s" if self.tflop else f"{self.gigabytes / seconds:,.0f} GB/s"
+
+
+def random(device: Any, *shape: int, dtype: str = "bfloat16") -> Tensor:
+    import torch
+
+    return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def parts_of(config: RunConfig) -> Iterator[Part]:
+    yield from gemms(config)
+    yield from attention(config)
+    yield from casts(config)
+    yield from regions(config)
+    yield from memory(config)
+
+
+# Matrix products
+
+
+def gemms(config: RunConfig) -> Iterator[Part]:
+    """Forward, and the weight gradient as a bf16 product and as a sum in fp32; in fp8 with either accumulation."""
+    for name, (rows, out, size_in) in products(config).items():
+        work, size = 2e-12 * rows * out * size_in, (rows, out, size_in)
+        weights = 1e-9 * out * size_in
+        operands = 2e-9 * (rows * out + rows * size_in) + 2 * weights
+        yield Part("GEMM bf16", f"{name} forward", product(*size), work, operands)
+        yield Part("GEMM bf16", f"{name} weight gradient, bf16", weight_product(*size, "bfloat16"), work, operands)
+        into = weight_product(*size, "float32")
+        yield Part("GEMM bf16", f"{name} weight gradient += fp32", into, work, operands + 6 * weights)
+        for fast in (False, True):
+            kind = "fast" if fast else "exact"
+            yield Part("GEMM fp8", f"{name} forward, {kind}", product_in_fp8(*size, fast, "bfloat16"), work, operands)
+        to_fp32 = product_in_fp8(out, size_in, rows, False, "float32")
+        yield Part("GEMM fp8", f"{name} weight gradient, exact to fp32", to_fp32, work, operands + 2 * weights)
+
+
+def product(rows: int, out: int, size_in: int) -> Callable[[RunConfig, Any], Call]:
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        x, weight, y = random(device, rows, size_in), random(device, out, size_in), random(device, rows, out)
+        return lambda: torch.mm(x, weight.t(), out=y)
+
+    return make
+
+
+def weight_product(rows: int, out: int, size_in: int, dtype: str) -> Callable[[RunConfig, Any], Call]:
+    """As training does it: `add_product_`."""
+
+    def make(config: RunConfig, device: Any) -> Call:
+        from megatron.core.tensor_parallel.weight_grad import add_product_
+
+        x, dy, total = (
+            random(device, rows, size_in),
+            random(device, rows, out),
+            random(device, out, size_in, dtype=dtype),
+        )
+        return lambda: add_product_(total, dy, x)
+
+    return make
+
+
+def product_in_fp8(rows: int, out: int, size_in: int, fast: bool, dtype: str) -> Callable[[RunConfig, Any], Call]:
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        one = torch.ones((), device=device)
+        a, b = (random(device, n, size_in).to(torch.float8_e4m3fn) for n in (rows, out))
+        to = getattr(torch, dtype)
+        return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=to, use_fast_accum=fast)
+
+    return make
+
+
+# Attention
+
+
+def attention(config: RunConfig) -> Iterator[Part]:
+    """Forward and backward by each kernel: of whole samples, by the tiles of context parallelism, and as documents
+    (--reset-attention-mask), each sample one. TFLOP of the causal half, three and a half times the forward's."""
+    model = config.model
+    pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
+    work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
+    for name in ("flash", "flash3", "cudnn"):
+        yield Part("attention", f"{name}, whole samples", attention_call(name), work)
+    for name in ("flash", "flash3", "cudnn"):
+        # The queries of one of two ranks are half of the work.
+        yield Part("attention", f"{name}, tiles of one of two ranks", attention_call(name, ranks=2), work / 2)
+    for name in ("flash", "flash3"):
+        yield Part("attention", f"{name}, as documents", attention_call(name, documents=True), work)
+
+
+def attention_call(name: str, ranks: int = 1, documents: bool = False) -> Callable[[RunConfig, Any], Call]:
+    def make(config: RunConfig, device: Any) -> Call:
+        from megatron.core.attention.backend_choice import attention_run
+        from megatron.core.attention.partition import rank_spans
+        from megatron.training.setup import attention_shape
+
+        shape = attention_shape(config)
+        assert shape is not None
+        # On CPU plain torch stands in for the kernels of GPUs.
+        backend = name if device.type == "cuda" else "unfused"
+        queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
+        tiles = ranks > 1 or documents
+        return attention_run(replace(shape, tiles=tiles, documents=documents, queries=queries), device, backend)
+
+    return make
+
+
+# fp8
+
+
+def casts(config: RunConfig) -> Iterator[Part]:
+    """What the recipes add to the products: fc1 of a layer, its weight being cast already."""
+    from megatron.core.fp8.build import RECIPES
+
+    rows, out, size_in = products(config)["fc1"]
+    x, dy, dw = (1e-9 * elements for elements in (rows * size_in, rows * out, out * size_in))
+    work = 2e-12 * rows * out * size_in
+    for recipe in RECIPES:
+        for what, tflop, gigabytes in (
+            ("cast of the input", 0.0, 4 * x),
+            ("cast of the gradient", 0.0, 4 * dy),
+            ("input gradient", work, dy + dw + 2 * x),
+            ("weight gradient += fp32", work, dy + x + 8 * dw),
+        ):
+            yield Part("fp8", f"{recipe}, {what}", in_recipe(recipe, what), tflop, gigabytes)
+
+
+def in_recipe(recipe: str, what: str) -> Callable[[RunConfig, Any], Call]:
+    """One of the calls that a linear layer makes, as it makes them."""
+
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        from megatron.core.config.precision import PrecisionConfig
+        from megatron.core.fp8.build import build_gemms
+        from megatron.core.fp8.recipes import Fp8Context, WeightCasts
+        from megatron.core.parallel_state import Axis
+        from megatron.core.tensor_parallel.linear_gemms import Cuts
+
+        rows, out, size_in = products(config)["fc1"]
+        casts = WeightCasts()
+        fp8 = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
+        gemms = build_gemms("linear", fp8, Axis(), Cuts(), device, config.parallel.compiles(device.type))
+        x, dy = random(device, rows, 1, size_in), random(device, rows, 1, out)
+        weight, total = random(device, out, size_in), torch.zeros(out, size_in, device=device)
+        of_x, of_dy = gemms.cast_input(x, True), gemms.cast_grad(dy, True)
+        calls: dict[str, Call] = {
+            "cast of the input": lambda: gemms.cast_input(x, True),
+            "cast of the gradient": lambda: gemms.cast_grad(dy, True),
+            "input gradient": lambda: gemms.input_grad(of_dy[0], weight),
+            "weight gradient += fp32": lambda: gemms.add_weight_grad_(total, of_dy[1], of_x[1]),
+        }
+
+        keeping = casts.kept()
+        keeping.__enter__()  # weights are cast once, for as long as the call lives
+
+        def call() -> object:
+            assert casts.keeps, keeping
+            with torch.no_grad():
+                return calls[what]()
+
+        return call
+
+    return make
+
+
+# Modules of a layer and the loss, forward and backward, compiled as in training
+
+
+def regions(config: RunConfig) -> Iterator[Part]:
+    model = config.model
+    rows = config.training.micro_batch_size * model.seq_length
+    hidden = 2e-9 * rows * model.hidden_size
+    inner = 2e-9 * rows * model.ffn_size
+    yield Part("regions", "norm", of_module("norm"), gigabytes=5 * hidden)
+    yield Part("regions", "activation", of_module("activation"), gigabytes=(3 + 5) * inner)
+    yield Part(
+        "regions",
+        "rotary",
+        rotary,
+        gigabytes=4e-9 * 2 * rows * (model.query_projection_size + model.kv_projection_size),
+    )
+    yield Part("regions", "loss", loss, gigabytes=3 * 2e-9 * rows * model.padded_vocab_size)
+    yield Part("regions", "layer", of_module("layer"), tflop=layer_tflop(config))
+
+
+def layer_tflop(config: RunConfig) -> float:
+    """Of the forward and backward of one layer: its products and causal attention."""
+    model = config.model
+    pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
+    of_products = sum(6e-12 * rows * out * i for name, (rows, out, i) in products(config).items() if name != "head")
+    return of_products + 3e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
+
+
+def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        from megatron.core.batch import Batch
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        model, samples = config.model, config.training.micro_batch_size
+        stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
+        for parameter in stage.train().parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        layer: Any = stage.decoder.layers[0]
+        batch = Batch.of_tokens(torch.zeros(samples, model.seq_length, dtype=torch.int64, device=device))
+        width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
+        run: Callable[[Tensor], Tensor] = {
+            "norm": layer.input_layernorm,
+            "activation": layer.mlp.activation,
+            "layer": lambda x: stage(x, batch),
+        }[kind]
+        return forward_and_backward(run, random(device, model.seq_length, samples, width))
+
+    return make
+
+
+def rotary(config: RunConfig, device: Any) -> Call:
+    import torch
+
+    from megatron.core.compiled_regions import region
+    from megatron.core.transformer.rotary import rotate_queries_and_keys
+
+    model = config.model
+    turn = region(rotate_queries_and_keys, config.parallel.compiles(device.type))
+    size = model.seq_length, config.training.micro_batch_size
+    angles = torch.randn(size[0], 1, 1, model.head_dim // 2, device=device)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    heads = model.num_attention_heads + model.query_groups
+    split = (model.num_attention_heads, model.query_groups)
+
+    def both(x: Tensor) -> Tensor:
+        return torch.cat(turn(*x.split(split, 2), cos, sin), 2)
+
+    return forward_and_backward(both, random(device, *size, heads, model.head_dim))
+
+
+def loss(config: RunConfig, device: Any) -> Call:
+    import torch
+
+    from megatron.core.parallel_state import Axis
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    model, compiled = config.model, config.parallel.compiles(device.type)
+    size = model.seq_length, config.training.micro_batch_size
+    labels = torch.randint(model.padded_vocab_size, size, device=device)
+
+    def of_logits(logits: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits * 1, labels, Axis(), model.padded_vocab_size, compiled).sum()
+
+    return forward_and_backward(of_logits, random(device, *size, model.padded_vocab_size))
+
+
+def forward_and_backward(function: Callable[[Any], Any], x: Tensor) -> Call:
+    import torch
+
+    x = x.detach().requires_grad_()
+    grad: list[Tensor] = []
+
+    def call() -> object:
+        y = function(x)
+        if not grad:
+            grad.append(torch.ones_like(y))
+        return torch.autograd.backward(y, grad[0], inputs=None)
+
+    return call
+
+
+# Memory
+
+
+def memory(config: RunConfig) -> Iterator[Part]:
+    sizes = (2**30, 2**26) if config.model.hidden_size > 64 else (2**20,)
+    for size in sizes:
+        name = f"{size / 2**20:.0f} MiB"
+        yield Part("memory", f"copy of {name}", copied(size), gigabytes=2e-9 * size)
+        yield Part("memory", f"copy of {name} from the host", copied(size, from_host=True), gigabytes=1e-9 * size)
+
+
+def copied(size: int, from_host: bool = False) -> Callable[[RunConfig, Any], Call]:
+    """`from_host`: out of pinned memory."""
+
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        target = torch.empty(size, dtype=torch.uint8, device=device)
+        source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
+        return lambda: target.copy_(source, non_blocking=True)
+
+    return make
+
+
+# Timing
+
+
+def timed(part: Part, config: RunConfig, device: Any, calls: int, rounds: int) -> Row:
+    """The row of a part; what goes wrong in it is its last line."""
+    import torch
+
+    try:
+        call = part.make(config, device)
+        for _ in range(2):
+            call()
+        wait_for(device)
+        found = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            wait_for(device)
+            found.append(1e3 * (time.perf_counter() - start) / calls)
+        return Row(part.group, part.name, Spread.of(found), part.tflop, part.gigabytes)
+    except Exception as error:
+        return Row(part.group, part.name, None, part.tflop, part.gigabytes, f"{type(error).__name__}: {error}"[:300])
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=SHAPES, default="llama-8b-layers")
+    parser.add_argument("--cpu", action="store_true", help="a trial without a GPU, with --config tiny")
+    parser.add_argument("--calls", type=positive, default=10, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--only", nargs="+", help="groups of parts")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    args = parser.parse_args(argv)
+    if args.cpu and args.config != "tiny":
+        parser.error("--cpu is for --config tiny: the others need a GPU")
+    from megatron.training.reliability.launch import choose_allocators
+
+    choose_allocators(os.environ)
+    import torch
+
+    if not args.cpu and not torch.cuda.is_available():
+        parser.error("there is no GPU; --cpu --config tiny tries everything without one")
+    device = torch.device("cpu" if args.cpu else "cuda")
+    shape = SHAPES[args.config]
+    config = config_of(shape, 1, 1, PRECISIONS["bf16"] + (" --cpu" if args.cpu else ""))
+    facts = machine("triton") | {"gpu": None if args.cpu else torch.cuda.get_device_name(device), "config": args.config}
+    say_machine(facts)
+    rows: list[Row] = []
+    began = time.perf_counter()
+    for part in parts_of(config):
+        if args.only and part.group not in args.only:
+            continue
+        if time.perf_counter() - began > args.seconds:
+            rows.append(Row(part.group, part.name, None, part.tflop, part.gigabytes, "no time was left"))
+            continue
+        row = timed(part, config, device, args.calls, args.rounds)
+        rows.append(row)
+        took = row.failed if row.milliseconds is None else f"{row.milliseconds:.3f} ms  {row.rate}"
+        print(f"{row.group:<10} {row.name:<46} {took}", flush=True)
+    write_json(args.json, facts, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
