@@ -127,7 +127,7 @@ OPERATIONS = {
 """Groups of operations that autograd calls."""
 
 REGIONS = {
-    "transpos": "fp8 transposes",
+    "transposed": "fp8 transposes",
     "fp8": "fp8 casts",
     "quantiz": "fp8 casts",
     "cast": "fp8 casts",

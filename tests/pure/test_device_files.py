@@ -1,0 +1,73 @@
+"""Device files: every one can be read, and what it predicts follows from its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.planner.device_file import FOLDER, DeviceFile, device_names, read_device
+from megatron.training.metrics.mfu import PEAK_TFLOPS_16BIT, PEAK_TFLOPS_FP8
+
+
+@pytest.fixture
+def h100() -> DeviceFile:
+    return read_device("h100")
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_peaks_are_those_that_mfu_is_computed_with(name: str) -> None:
+    device = read_device(name)
+    assert device.peak_tflops["bf16"] == PEAK_TFLOPS_16BIT[name.upper()]
+    assert device.peak_tflops.get("fp8") == PEAK_TFLOPS_FP8.get(name.upper())
+    assert set(device.peak_tflops) <= set(device.gemm)
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "tflops"), [("bf16", 8192, 798), ("fp8", 8192, 1290), ("fp8", 16384, 1377)]
+)
+def test_the_gemms_it_was_fitted_to(h100: DeviceFile, precision: str, size: int, tflops: float) -> None:
+    us = h100.gemm_us(precision, size, size, size)
+    assert 2 * size**3 / us / 1e6 == pytest.approx(tflops, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length", "tflops"), [("cudnn", 2048, 484), ("cudnn", 8192, 529), ("flash", 4096, 319)]
+)
+def test_the_attention_it_was_fitted_to(h100: DeviceFile, kernel: str, length: int, tflops: float) -> None:
+    flops = 1e12
+    us = h100.attention_us(kernel, 128, flops, length, backward=False)
+    assert flops / us / 1e6 == pytest.approx(tflops, rel=0.02)
+
+
+def test_gemms_lose_by_short_inner_dimensions_and_last_waves(h100: DeviceFile) -> None:
+    def rate(m: int, n: int, k: int) -> float:
+        return 2 * m * n * k / h100.gemm_us("bf16", m, n, k)
+
+    assert rate(8192, 8192, 512) < rate(8192, 8192, 8192)
+    whole = 128 * 132  # rows of one wave of tiles
+    assert rate(whole + 128, 256, 8192) < 0.7 * rate(whole, 256, 8192)
+    assert h100.gemm_us("bf16", 16, 16, 16) == h100.kernel_floor_us
+    assert h100.gemm_us("bf16", 256, 512, 4096, 64) < 64 * h100.gemm_us("bf16", 256, 512, 4096)
+
+
+def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
+    assert h100.memory_us(2.95e9) == pytest.approx(1000)
+    assert h100.memory_us(1) == h100.kernel_floor_us
+    assert replace(h100, copy_tb_per_second=5.9).memory_us(2.95e9) == pytest.approx(500)
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> None:
+    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, h100, h200"):
+        read_device("h1000")
+    text = (FOLDER / "h100.yaml").read_text()
+    own = tmp_path / "own.yaml"
+    own.write_text(text.replace("multiprocessors: 132", "processors: 132"))
+    with pytest.raises(ValueError, match=r"own.yaml: multiprocessors is missing"):
+        read_device(str(own))
+    own.write_text(text + "clock: 1\n")
+    with pytest.raises(ValueError, match=r"own.yaml: clock is not one of attention, "):
+        read_device(str(own))
+    with pytest.raises(ValueError, match="no speed of flash4 attention; known are cudnn, flash, flash3"):
+        h100.attention_us("flash4", 128, 1e12, 4096, backward=False)
