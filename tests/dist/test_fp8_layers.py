@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from megatron.core import collectives as mappings
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.delayed_scaling import DelayedScaling
+from megatron.core.fp8.grouped import Fp8GroupedGemms
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_
+from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from tests.harness import run_world, tp_context
 
@@ -101,3 +104,39 @@ def test_ranks_cast_parts_as_one_casts_the_whole(recipe: str, sp: bool) -> None:
             assert error < 1e-5, f"{name}: {error}"
             if recipe == "delayed" and "history" in name and "fc1" in name:
                 assert torch.equal(found[name][:2], value[:2]), "of inputs and weights"
+
+
+def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
+    """Products of experts whose width is sharded over the ranks, whole: a gated layer and the one behind it."""
+    expt_tp = initialize_model_parallel(size).tp
+    fp8 = build_fp8(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), 1, WeightCasts())
+    assert fp8 is not None
+    generator, inner = torch.Generator().manual_seed(3), 256
+    x, dy, fc1, fc2 = (
+        torch.randn(shape, generator=generator) for shape in ((20, H), (20, H), (3, 2, inner, H), (3, H, inner))
+    )
+    fc1, fc2 = (mappings.local_slice(weight, expt_tp, 2).contiguous() for weight in (fc1, fc2))
+    cut, segments = size > 1, Segments.of_sizes([9, 0, 11], torch.device("cpu"))
+    one, two = (
+        Fp8GroupedGemms(fp8, expt_tp, cuts, torch.device("cpu"), False, add_each_product_)
+        for cuts in (Cuts(outputs=cut), Cuts(inputs=cut))
+    )
+    hidden = one.forward(x, fc1, segments)
+    gate, up = hidden.unflatten(-1, (2, -1)).unbind(-2)
+    d_up = two.input_grad(dy, fc2, segments)
+    parts = {"y": two.forward(gate.tanh() * up, fc2, segments)}
+    parts["dx"] = one.input_grad(torch.cat((d_up * up, d_up * gate), -1), fc1, segments)
+    return {
+        **{name: mappings.all_reduce_(part, expt_tp) for name, part in parts.items()},
+        "gate": mappings.all_gather(gate, expt_tp, 1),
+        "d_up": mappings.all_gather(d_up, expt_tp, 1),
+    }
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_experts_cast_parts_as_one_process_casts_the_whole(recipe: str) -> None:
+    expected = run_world(1, experts, recipe)[0]
+    for found in run_world(2, experts, recipe):
+        for name, value in expected.items():
+            error = (found[name] - value).norm() / value.norm()
+            assert error < 1e-5, f"{name}: {error}"

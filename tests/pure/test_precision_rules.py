@@ -25,8 +25,11 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
         ("--fp8-format hybrid --bf16 --fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", 1),
         ("--fp8-format hybrid --bf16 --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
         ("--fp8-format hybrid --bf16 --seq-length 16 --cp 2 --micro-batch-size 2", 2),
-        # Experts stay in bf16, whatever their width.
-        ("--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24", 1),
+        (
+            "--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 32 --tp 2 "
+            "--sequence-parallel",
+            2,
+        ),
     ],
 )
 def test_legal(flags: str, world_size: int) -> None:
@@ -160,6 +163,15 @@ DELAYED = (
             [
                 "--seq-length 24: a rank has 24 tokens of a micro-batch; under --fp8-format this must be a multiple of "
                 "16; nearest: 16 or 32, or another --micro-batch-size"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 32 --tp 4 "
+            "--sequence-parallel",
+            4,
+            [
+                "--moe-ffn-hidden-size 32: must be a multiple of 16 * --expert-tensor-parallel-size 4 under "
+                "--fp8-format; nearest: 64"
             ],
         ),
         (

@@ -118,6 +118,9 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
     """`scaled_mm` of a in tiles and b in tiles or blocks. The kernel is cuBLAS', which scales after every 128 terms."""
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
+    rows = a.values.shape[0]
+    if rows % ALIGNMENT:  # of an expert
+        a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
     y = F.scaled_mm(
         _in_whole_tiles(a.values, 1),
         _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t(),
@@ -127,7 +130,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128,
         output_dtype=out_dtype,
     )
-    y = y[:, : b.values.shape[0]].contiguous()
+    y = y[:rows, : b.values.shape[0]].contiguous()
     return y if bias is None else y.add_(bias)
 
 

@@ -7,9 +7,8 @@ width. A rank's output is a partial sum over expert tensor parallelism; the disp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.kernels.availability import runs_triton
 from megatron.core.kernels.grouped_products import add_grouped_products_, clear_rows_behind_
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,
@@ -132,12 +133,30 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
     return kernel and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
-@dataclass(frozen=True)
-class GroupedProducts:
-    """The products of a grouped linear layer."""
+class GroupedGemms(Protocol):
+    """The products of a grouped linear layer in one precision."""
 
-    gemm: GroupedGemm
     add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]
+    """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
+
+    def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        """x [n, in], weight [experts, ..., in] -> y [n, out]"""
+
+    def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        """dY [n, out], weight [experts, ..., in] -> dX [n, in]"""
+
+
+class GroupedProducts:
+    """Products in the precision of the parameters."""
+
+    def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
+        self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
+
+    def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        return self.gemm(x, _matrices(weight).transpose(1, 2), segments)
+
+    def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+        return self.gemm(dy, _matrices(weight), segments)
 
 
 GROUPED = GroupedProducts(gemm_grouped, add_products_grouped_)
@@ -152,24 +171,33 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, products: GroupedProducts, queue: WeightGradQueue
+        ctx: Any, x: Tensor, weight: Tensor, segments: Segments, gemms: GroupedGemms, queue: WeightGradQueue
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.segments, ctx.products, ctx.queue = weight, segments, products, queue
-        return products.gemm(x, _matrices(weight).transpose(1, 2), segments)
+        ctx.weight, ctx.segments, ctx.gemms, ctx.queue = weight, segments, gemms, queue
+        return gemms.forward(x, weight, segments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved_without_graph(ctx)
-        weight, segments, products = ctx.weight, ctx.segments, ctx.products
+        weight, segments, gemms = ctx.weight, ctx.segments, ctx.gemms
         dy = dy.contiguous()
-        dx = products.gemm(dy, _matrices(weight), segments) if ctx.needs_input_grad[0] else None
+        dx = gemms.input_grad(dy, weight, segments) if ctx.needs_input_grad[0] else None
 
         def add_dw_(out: Tensor) -> None:
-            products.add_weight_grad_(_matrices(out), dy, x, segments)
+            gemms.add_weight_grad_(_matrices(out), dy, x, segments)
 
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
+
+
+def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
+    """The products of a layer whose features are sharded over expert tensor parallelism as `cuts` says."""
+    plain = GROUPED if grouped else EACH
+    if ctx.fp8 is None:
+        return plain
+    axis = ctx.experts.expt_tp
+    return Fp8GroupedGemms(ctx.fp8, axis, cuts, ctx.device, ctx.compiled, plain.add_weight_grad_)
 
 
 def _matrices(weight: Tensor) -> Tensor:
@@ -206,13 +234,13 @@ class _WeightedActivation(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in]."""
 
-    def __init__(self, meta: ParamMeta, ctx: TPContext, products: GroupedProducts) -> None:
+    def __init__(self, meta: ParamMeta, ctx: TPContext, gemms: GroupedGemms) -> None:
         super().__init__()
         self.weight = make_parameter(meta, ctx)
-        self.products, self.queue = products, ctx.queue
+        self.gemms, self.queue = gemms, ctx.queue
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        return GroupedLinearFunction.apply(x, self.weight, segments, self.products, self.queue)
+        return GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
 
 
 class Experts(nn.Module):
@@ -222,8 +250,13 @@ class Experts(nn.Module):
         super().__init__()
         widths = config.hidden_size, config.moe_ffn_size // ctx.experts.expt_tp.size
         self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
-        products = GROUPED if self.grouped else EACH
-        self.linear_fc1, self.linear_fc2 = (GroupedLinear(meta, ctx, products) for meta in expert_metas(name, config))
+        if ctx.fp8 is not None:
+            self.grouped = self.grouped and has_grouped_fp8_kernel(ctx.fp8.config.fp8_recipe, ctx.device)
+        cut = ctx.experts.expt_tp.size > 1
+        self.linear_fc1, self.linear_fc2 = (
+            GroupedLinear(meta, ctx, _build_gemms(self.grouped, cuts, ctx))
+            for meta, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
+        )
         self.activation = build_activation(f"{name}.activation", config, ctx)
         # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
         self.activation_parameters = (

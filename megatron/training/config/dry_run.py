@@ -215,7 +215,7 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
 def _fp8_line(batch: MicroBatch) -> Iterator[str]:
     parallel, layers = batch.parallel, batch.parallel.fp8_layers(batch.model.num_layers)
     if layers:
-        experts = "; experts are not" if batch.model.num_experts is not None else ""
+        experts = " (experts: the two products with tokens)" if batch.model.num_experts is not None else ""
         yield (
             f"fp8: the linear layers of layers {layers[0]}-{layers[-1]} multiply in {parallel.fp8_format}, scaled "
             f"{parallel.fp8_recipe}{experts}; two copies of their weights, a byte an element, count as working"

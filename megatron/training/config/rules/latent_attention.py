@@ -72,7 +72,7 @@ def latents_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if rotary % FP8_ALIGNMENT:
         yield Problem("--qk-pos-emb-head-dim", rotary, rule, multiples(rotary, FP8_ALIGNMENT))
         rotary = 0
-    alignment, under = fp8_alignment(c)
+    alignment, under = fp8_alignment(c, tp)
     rule, step = f"must be a multiple of {alignment} under {under}", alignment // gcd(alignment, heads)
     widths = {"--qk-head-dim": m.qk_head_dim, "--v-head-dim": m.v_head_dim, "--qk-pos-emb-head-dim": rotary}
     for flag, width in widths.items():

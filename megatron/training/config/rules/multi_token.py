@@ -34,7 +34,7 @@ def _fp8(c: RunConfig) -> Iterator[Problem]:
     m, p, tp = c.model, c.parallel, c.parallel.tensor_model_parallel_size
     if m.num_layers < 1 or m.hidden_size < 1 or tp < 1 or m.num_layers - 1 not in p.fp8_layers(m.num_layers):
         return
-    alignment, under = fp8_alignment(c)
+    alignment, under = fp8_alignment(c, tp)
     if m.hidden_size % FP8_ALIGNMENT == 0 and m.hidden_size % (alignment * tp):
         cut = f"{alignment} * --tensor-model-parallel-size {tp}"
         rule = f"must be a multiple of {cut} under {under} with {DEPTHS}"

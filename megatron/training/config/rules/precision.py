@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, lcm
+from typing import NamedTuple
 
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
@@ -68,13 +69,12 @@ def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(flag.name, value, "--fp8-format and --fp8-recipe delayed")
 
 
-def fp8_alignment(c: RunConfig) -> tuple[int, str]:
-    """Number that divides the features of a tensor-parallel rank in fp8, and how it is written.
+def fp8_alignment(c: RunConfig, ranks: int) -> tuple[int, str]:
+    """Number that divides a rank's features in fp8 if `ranks` have a part of them, and the flag that asks for it.
 
     Kernels want multiples of 16. Blockwise, a tile that lies on two ranks would have two scales.
     """
-    p = c.parallel
-    cut = p.fp8_recipe == "blockwise" and p.tensor_model_parallel_size > 1
+    cut = c.parallel.fp8_recipe == "blockwise" and ranks > 1
     return (FP8_TILE, "--fp8-recipe blockwise") if cut else (FP8_ALIGNMENT, "--fp8-format")
 
 
@@ -85,7 +85,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
     sizes = (tp, cp, b, m.hidden_size, m.num_attention_heads, m.seq_length)
     if p.fp8_format is None or min(sizes) < 1 or m.head_dim < 1:
         return
-    alignment, under = fp8_alignment(c)
+    alignment, under = fp8_alignment(c, tp)
     rank, cut = alignment * tp, f"{alignment} * --tensor-model-parallel-size {tp}"
     if m.hidden_size % FP8_ALIGNMENT:
         rule = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
@@ -100,13 +100,19 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
             near = multiples(m.head_dim, rank // gcd(rank, heads))
             yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
             break
-    if _dense_in_fp8(c) and m.ffn_size % rank:
+    if _kinds_in_fp8(c).dense and m.ffn_size % rank:
         rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, rank))
     shared = m.moe_shared_expert_intermediate_size
     if shared and shared > 0 and shared % rank:
         rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, rank))
+    etp = p.expert_tp
+    if etp > 0 and m.moe_ffn_size > 0 and _kinds_in_fp8(c).experts:
+        alignment, under = fp8_alignment(c, etp)
+        if m.moe_ffn_size % (alignment * etp):
+            rule = f"must be a multiple of {alignment} * --expert-tensor-parallel-size {etp} under {under}"
+            yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, alignment * etp))
     if p.fp8_recipe == "blockwise" and cp > 1 and m.seq_length % (2 * cp) == 0:
         # A context-parallel rank has two pieces of the sequence.
         each, tile = m.seq_length // (2 * cp) * b, FP8_TILE // gcd(FP8_TILE, b)
@@ -125,10 +131,18 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--seq-length", m.seq_length, f"{rule} {FP8_ALIGNMENT}", f"{near}, or another --micro-batch-size")
 
 
-def _dense_in_fp8(c: RunConfig) -> bool:
-    """Whether a layer in fp8 has a dense MLP. False if the pattern cannot be parsed, as another rule reports that."""
+class _Kinds(NamedTuple):
+    """Whether a layer in fp8 has a dense MLP, and whether one has experts."""
+
+    dense: bool
+    experts: bool
+
+
+def _kinds_in_fp8(c: RunConfig) -> _Kinds:
+    """Kinds of MLPs in fp8. Neither if the pattern cannot be parsed, as another rule reports that."""
     try:
         experts = set(c.model.moe_layers)
     except ValueError:
-        return False
-    return any(number not in experts for number in c.parallel.fp8_layers(c.model.num_layers))
+        return _Kinds(False, False)
+    layers = c.parallel.fp8_layers(c.model.num_layers)
+    return _Kinds(any(number not in experts for number in layers), any(number in experts for number in layers))
