@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron.core import compiled_regions
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.pipeline_parallel.stages import Stage
@@ -107,6 +109,24 @@ def test_one_process() -> None:
         for dtype, stage in [PLACES[number % 4]]
     ]
     assert run_world(1, compare, cases[::7]) == [[]]
+
+
+def test_fused_regions() -> None:
+    """They are planned as measured, and keep no more than what they replace but the numbers of norms in fp32."""
+    kinds = ("none", "full", "layernorm", "all")
+    cases = [
+        (f"{style} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True, compile=True), stage)
+        for number, ((style, model), kind) in enumerate(product(styles(), kinds))
+        for stage in [(WHOLE, LAST, MIDDLE)[number % 3]]
+    ][::9]
+    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
+        assert run_world(1, compare, cases) == [[]]
+    for _, model, parallel, stage in cases[:2]:
+        plain, fused = (
+            ActivationPlan(MicroBatch(model, parallel, SAMPLES, device)).stage(stage).kept
+            for parallel, device in ((replace(parallel, compile=False), "cuda"), (parallel, "cuda"))
+        )
+        assert fused <= plain
 
 
 def test_experts_in_one_process() -> None:

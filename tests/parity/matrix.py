@@ -2,7 +2,8 @@
 
 A pairwise-covering design picks combinations over worlds of 1, 2, 4 and 8 such that every legal pair of choices
 occurs; `NAMED` adds the pairs that have gone wrong in published frameworks. Of each combination two training
-steps are compared: loss, every gradient, gradient norm, every weight and moment.
+steps are compared: loss, every gradient, gradient norm, every weight and moment. Fused regions are those of --compile,
+run as they are written: tests/pure/test_regions.py compares them with what a compiler makes of them.
 
     python -m tests.parity.matrix             the whole matrix, a line each, and a summary
     python -m tests.parity.matrix --list      what it would run
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
 from random import Random
+from unittest import mock
 
+from megatron.core import compiled_regions
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
@@ -122,6 +125,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     },
     "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
+    "regions": {"plain": "", "fused": "--compile"},
 }
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 
@@ -241,6 +245,10 @@ NAMED = {
     "experts and data parallelism": Combination.of(world="8", mlp="moe", ep="4", tp="2sp", etp="1"),
     "experts and pipeline parallelism": Combination.of(world="8", mlp="moe", ep="2", pp="2", schedule="zb-h1"),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
+    "fused norms, recomputed": Combination.of(
+        world="2", tp="2sp", regions="fused", style="llama", recompute="latents", optimizer="overlapped"
+    ),
+    "fused norms and dropout": Combination.of(world="4", pp="2", tp="2", regions="fused", micro_batch="2"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
     "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
     "latents under sequence and context parallelism": Combination.of(
@@ -278,7 +286,8 @@ def reference(model_argv: tuple[str, ...]) -> Snapshot:
 
 def difference(combination: Combination) -> str | None:
     """What of a combination is not what one process computes; None if all of it is."""
-    snapshot = train_in_world(combination.world_size, combination.argv)
+    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
+        snapshot = train_in_world(combination.world_size, combination.argv)
     if snapshot.replica_errors:
         return snapshot.replica_errors[0]
     found = first_difference(reference(tuple(combination.model_argv)), snapshot, TOLERANCE)

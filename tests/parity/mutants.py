@@ -43,7 +43,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from megatron.core.transformer import latent_attention, norm
+from megatron.core.transformer import fused_norm, latent_attention, norm, rotary
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
 Patch = tuple[Any, str, Any]
@@ -83,6 +83,31 @@ def _partial_at_every_layout(self: ReplicatedLinear, sequence_parallel: bool) ->
 
 
 _true_metas = ReplicatedLinear.metas
+
+
+def _backward_of_the_norm_alone(x: Tensor, of_total: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    return _true_backward(x, None, *args)
+
+
+def _weight_gradient_of_plain_rows(x: Tensor, of_total: Tensor | None, dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    dx, _, *of_bias = _true_backward(x, of_total, dy, *args)
+    return dx, (dy * x).sum(0), *of_bias
+
+
+def _normalized_without_the_sum(x: Tensor, update: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return x, *fused_norm._normalized(x + update, *args)
+
+
+def _rotated_forward_again(grads: Sequence[Tensor], groups: int, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
+    return _true_rotation_back(grads, groups, cos, -sin, *rest)
+
+
+def _without_values(grads: Sequence[Tensor], *rest: Any) -> Tensor:
+    return _true_rotation_back((*grads[:-1], torch.zeros_like(grads[-1])), *rest)
+
+
+_true_rotation_back = rotary._rotated_back_and_joined
+_true_backward = fused_norm._backward
 
 
 def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
@@ -325,6 +350,26 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradient of the sum of squares from a rank's own heads": (
         [(norm, "copy_to", lambda x, axis: x)],
         [Combination.of(world="2", tp="2", block="wide norms")],
+    ),
+    "gradient of the residual stream lost in the fused norm": (
+        [(fused_norm, "_backward", _backward_of_the_norm_alone)],
+        [Combination.of(world="2", tp="2sp", regions="fused", style=style) for style in ("llama", "gpt")],
+    ),
+    "gradient of the fused norm's weight from rows that are not normalized": (
+        [(fused_norm, "_backward", _weight_gradient_of_plain_rows)],
+        [Combination.of(world="1", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
+    ),
+    "update left out of the stream by the fused norm": (
+        [(fused_norm, "_added_and_normalized", _normalized_without_the_sum)],
+        [Combination.of(world="2", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
+    ),
+    "gradients of queries and keys rotated forward once more": (
+        [(rotary, "_rotated_back_and_joined", _rotated_forward_again)],
+        [Combination.of(world="2", style="gptj"), Combination.of(world="2", style="gemma", heads="gqa")],
+    ),
+    "gradient of values lost where queries and keys are rotated": (
+        [(rotary, "_rotated_back_and_joined", _without_values)],
+        [Combination.of(world="2", style="gptj"), Combination.of(world="2", style="gemma", heads="gqa")],
     ),
     "rotary keys' gradient not summed over tp": (
         [(latent_attention, "copy_to", _unchanged)],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.compiled_regions import region
@@ -15,8 +17,13 @@ from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import squared_relu, swiglu
+from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.latent_attention import rotated_heads
-from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.rotary import (
+    rotate_queries_and_keys,
+    rotate_queries_and_keys_interleaved,
+    split_and_rotate,
+)
 from megatron.training.initialize import check_compiler
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
@@ -34,6 +41,25 @@ def rotated(
     return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
 
 
+def split_rotated(x: Tensor, compiled: bool, interleaved: bool) -> Tensor:
+    """Of 4 channels, 2 rotary ones: a group has three heads of queries, as many gates, a key and a value."""
+    x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
+    tables = ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)
+    if compiled:
+        parts = split_and_rotate(x, counts, *tables, interleaved=interleaved, compiled=True)
+        plain = split_and_rotate(x, counts, *tables, interleaved=interleaved, compiled=False)
+        assert all(
+            part is not None and part.is_contiguous() and part.shape == twin.shape
+            for part, twin in zip(parts, plain, strict=True)
+        )
+    else:
+        q, gate, k, v = (part.flatten(2, 3) for part in x.split(counts, 3))
+        rotate = rotate_queries_and_keys_interleaved if interleaved else rotate_queries_and_keys
+        parts = *rotate(q, k, *tables), gate, v
+        parts = parts[0], parts[2], parts[1], parts[3]
+    return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)
+
+
 def latent_heads(x: Tensor, compiled: bool) -> Tensor:
     heads, tables = x.unflatten(-1, (-1, 10)), (ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype))
     key = heads[:, :, :1, : 2 * ANGLES.shape[-1]]
@@ -41,12 +67,35 @@ def latent_heads(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
+def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
+    """Sum and norm of the two halves of x, each multiplied, so that their gradients differ. `compiled` with a norm of
+    1 + weight as well, which must be that of the weight below 1."""
+    x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
+    if compiled:
+        norm = partial(fused_norm, x, update if added else None, centered=centered, eps=1e-3)
+        (total, normed), (_, same) = (
+            norm(weight=w, bias=bias if centered else None, one_plus=one)
+            for w, one in ((weight, False), (weight - 1, True))
+        )
+        normed = (normed + same) / 2
+    else:
+        total = x + update if added else x
+        normed = F.layer_norm(total, (20,), weight, bias, 1e-3) if centered else F.rms_norm(total, (20,), weight, 1e-3)
+    return torch.cat((total.sin() if added else total * 3, normed), -1)
+
+
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "swiglu": swiglu,
     "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
+    "split and rotary": lambda x, compiled: split_rotated(x, compiled, interleaved=False),
+    "split and interleaved rotary": lambda x, compiled: split_rotated(x, compiled, interleaved=True),
     "heads of latents": latent_heads,
+    "norm": lambda x, compiled: with_norm(x, compiled, centered=False),
+    "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),
+    "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
+    "centered norm alone": lambda x, compiled: with_norm(x, compiled, centered=True, added=False),
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }

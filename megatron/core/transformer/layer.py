@@ -11,8 +11,8 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.parts import ATTENTIONS, MLPS
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.recompute import with_input_recomputed
+from megatron.core.transformer.norm import add_and_norm, build_norm
+from megatron.core.transformer.recompute import with_recomputed
 
 
 class HiddenDropout(nn.Module):
@@ -57,21 +57,29 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        attended = x + self._attention(x, context)
-        return attended + self._mlp(x if self.parallel else attended, context)
+        x, normed = add_and_norm(self.input_layernorm, x)
+        update = self._attention(x, normed, context)
+        if self.parallel:
+            x, normed = add_and_norm(self.pre_mlp_layernorm, x)
+            return x + update + self._mlp(x, normed, context)
+        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update)
+        return x + self._mlp(x, normed, context)
 
-    def _attention(self, x: Tensor, context: BatchContext) -> Tensor:
-        y = self._of_normed(self.input_layernorm, x, self.self_attention, context)
+    def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Tensor:
+        y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
         return self._scaled(self.attention_dropout(self.post_attention_layernorm(y), context))
 
-    def _mlp(self, x: Tensor, context: BatchContext) -> Tensor:
-        y = self._of_normed(self.pre_mlp_layernorm, x, self.mlp, context)
+    def _mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> Tensor:
+        y = self._of_normed(self.pre_mlp_layernorm, x, normed, self.mlp, context)
         return self._scaled(self.mlp_dropout(self.post_mlp_layernorm(y), context))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.multiplier == 1 else x * self.multiplier
 
-    def _of_normed(self, norm: nn.Module, x: Tensor, sublayer: nn.Module, context: BatchContext) -> Tensor:
+    def _of_normed(
+        self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: nn.Module, context: BatchContext
+    ) -> Tensor:
+        """The sublayer of normed = norm(x)."""
         if self.recompute_norms and self.training:
-            return with_input_recomputed(norm, x, sublayer, context)
-        return sublayer(norm(x), context)
+            return with_recomputed((normed,), lambda: norm(x), sublayer, context)
+        return sublayer(normed, context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, norm_metas, wide_norm_meta
 
 
@@ -18,18 +21,32 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; 16-bit inputs are normalised in fp32."""
 
     has_bias = True
+    centered = True
 
     def __init__(
         self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]
     ) -> None:
         super().__init__()
         self.shape, self.eps = (size,), config.norm_epsilon
-        self.one_plus = config.apply_layernorm_1p
+        self.one_plus, self.compiled = config.apply_layernorm_1p, ctx.compiled
         metas = norm_metas(name, size, partial_over, config, bias=self.has_bias)
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor | None = None, residual: bool = False) -> Any:
+        """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
+        if residual and self.fuses():
+            return fused_norm(
+                x, update, self.weight, self.bias, self.eps, centered=self.centered, one_plus=self.one_plus
+            )
+        x = x if update is None else x + update
+        return (x, self.normalized(x)) if residual else self.normalized(x)
+
+    def fuses(self) -> bool:
+        """Whether the addition before the norm is a part of its kernels."""
+        return self.compiled and torch.is_grad_enabled()
+
+    def normalized(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         wide, weight = _one_plus(x, self.weight)
@@ -41,8 +58,9 @@ class RMSNorm(LayerNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467); 16-bit inputs in fp32."""
 
     has_bias = False
+    centered = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         if not self.one_plus:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         wide, weight = _one_plus(x, self.weight)
@@ -81,6 +99,17 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
         build_norm(queries, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),
         build_norm(keys, config.head_dim, config, ctx, HEAD_NORM_PARTIAL_OVER),
     )
+
+
+def add_and_norm(norm: nn.Module, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm), of any norm; in one kernel forward and backward by those that can.
+
+    Use the first result in place of x, without an update too: then the backward adds its gradient to the norm's.
+    """
+    if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward:
+        return norm(x, update, residual=True)
+    x = x if update is None else x + update
+    return x, norm(x)
 
 
 def _one_plus(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,13 @@ def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callab
     time the backward of `consume` asks for a result that the last run has not left. Each result must have memory of
     its own.
     """
-    results = _tuple(produce(x))
+    return with_recomputed(_tuple(produce(x)), lambda: produce(x), consume, *args)
+
+
+def with_recomputed(
+    results: tuple[Tensor, ...], produce: Callable[[], Any], consume: Callable[..., Any], *args: Any
+) -> Any:
+    """consume(*results, *args), which keeps nothing of the results: the backward calls produce() for them again."""
     dropped = {(y.untyped_storage()._cdata, y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
@@ -54,7 +60,7 @@ def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callab
         if isinstance(view, Tensor):
             return view
         if view.number not in left:
-            left.update((number, y) for number, y in enumerate(_tuple(produce(x))) if number in kept)
+            left.update((number, y) for number, y in enumerate(_tuple(produce())) if number in kept)
         return left.pop(view.number).as_strided(*view[1:])
 
     with saved_tensors_hooks(pack, unpack):

@@ -14,7 +14,11 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import attention_linears, head_counts, sinks_metas
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.rotary import (
+    rotate_queries_and_keys,
+    rotate_queries_and_keys_interleaved,
+    split_and_rotate,
+)
 
 
 class SelfAttention(nn.Module):
@@ -35,17 +39,14 @@ class SelfAttention(nn.Module):
         self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")
         self.rotation = config.layer(ctx.layer).rotation
-        # Rotated queries and keys are new tensors: then values that are a part of all three keep the rest for nothing.
-        self.own_values = self.rotation is not None and not config.qk_layernorm
+        self.rotates_all = self.rotation is not None and not config.qk_layernorm
+        self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
         self.gated = region(gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
-        q, gate, k, v = self._project(x)
-        if self.rotation is not None:
-            q, k = self.rotate(q, k, *context.rotary[self.rotation])
-            v = v.contiguous() if self.own_values else v
+        q, gate, k, v = self._project(x, context)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         if self.recompute_core and self.training:
@@ -54,12 +55,20 @@ class SelfAttention(nn.Module):
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: BatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """x -> q [s, b, heads/tp, d], gates of the output [s, b, heads/tp * d] or None, k and v [s, b, groups/tp, d]"""
         qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
+        tables = () if self.rotation is None else context.rotary[self.rotation]
+        if self.rotates_all:
+            return split_and_rotate(
+                qkv, self.head_counts, *tables, interleaved=self.rotary_interleaved, compiled=self.compiled
+            )
         q, gate, k, v = qkv.split(self.head_counts, dim=-2)
         gate = gate.flatten(2) if gate.shape[-2] else None
-        return self.q_layernorm(q.flatten(2, 3)), gate, self.k_layernorm(k.squeeze(3)), v.squeeze(3)
+        q, k = self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3))
+        if tables:
+            q, k = self.rotate(q, k, *tables)
+        return q, gate, k, v.squeeze(3)
 
 
 def gated_output(x: Tensor, gate: Tensor) -> Tensor:

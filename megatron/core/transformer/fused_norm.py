@@ -1,0 +1,125 @@
+"""RMSNorm and LayerNorm together with the residual stream: x + update and its norm in one kernel, and in the backward
+the gradient of both, with those of weight and bias, in one pass over the operands.
+
+For `--compile`. torch's own norms are kernels of their own: beside them a residual addition reads and writes the stream
+once more forward and backward, and the weight's gradient reads both operands again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+
+
+def fused_norm(
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool, one_plus: bool
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm over the last dim): x, update [..., h], weight, bias [h] -> [..., h] twice, in fp32 for
+    16-bit operands. Without an update (x, its norm): use that x in place of the given one, so that its gradient is
+    added within the backward of the norm.
+
+    `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
+    """
+    return _FusedNorm.apply(x, update, weight, bias, eps, centered, one_plus)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centered: bool,
+        one_plus: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, settings = x.reshape(-1, x.shape[-1]), (weight, bias, eps, centered, one_plus)
+        if update is None:
+            total, (normed, *statistics) = x, region(_normalized, True, static=True)(rows, *settings)
+        else:
+            both = region(_added_and_normalized, True, static=True)
+            total, normed, *statistics = both(rows, update.reshape(rows.shape), *settings)
+            total = total.view(x.shape)
+        ctx.save_for_backward(total, weight, *statistics)
+        ctx.has_bias, ctx.one_plus = bias is not None, one_plus
+        ctx.set_materialize_grads(False)
+        return total, normed.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of x and of the update is that of their sum."""
+        if of_normed is None:
+            return of_total, of_total, None, None, None, None, None
+        total, weight, *statistics = ctx.saved_tensors
+        rows = total.reshape(-1, total.shape[-1])
+        dx, *of_parameters = region(_backward, True, static=True)(
+            rows,
+            None if of_total is None else of_total.reshape(rows.shape),
+            of_normed.reshape(rows.shape),
+            weight,
+            tuple(statistics),
+            ctx.one_plus,
+        )
+        dx = dx.view(total.shape)
+        of_weight, of_bias = of_parameters if ctx.has_bias else (of_parameters[0], None)
+        return dx, dx if ctx.needs_input_grad[1] else None, of_weight, of_bias, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.itemsize == 2 else x
+
+
+def _scale(weight: Tensor, one_plus: bool) -> Tensor:
+    return _wide(weight) + 1 if one_plus else _wide(weight)
+
+
+def _added_and_normalized(
+    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
+) -> tuple[Tensor, ...]:
+    """(x + update, and of it what `_normalized` returns)"""
+    total = x + update
+    return total, *_normalized(total, weight, bias, eps, centered, one_plus)
+
+
+def _normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
+) -> tuple[Tensor, ...]:
+    """(norm of each row, 1 / its standard deviation or root mean square, and of LayerNorm its mean)"""
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdim=True) if centered else None
+    wide = wide if mean is None else wide - mean
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * inverse * _scale(weight, one_plus)
+    normed = normed if bias is None else normed + _wide(bias)
+    return (normed.to(x.dtype), inverse) if mean is None else (normed.to(x.dtype), inverse, mean)
+
+
+def _backward(
+    x: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    one_plus: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, with that of the residual stream, of the weight, and for LayerNorm of the bias.
+
+    With z the normalized row and g its gradient: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
+    """
+    inverse, *means = statistics
+    dy, wide = _wide(of_normed), _wide(x)
+    z = (wide - means[0] if means else wide) * inverse
+    g = dy * _scale(weight, one_plus)
+    dx = g - z * (g * z).mean(-1, keepdim=True)
+    dx = (dx - g.mean(-1, keepdim=True) if means else dx) * inverse
+    dx = dx if of_total is None else dx + of_total
+    of_weight = (dy * z).sum(0).to(weight.dtype)
+    return (dx.to(x.dtype), of_weight, dy.sum(0).to(weight.dtype)) if means else (dx.to(x.dtype), of_weight)
