@@ -54,6 +54,9 @@ class DeviceFile:
 
     multiprocessors: int
     memory_gib: float
+    cache_mib: float
+    """L2 cache."""
+
     shared_memory_kib: int
     """Largest shared memory of a block."""
 

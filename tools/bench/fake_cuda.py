@@ -170,7 +170,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
         shared_memory_per_block=48 * 1024,
         shared_memory_per_block_optin=device.shared_memory_kib * 1024,
         shared_memory_per_multiprocessor=(device.shared_memory_kib + 1) * 1024,
-        L2_cache_size=50 * 2**20,
+        L2_cache_size=int(device.cache_mib * 2**20),
         gcnArchName="",
         uuid="none",
     )

@@ -128,7 +128,7 @@ def traced(shape: Shape, samples: int, flags: str, device: DeviceFile, attention
 
     trace, tables = Trace(), {}
     with fake_cuda(device, attention) as mode:
-        counter = KernelCounter(trace, attention)
+        counter = KernelCounter(trace, int(device.cache_mib * 2**20), attention)
         with counted_regions(trace, counter, mode):
             for layers in (1, 2):
                 for batches in (1, 2):

@@ -107,6 +107,7 @@ FILES = {
     "core/tensor_parallel/cross_entropy": "loss",
     "core/tensor_parallel/vocabulary": "embedding",
     "core/tensor_parallel/weight_grad": "embedding",
+    "core/models/gpt/loss": "loss",
     "core/models/gpt": "embedding",
     "core/optimizer": "optimizer",
     "core/distributed": "optimizer",

@@ -8,9 +8,10 @@ kernels; Inductor's scheduler says what each kernel reads and writes.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -101,9 +102,11 @@ def site() -> tuple[str, str]:
 class KernelCounter(TorchDispatchMode):
     """Adds the kernels of operations to a trace."""
 
-    def __init__(self, trace: Trace, attention: str | None = None) -> None:
-        """`attention`: the kernel whose speed counts, else that of the operation."""
+    def __init__(self, trace: Trace, cache: int, attention: str | None = None) -> None:
+        """`cache`: bytes of the device's L2 cache. `attention`: the kernel whose speed counts, else that of the
+        operation."""
         super().__init__()
+        self.cache = cache
         self.attention = attention
         self.trace, self.quiet, self.active = trace, False, False
         self.main_grads: set[int] = set()
@@ -307,7 +310,7 @@ class _CountedRegion:
         direction = "backward" if settings.get("is_backward") else "forward"
         kernels = [
             replace(kernel, group=self.group, name=f"{self.use.name} {direction}: {kernel.name}")
-            for kernel in inductor_kernels(copy.deepcopy(module), inputs, settings)
+            for kernel in inductor_kernels(copy.deepcopy(module), inputs, settings, self.counter.cache)
         ]
 
         def run(inputs: list[Any]) -> Any:
@@ -335,21 +338,34 @@ class _Generated(BaseException):
         self.kernels = kernels
 
 
-def inductor_kernels(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> list[Kernel]:
-    """The kernels that Inductor generates for a graph."""
+def inductor_kernels(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any], cache: int
+) -> list[Kernel]:
+    """The kernels that Inductor generates for a graph, on a device with `cache` bytes of L2 cache."""
     from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
 
+    sources: dict[frozenset[str], tuple[str, Any]] = {}
+    define = TritonScheduling.define_kernel
+
+    def define_kernel(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
+        names = frozenset(node.get_name() for node in nodes if hasattr(node, "get_name"))
+        sources[names] = source, kernel
+        return define(scheduling, source, nodes, kernel)
+
     def generate(graph: Any) -> Any:
         graph.codegen()
-        raise _Generated([found for node in graph.scheduler.nodes if (found := _of_node(node)) is not None])
+        made = (_of_node(node, sources, cache) for node in graph.scheduler.nodes)
+        raise _Generated([kernel for kernel in made if kernel is not None])
 
     given = {"cudagraphs": BoxedBool(False), "is_inference": False, **settings}
     with (
+        mock.patch.object(TritonScheduling, "define_kernel", define_kernel),
         mock.patch.object(GraphLowering, "compile_to_module", generate),
         config.patch(force_disable_caches=True, compile_threads=1),
         V.set_debug_handler(DebugContext()),
@@ -361,15 +377,55 @@ def inductor_kernels(module: torch.fx.GraphModule, inputs: Sequence[Any], settin
     raise AssertionError("Inductor generated no module")
 
 
-def _of_node(node: Any) -> Kernel | None:
+def _of_node(node: Any, sources: dict[frozenset[str], tuple[str, Any]], cache: int) -> Kernel | None:
     """A kernel of Inductor's scheduler."""
     from torch._inductor.scheduler import NopKernelSchedulerNode
     from torch._inductor.utils import get_fused_kernel_name
 
     if isinstance(node, NopKernelSchedulerNode):
         return None
-    both = node.get_read_write_buffers_sizes()
-    read = node.get_read_write_buffers_sizes_impl(include_reads=True, include_writes=False)
+    reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
+    both = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
+    read = sum(reads.values())
+    written, again = both - read, 0
+    if (found := sources.get(frozenset(each.get_name() for each in node.get_nodes()))) is not None:
+        source, kernel = found
+        again = sum(
+            (loops - 1) * reads.get(buffer, 0)
+            for buffer, loops in loops_that_load(source, kernel.args.input_buffers).items()
+            if loops > 1 and _row_bytes(kernel, buffer) * ROWS_IN_FLIGHT > cache
+        )
     kind = "reduction" if node.is_reduction() else "extern" if node.is_extern() else "pointwise"
     fused = get_fused_kernel_name(node.get_nodes(), "original_aten") if not node.is_extern() else node.get_name()
-    return Kernel("", f"{kind} {fused}", int(read), int(both - read))
+    return Kernel("", f"{kind} {fused}", int(read + again), int(written))
+
+
+ROWS_IN_FLIGHT = 264
+"""Rows that a large GPU reduces at a time: two blocks on each of 132 multiprocessors."""
+
+
+def _row_bytes(kernel: Any, buffer: str) -> int:
+    """Bytes of `buffer` that are reduced to one element."""
+    from torch._inductor.virtualized import V
+
+    length = 1
+    for prefix, size in kernel.numels.items():
+        length *= V.graph.sizevars.size_hint(size) if prefix.startswith("r") else 1
+    return int(length) * V.graph.get_dtype(buffer).itemsize
+
+
+def loops_that_load(source: str, pointers: Mapping[str, str]) -> dict[str, int]:
+    """How many of the loops over a reduction in a Triton kernel read each buffer, given the names of its pointers: a
+    row that the cache does not hold is read from memory by each of them."""
+    loops, inside = [""], False
+    for line in source.splitlines():
+        if re.match(r"    for r\w*_offset in ", line):
+            loops.append("")
+            inside = True
+        elif inside and line.strip() and not line.startswith("        "):
+            inside = False
+        if inside:
+            loops[-1] += line
+    return {
+        buffer: sum(f"tl.load({pointer} +" in loop for loop in loops) for buffer, pointer in pointers.items()
+    }
