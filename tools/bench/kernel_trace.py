@@ -145,7 +145,8 @@ class KernelCounter(TorchDispatchMode):
         kernels = self._special(func, name, args, kwargs, given, made)
         if kernels is None:
             if name in INDEXED:
-                read, written = _indexed(name, given, made, mutated, kwargs.get("accumulate", False))
+                adds = "add" in name or kwargs.get("accumulate", "index_put" in name and len(args) > 3 and args[3])
+                read, written = _indexed(given, made, mutated, adds)
             else:
                 overwritten = {id(x) for x in mutated} if name in WRITES_ONLY or "out" in kwargs else set()
                 read = sum(size_of(x) for x in given if id(x) not in overwritten)
@@ -166,6 +167,11 @@ class KernelCounter(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = PRODUCTS[name](args)
             return list(_product(name, a, b, args, kwargs, made[0]))
+        if name == "add_grouped_products_":
+            out, dy, x = args[:3]
+            return list(_product(name, dy.t(), x, args, kwargs, out))
+        if name == "clear_rows_behind_":  # only the device knows how few there are
+            return [Kernel("experts", name, 0, 0)]
         if "scaled_dot_product" in name or "flash_attention" in name:
             return [_attention(self.attention or ("cudnn" if "cudnn" in name else "flash"), name, args, given, made)]
         if "norm" in name and name.endswith("_backward"):
@@ -199,16 +205,14 @@ def _mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return _tensors(found)
 
 
-def _indexed(
-    name: str, given: list[Tensor], made: list[Tensor], mutated: list[Tensor], accumulate: bool
-) -> tuple[int, int]:
-    """(bytes read, bytes written) of an operation that touches some rows only."""
+def _indexed(given: list[Tensor], made: list[Tensor], mutated: list[Tensor], adds: bool) -> tuple[int, int]:
+    """(bytes read, bytes written) of an operation that touches some rows only, and `adds` to them where it writes."""
     others = sum(size_of(x) for x in given[1:])
     if not mutated:
         written = sum(size_of(x) for x in made)
         return written + others, written
     rows = max((size_of(x) for x in given[1:] if x.is_floating_point()), default=0)
-    return others + rows * (accumulate or "add" in name), rows
+    return others + rows * adds, rows
 
 
 PRODUCTS: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
@@ -426,6 +430,4 @@ def loops_that_load(source: str, pointers: Mapping[str, str]) -> dict[str, int]:
             inside = False
         if inside:
             loops[-1] += line
-    return {
-        buffer: sum(f"tl.load({pointer} +" in loop for loop in loops) for buffer, pointer in pointers.items()
-    }
+    return {buffer: sum(f"tl.load({pointer} +" in loop for loop in loops) for buffer, pointer in pointers.items()}
