@@ -53,6 +53,17 @@ LATENT = replace(
     mscale_all_dim=0.7,
 )
 
+DELTA_NET = replace(
+    LLAMA,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="2",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
+
 STYLES = {
     "gpt": GPT,
     "llama": LLAMA,
@@ -97,6 +108,16 @@ STYLES = {
     ),
     "interleaved-rotary": replace(
         GPT, position_embedding_type="rope", rotary_interleaved=True, rotary_seq_len_interpolation_factor=2.5
+    ),
+    "delta-net": DELTA_NET,
+    "delta-net-everywhere": replace(
+        GPT,
+        experimental_attention_variant="gated_delta_net",
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=4,
+        linear_value_head_dim=7,
+        apply_layernorm_1p=True,
     ),
     "multi-token": replace(LLAMA, mtp_num_layers=2),
     "multi-token-tied": replace(GPT, mtp_num_layers=1, embed_layernorm=True),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
-from megatron.core.param_meta import ParamMeta
+from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.seeds import site_key
 
 BLOCK = 2**20
@@ -50,15 +50,17 @@ def initialize_parameters_(
         meta: ParamMeta = param.meta  # type: ignore[attr-defined]
         offset, shape = meta.box(coords)
         assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
-        if meta.init.kind == "normal":
+        if meta.init.kind in ("normal", "uniform", "log_of_uniform"):
             drawn.append(_blocks(param, meta, offset))
         elif meta.init.kind in ("zeros", "ones"):
             param.fill_(float(meta.init.kind == "ones"))
         else:
-            raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of normal, zeros, ones")
+            raise ValueError(
+                f"{meta.name}: Init kind {meta.init.kind!r} is none of normal, uniform, log_of_uniform, zeros, ones"
+            )
 
     def draw(block: Block) -> Tensor:
-        return _normal_block(seed, block.meta.name, block.index, block.length, block.meta.init.std)
+        return _block_values(seed, block.meta.name, block.index, block.length, block.meta.init)
 
     for block, values in _in_threads(draw, (block for blocks in drawn for block in blocks), threads):
         for elements, shape, in_box, in_local in block.copies:
@@ -100,6 +102,10 @@ def _in_threads(
             yield first, values.result()
 
 
-def _normal_block(seed: int, name: str, index: int, length: int, std: float) -> Tensor:
+def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> Tensor:
     generator = torch.Generator().manual_seed(site_key(seed, f"{name}/{index}"))
-    return torch.empty(length, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    values = torch.empty(length, dtype=torch.float32)
+    if init.kind == "normal":
+        return values.normal_(0.0, init.std, generator=generator)
+    values.uniform_(init.low, init.high, generator=generator)
+    return values.log_() if init.kind == "log_of_uniform" else values

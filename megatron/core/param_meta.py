@@ -16,10 +16,13 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `kind` is "normal" (mean 0, `std`), "zeros" or "ones"."""
+    """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
+    logarithm of such numbers), "zeros" or "ones"."""
 
     kind: str = "normal"
     std: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class ParamMeta:
 
     role: str = "hidden"
     """What a matrix maps: "embedding" for tables that tokens or positions look up, "output" for the logits of the
-    vocabulary, "router" for the logits of experts, "hidden" for everything else."""
+    vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "hidden" for everything
+    else."""
 
     stacked: int = 0
     """Leading dimensions that number matrices: 1 for the experts of [E, ffn, h]."""

@@ -42,6 +42,12 @@ ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
 ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
 ATTENTIONS.register("multi_latent_attention", "megatron.core.transformer.latent_attention:MultiLatentAttention")
 
+LINEAR_ATTENTIONS: Registry[Any, NoFacts] = Registry("--experimental-attention-variant", NoFacts)
+"""The same in the layers of --linear-attention-freq. What it reads of earlier tokens has a size of its own; generation
+keeps it in `context.cache.states`."""
+
+LINEAR_ATTENTIONS.register("gated_delta_net", "megatron.core.transformer.gated_delta_net:GatedDeltaNet")
+
 MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts)
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 

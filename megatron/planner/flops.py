@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.recompute import computing_again
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
 
 aten = torch.ops.aten
@@ -31,7 +32,8 @@ class FlopsPerToken:
     """Model FLOPs of forward and backward per token. Recomputation is not counted."""
 
     matmul: float = 0.0
-    """6 x the parameters of matrix multiplications that a token meets, the output layer included."""
+    """6 x the parameters of matrix multiplications that a token meets, the output layer included, and the products of
+    linear attention."""
 
     attention: float = 0.0
     """Scores and weighted values of what a token sees."""
@@ -91,7 +93,7 @@ class _FlopCounts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, kwargs = func._overloadpacket, kwargs or {}
         out = func(*args, **kwargs)
-        if kind in self._formulas:
+        if kind in self._formulas and not computing_again():
             self.counts[kind] += self._formulas[kind](*args, **kwargs, out_val=out)
         return out
 

@@ -227,6 +227,8 @@ def test_layouts(layout: str) -> None:
     again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
     for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)):
         cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
+    if LAYOUTS[layout].context_parallel_size == 1 and LAYOUTS[layout].fp8_format is None:
+        cases.append((f"{layout} delta net", STYLES["delta-net"], LAYOUTS[layout], WHOLE))
     for different in run_world(2, compare, cases):
         assert different == []
 

@@ -66,6 +66,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "alike": "",
         "windows": "--window-size 5 --window-attn-skip-freq 3",
         "chunks": "--attention-chunk-size 6 --window-attn-skip-freq ([1]*2+[0]*2+[1]*2) --no-rope-freq 2",
+        "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*2+[0]+[1]*3)"
+        " --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5",
         "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
     },
     "mlp": {
@@ -260,6 +262,12 @@ NAMED = {
     "multi-token prediction and context parallelism": Combination.of(world="2", cp="2ring", multi_token="2"),
     "multi-token prediction and experts": Combination.of(
         world="4", mlp="moe", ep="2", pp="2", schedule="zb-h1", multi_token="1"
+    ),
+    "delta nets under sequence and pipeline parallelism": Combination.of(
+        world="8", tp="2sp", pp="2", layers="delta nets", mlp="moe", ep="2", recompute="selective"
+    ),
+    "delta nets, whole matrices": Combination.of(
+        world="4", tp="2", pp="2", schedule="zb-h1", layers="delta nets", update="muon", heads="gqa", style="gemma"
     ),
     "recomputation under sequence parallelism": Combination.of(world="4", tp="4sp", recompute="selective"),
     "whole matrices over tensor and data parallelism": Combination.of(

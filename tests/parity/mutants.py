@@ -43,7 +43,8 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from megatron.core.transformer import fused_norm, latent_attention, norm, rotary
+from megatron.core.transformer import fused_norm, gated_delta_net, latent_attention, norm, rotary
+from megatron.core.transformer.parameters import DeltaNetParameters
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
 Patch = tuple[Any, str, Any]
@@ -108,6 +109,33 @@ def _without_values(grads: Sequence[Tensor], *rest: Any) -> Tensor:
 
 _true_rotation_back = rotary._rotated_back_and_joined
 _true_backward = fused_norm._backward
+
+
+def _without_decay(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _true_chunks(q, k, v, g * 0, beta, number)
+
+
+def _without_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """In place of the gated delta rule: each chunk of 4 tokens begins with an empty state."""
+    outs, states = zip(
+        *(_true_chunks(*part) for part in zip(*(x.split(4) for x in (q, k, v, g, beta)), strict=True)), strict=True
+    )
+    return torch.cat(outs), states[-1]
+
+
+_true_chunks = gated_delta_net.gated_delta_chunks
+
+
+def _delta_net_norm_not_summed(name: str, config: TransformerConfig) -> DeltaNetParameters:
+    found = _true_delta_net(name, config)
+    return replace(found, out_norm=replace(found.out_norm, partial_over=()))
+
+
+_true_delta_net = gated_delta_net.delta_net_parameters
 
 
 def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
@@ -378,6 +406,18 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradients of projections to latents counted tp times": (
         [(ReplicatedLinear, "metas", _partial_at_every_layout)],
         [Combination.of(world="2", tp="2", heads="mla", style="llama")],
+    ),
+    "decay of gated delta nets ignored": (
+        [(gated_delta_net, "gated_delta_chunks", _without_decay)],
+        [Combination.of(layers="delta nets")],
+    ),
+    "states of gated delta nets not passed from chunk to chunk": (
+        [(gated_delta_net, "gated_delta_chunks", _without_states)],
+        [Combination.of(layers="delta nets")],
+    ),
+    "gradient of a gated delta net's norm not summed over ranks": (
+        [(gated_delta_net, "delta_net_parameters", _delta_net_norm_not_summed)],
+        [Combination.of(world="2", tp="2", layers="delta nets")],
     ),
     "norms of latents skipped": (
         [(latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],

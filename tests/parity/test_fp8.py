@@ -105,9 +105,15 @@ LATENT = (
 )
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_latents_agree_with_one_process(recipe: str) -> None:
-    one, found = train(recipe, 1, LATENT), train(recipe, 2, f"{LATENT} --tp 2 --sequence-parallel")
+DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 14 --linear-value-head-dim 8 --micro-batch-size 2"
+)
+
+
+@pytest.mark.parametrize(("recipe", "model"), [("delayed", LATENT), ("rowwise", LATENT), ("rowwise", DELTA_NET)])
+def test_projections_agree_with_one_process(recipe: str, model: str) -> None:
+    one, found = train(recipe, 1, model), train(recipe, 2, f"{model} --tp 2 --sequence-parallel")
     assert not found.replica_errors
     assert distance(found, one, "loss") < 1e-4
     assert distance(found, one, "gradient") < 0.05

@@ -22,6 +22,8 @@ STYLES = {
     "relu": COMMON + " --squared-relu --window-size 3",
     "latent": COMMON + " --position-embedding-type rope --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10"
     " --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm",
+    "delta-net": COMMON + " --experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    " --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5",
     "moe": COMMON + " --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1"
     " --moe-layer-freq ([1]*3+[0]*2) --moe-shared-expert-intermediate-size 24",
 }
@@ -66,6 +68,8 @@ def kept(style: str, layout: str) -> Snapshot:
     + [("relu", "one", flags) for flags in SELECTIVE[2:5]]
     + [("latent", "one", flags) for flags in OF_LATENTS]
     + [("latent", "sequence", OF_LATENTS[2]), ("latent", "context", OF_LATENTS[0])]
+    + [("delta-net", "one", flags) for flags in (FULL[2], SELECTIVE[0])]
+    + [("delta-net", "sequence", flags) for flags in (FULL[0], SELECTIVE[4])]
     + [("moe", "one", flags) for flags in (FULL[0], SELECTIVE[1], *OF_EXPERTS)]
     + [("moe", "sequence", flags) for flags in OF_EXPERTS[::2]]
     + [("gpt", "sequence", flags) for flags in (FULL[0], SELECTIVE[0], SELECTIVE[4], SELECTIVE[5])]

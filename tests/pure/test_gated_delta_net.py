@@ -1,8 +1,12 @@
-"""Gated delta nets: chunks against the recurrence, packed documents, and states that go on where a text stopped."""
+"""Gated delta nets: chunks against the recurrence, packed documents, states that go on where a text stopped, kernels of
+another package, and rules."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,8 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.linear_attention.flash_linear_attention import flash_rule
 from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.core.linear_attention.short_convolution import short_convolution
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer import gated_delta_net
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import notices, resolve, validate
+from tests.gpt_cases import DELTA_NET, FP64, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -110,3 +124,182 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     expected = gated_delta_chunks(*(x.float() for x in rounded))
     assert out.dtype == state.dtype == torch.float32
     torch.testing.assert_close((out, state), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_generation(packed: bool) -> None:
+    """States and last inputs of the convolution are cached, and nothing for each token: the logits of the whole text,
+    read in parts that end before, behind and within documents."""
+    batch = random_batch(DELTA_NET, **(packed_documents(DELTA_NET) if packed else {}))
+    model = GPTModel(DELTA_NET, FP64).eval()
+    cache = KeyValueCache(DELTA_NET.seq_length)
+
+    def part(start: int, stop: int) -> Batch:
+        given = {"position_ids": batch.position_ids, "document_ids": batch.document_ids} if packed else {}
+        return replace(Batch.of_tokens(batch.tokens[:, start:stop]), **{k: v[:, start:stop] for k, v in given.items()})
+
+    parts = [model.logits(None, part(a, b), cache) for a, b in ((0, 1), (1, 7), (7, 8), (8, 11), (11, 16))]
+    torch.testing.assert_close(torch.cat(parts, 1), model.logits(None, part(0, 16)), rtol=1e-12, atol=1e-12)
+    before, state = cache.states[0]
+    assert cache.states.keys() == {0} and cache._layers.keys() == {1}
+    assert before.shape == (2, 3, 4, 2 * 6 + 2 * 5) and state.shape == (3, 8, 6, 5)
+
+
+def test_state_survives_a_document_of_one_token() -> None:
+    """The state behind a cached text is that of its last document, of however few tokens."""
+    model, tokens = GPTModel(DELTA_NET, FP64).eval(), random_batch(DELTA_NET, samples=1).tokens
+    documents = torch.tensor([[0] * 5 + [1] + [2] * 10])
+    packed = replace(Batch.of_tokens(tokens), document_ids=documents)
+    cache = KeyValueCache(16)
+    for place in range(16):
+        one = slice(place, place + 1)
+        last = model.logits(None, replace(Batch.of_tokens(tokens[:, one]), document_ids=documents[:, one]), cache)
+    torch.testing.assert_close(last[:, -1], model.logits(None, packed)[:, -1], rtol=1e-12, atol=1e-12)
+
+
+def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
+    """A package with the interface of flash-linear-attention's chunk_gated_delta_rule: [b, s, heads, d], as many heads
+    of queries and keys as of values, 16 bits, and packed sequences in a batch of one."""
+
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert q.dtype == k.dtype == v.dtype == beta.dtype == torch.bfloat16 and g.dtype == torch.float32
+        assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == g.shape == beta.shape
+        assert scale is None and initial_state is None and not output_final_state and not use_qk_l2norm_in_kernel
+        assert all(x.is_contiguous() for x in (q, k, v, g, beta))
+        calls.append({"shape": q.shape, "cu_seqlens": cu_seqlens})
+        number = None
+        if cu_seqlens is not None:
+            assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and cu_seqlens[-1] == q.shape[1]
+            starts = torch.zeros(q.shape[1] + 1, 1, dtype=torch.int64)
+            starts[cu_seqlens] = 1
+            number = starts[:-1].cumsum(0)
+        out, _ = gated_delta_steps(*(x.transpose(0, 1) for x in (q, k, v, g, beta)), number)
+        return out.transpose(0, 1).to(q.dtype), None
+
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """Loss and gradients of a model whose linear attention calls them, against one that does not."""
+    config = replace(DELTA_NET, recompute_granularity="selective" if packed else None)
+    batch = random_batch(config, **(packed_documents(config) if packed else {})).local_to(ParallelState().cp)
+    losses, gradients, calls = [], [], []
+    for stub in (False, True):
+        with monkeypatch.context() as patch:
+            if stub:
+                for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+                    patch.setitem(sys.modules, name, stub_of_fla(calls))
+                patch.setattr(gated_delta_net, "flash_rule", lambda dtype, _: flash_rule(dtype, torch.device("cuda")))
+            model = GPTModel(config, ModelParallelConfig(bf16=True)).train()
+            loss = model(None, batch)
+            loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
+    shape = (1, 48, 8, 6) if packed else (3, 16, 8, 6)
+    assert [call["shape"] for call in calls] == [shape] * (2 if packed else 1)  # again for the backward
+    if packed:
+        starts = [16 * sample + start for sample, found in enumerate(batch.documents) for start in found]
+        assert calls[0]["cu_seqlens"].tolist() == [*starts, 48]
+
+
+def test_kernels_run_on_gpus_in_sixteen_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert flash_rule(torch.bfloat16, cuda) is None  # is not installed
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, stub_of_fla([]))
+    assert flash_rule(torch.bfloat16, cuda) is not None
+    assert flash_rule(torch.bfloat16, torch.device("cpu")) is flash_rule(torch.float32, cuda) is None
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert flash_rule(torch.bfloat16, cuda) is None
+
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 100 --mock-data "
+    "--global-batch-size 8 --train-iters 1 --lr 1e-3 --position-embedding-type rope "
+)
+DELTA = "--experimental-attention-variant gated_delta_net "
+
+
+def problems(flags: str, world_size: int = 1) -> list[str]:
+    config = resolve(parse_args((BASE + flags).split()), world_size)
+    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--linear-attention-freq 4", "--linear-attention-freq 4: has no effect without --experimental-attention-var"),
+        (
+            "--linear-key-head-dim 64",
+            "--linear-key-head-dim 64: has no effect without --experimental-attention-variant",
+        ),
+        (f"{DELTA} --linear-attention-freq 0", "--linear-attention-freq 0: 0 must be above 0"),
+        (f"{DELTA} --linear-attention-freq [1]*3", "--linear-attention-freq [1]*3: the list must have a 0 or 1 for ea"),
+        (f"{DELTA} --linear-attention-freq [0]*4", "--linear-attention-freq [0]*4: leaves no layer with linear atten"),
+        (f"{DELTA} --window-size 8", "--window-size 8: has no effect where every layer has linear attention"),
+        (f"{DELTA} --linear-num-value-heads 24", "--linear-num-value-heads 24: must be a multiple of --linear-num-key"),
+        (f"{DELTA} --linear-num-key-heads 2 --tp 4", "--linear-num-key-heads 2: must be a multiple of --tensor-model"),
+        (f"{DELTA} --linear-conv-kernel-dim 0", "--linear-conv-kernel-dim 0: must be above 0"),
+        (f"{DELTA} --cp 2", "--context-parallel-size 2: cannot be combined with --experimental-attention-variant gat"),
+        (f"{DELTA} --bf16 --cuda-graph-impl local", "--cuda-graph-impl local: cannot be combined with --experimental"),
+        (
+            f"{DELTA} --bf16 --fp8-format e4m3 --linear-num-key-heads 1 --linear-num-value-heads 1",
+            "--linear-num-key-heads 1: under --fp8-format, a rank's 514 rows of the projection must be a multiple of",
+        ),
+        (
+            f"{DELTA} --bf16 --fp8-format e4m3 --linear-value-head-dim 5 "
+            "--linear-num-value-heads 8 --linear-num-key-heads 8",
+            "--linear-value-head-dim 5: under --fp8-format, a rank's 8 value heads must be a multiple of 16",
+        ),
+    ],
+)
+def test_rules(flags: str, expected: str) -> None:
+    found = problems(flags, 4 if "--tp" in flags else 2 if "--cp" in flags else 1)
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        (DELTA, 1),
+        (f"{DELTA} --linear-attention-freq 4 --window-size 8 --attention-output-gate --qk-layernorm", 1),
+        (f"{DELTA} --linear-attention-freq [1,1,0,1] --tp 4 --sequence-parallel --pp 2", 8),
+        (f"{DELTA} --bf16 --fp8-format e4m3 --linear-attention-freq 2", 1),
+    ],
+)
+def test_legal(flags: str, world_size: int) -> None:
+    assert problems(flags, world_size) == []
+
+
+def test_pattern() -> None:
+    """N is one layer of full attention behind N - 1 of linear attention, as in Megatron-LM; those have no rotation."""
+    config = replace(DELTA_NET, num_layers=8, linear_attention_freq="4", window_size=3)
+    assert config.linear_pattern == (True, True, True, False) * 2
+    assert [kind.linear for kind in config.layers] == ["gated_delta_net" if x else None for x in config.linear_pattern]
+    assert [kind.rotation is None and kind.span.window is None for kind in config.layers] == [*config.linear_pattern]
+
+
+def test_convolutions_are_no_matrices_of_muon() -> None:
+    """Each channel of one is a filter over tokens: it maps no vector to another."""
+    config = resolve(parse_args(f"{BASE} {DELTA} --optimizer muon".split()), 1)
+    roles = {
+        p.meta.name.split("self_attention.")[1]: p.meta.role
+        for p in GPTModel(DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention.parameters()
+    }
+    assert {name for name, role in roles.items() if role not in config.optimizer.whole_roles} == {"conv1d.weight"}

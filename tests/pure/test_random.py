@@ -100,11 +100,23 @@ def test_seed_and_name_tell_parameters_apart() -> None:
         assert abs((base * other).mean().item()) < 0.1
 
 
+@pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
+def test_uniform_numbers(kind: str, low: float, high: float) -> None:
+    """All in their range and spread over it, and those of a part are a part of those of the whole."""
+    meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high))
+    whole = shard(meta, 0, 1)
+    numbers = whole.exp() if kind == "log_of_uniform" else whole
+    assert low - 1e-5 <= numbers.min() and numbers.max() < high + 1e-5
+    histogram = torch.histc(numbers.float(), bins=8, min=low, max=high)
+    assert histogram.min() > 180 and histogram.max() < 320
+    assert torch.equal(shard(meta, 1, 2), whole[20:])
+
+
 def test_constants_and_unknown_kind() -> None:
     assert torch.equal(shard(ParamMeta("b", (6,), {"tp": 0}, Init("zeros")), 1, 2), torch.zeros(3))
     assert torch.equal(shard(ParamMeta("n", (6,), {}, Init("ones")), 0, 1), torch.ones(6))
-    with pytest.raises(ValueError, match=r"w: Init kind 'uniform' is none of"):
-        shard(ParamMeta("w", (6,), {}, Init("uniform")), 0, 1)
+    with pytest.raises(ValueError, match=r"w: Init kind 'xavier' is none of"):
+        shard(ParamMeta("w", (6,), {}, Init("xavier")), 0, 1)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -136,9 +148,9 @@ def test_memory_is_one_block_beside_the_shard(dim: int) -> None:
 
 def test_only_blocks_of_the_shard_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    original = init._normal_block
+    original = init._block_values
     monkeypatch.setattr(init, "BLOCK", 100)
-    monkeypatch.setattr(init, "_normal_block", lambda *args: drawn.append(args[2]) or original(*args))
+    monkeypatch.setattr(init, "_block_values", lambda *args: drawn.append(args[2]) or original(*args))
     shard(ParamMeta("w", (80, 10), {"tp": 0}, Init("normal", 1.0)), 1, 4)
     assert drawn == [2, 3]
 

@@ -18,6 +18,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import squared_relu, swiglu
 from megatron.core.transformer.fused_norm import fused_norm
+from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
 from megatron.core.transformer.rotary import (
     rotate_queries_and_keys,
@@ -84,6 +85,17 @@ def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> 
     return torch.cat((total.sin() if added else total * 3, normed), -1)
 
 
+def delta_net(x: Tensor, compiled: bool) -> Tensor:
+    mixed, number = x.unflatten(-1, (2, 20)), torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]).t()
+    weights = torch.linspace(-1, 1, 2 * 16 * 3, dtype=x.dtype).view(2, 16, 3), *mixed[0, 0, :, 0:4].unbind()
+    operands = region(delta_operands, compiled)(
+        mixed[..., :16], mixed[..., 16:18].flatten(2), mixed[..., 18:].flatten(2), *weights, (4, 4), number, None
+    )
+    q, k, v, g, beta = operands[0]
+    out = region(gated_norm, compiled)(v, v * 2, weights[1], 1e-5)
+    return torch.cat([part.flatten(2) for part in (q, k, g, beta, out)], -1)
+
+
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "swiglu": swiglu,
     "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
@@ -96,6 +108,7 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),
     "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
     "centered norm alone": lambda x, compiled: with_norm(x, compiled, centered=True, added=False),
+    "delta net": delta_net,
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }

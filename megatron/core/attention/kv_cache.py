@@ -1,4 +1,4 @@
-"""KV cache for generation, and the attention mask over cached keys."""
+"""Cache of earlier tokens for generation, and the attention mask over cached keys."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class KeyValueCache:
         self.max_length = max_length
         self.length = 0
         self.document_ids: Tensor | None = None
+        self.states: dict[int, tuple[Tensor, ...]] = {}
+        """What layers with linear attention keep of all earlier tokens, by layer. Replaced in each forward pass."""
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:

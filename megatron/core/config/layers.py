@@ -47,11 +47,14 @@ class LayerKind:
     experts: bool = False
     """Whether its channel mixer is a mixture of experts."""
 
+    linear: str | None = None
+    """Name of its linear attention; None for the model's other attention."""
+
     span: Span = Span()
-    """What its attention sees."""
+    """What its attention sees, if it is not linear."""
 
     rotation: Rotation | None = None
-    """The rotary embedding of its queries and keys; None for none."""
+    """The rotary embedding of its queries and keys; None for none, as in linear attention."""
 
 
 MOST_LAYERS = 10**6

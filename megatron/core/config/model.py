@@ -17,6 +17,7 @@ from megatron.core.config.layers import (
     last_of_each,
     layer_pattern,
 )
+from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
@@ -31,7 +32,7 @@ RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
+class TransformerConfig(MoEConfig, LatentAttentionConfig, LinearAttentionConfig, Section):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -362,6 +363,15 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
         return layer_pattern(self.moe_layer_freq, self.num_layers, each)
 
     @property
+    def linear_pattern(self) -> tuple[bool, ...]:
+        """By layer, whether its attention is linear."""
+        if self.experimental_attention_variant is None:
+            return (False,) * self.num_layers
+        if self.linear_attention_freq is None:
+            return (True,) * self.num_layers
+        return layer_pattern(self.linear_attention_freq, self.num_layers, all_but_last_of_each)
+
+    @property
     def local_pattern(self) -> tuple[bool, ...]:
         """By layer, whether its attention has a sliding window or chunks."""
         if self.window_size is None and self.attention_chunk_size is None:
@@ -473,12 +483,15 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, Section):
 @lru_cache(maxsize=64)
 def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
     return tuple(
-        LayerKind(
+        LayerKind(experts, config.experimental_attention_variant)
+        if linear
+        else LayerKind(
             experts,
+            None,
             config.local_span if local else Span(),
             (config.local_rotation if local else Rotation(config.rotary_base)) if rotated else None,
         )
-        for experts, local, rotated in zip(
-            config.expert_pattern, config.local_pattern, config.rope_pattern, strict=True
+        for experts, linear, local, rotated in zip(
+            config.expert_pattern, config.linear_pattern, config.local_pattern, config.rope_pattern, strict=True
         )
     )

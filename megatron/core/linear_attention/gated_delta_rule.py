@@ -106,8 +106,8 @@ def _chunked_numbers(number: Tensor, chunk: int) -> Tensor:
 def _decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """g [..., chunk], number [..., 1 + chunk] -> what is left at token i of what token j <= i wrote [..., i, j], at
     token i of the state before the chunk [..., i, 1], and at the chunk's end of what token i wrote [..., i, 1]"""
-    total = g.cumsum(-1)
     later = torch.ones(g.shape[-1:] * 2, dtype=torch.bool, device=g.device).triu(1)
+    total = g @ (~later).mT.to(g.dtype)  # torch has no deterministic cumsum for GPUs
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
     reach, left = total.exp(), (total[..., -1:] - total).exp()
     if number is not None:

@@ -8,7 +8,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import dropout
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parts import ATTENTIONS, MLPS
+from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import add_and_norm, build_norm
@@ -44,11 +44,13 @@ class TransformerLayer(nn.Module):
             return build_norm(f"{name}.{of}", config.hidden_size, config, ctx) if present else nn.Identity()
 
         self.input_layernorm = norm("input_layernorm", config.norms_inputs)
-        self.self_attention = ATTENTIONS[config.attention](f"{name}.self_attention", config, ctx)
+        kind = config.layer(ctx.layer)
+        attention = LINEAR_ATTENTIONS[kind.linear] if kind.linear else ATTENTIONS[config.attention]
+        self.self_attention = attention(f"{name}.self_attention", config, ctx)
         self.post_attention_layernorm = norm("post_attention_layernorm", config.norms_outputs)
         self.attention_dropout = HiddenDropout(f"{name}.self_attention.dropout", p, ctx)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm", config.norms_inputs)
-        mlp = MoELayer if config.layer(ctx.layer).experts else MLPS[config.mlp_module]
+        mlp = MoELayer if kind.experts else MLPS[config.mlp_module]
         self.mlp = mlp(f"{name}.mlp", config, ctx)
         self.post_mlp_layernorm = norm("post_mlp_layernorm", config.norms_outputs)
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)

@@ -115,6 +115,46 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
     )
 
 
+@dataclass(frozen=True)
+class DeltaNetParameters:
+    """Parameters of a gated delta net. Neither projection has a bias."""
+
+    in_proj: ColumnLinear
+    """in_proj [key heads, channels, h], see `linear_channels`."""
+
+    conv1d: ParamMeta
+    """conv1d.weight [key heads, channels of query, key and values, taps]."""
+
+    dt_bias: ParamMeta
+    """dt_bias [value heads], added to the projected decay."""
+
+    a_log: ParamMeta
+    """A_log [value heads], logarithm of the decay's factor."""
+
+    out_norm: ParamMeta
+    """out_norm.weight [channels of a value head]: one for all heads."""
+
+    out_proj: RowLinear
+    """out_proj [h, value heads * channels]."""
+
+
+def delta_net_parameters(name: str, config: TransformerConfig) -> DeltaNetParameters:
+    """Parameters of a gated delta net (arXiv 2412.06464, section 3.4) with Megatron-LM's names and initial values."""
+    hidden, groups, channels = config.hidden_size, config.linear_num_key_heads, config.linear_channels
+    heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
+    init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
+    fused, by_heads = Fused("delta_net", 1, channels), {"tp": 0}
+    within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
+    return DeltaNetParameters(
+        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, fused=fused),
+        ParamMeta(f"{name}.conv1d.weight", (groups, sum(channels[:3]), taps), by_heads, within, role="convolution"),
+        ParamMeta(f"{name}.dt_bias", (heads,), by_heads, Init("ones")),
+        ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),
+        ParamMeta(f"{name}.out_norm.weight", (config.linear_value_head_dim,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER),
+        RowLinear(f"{name}.out_proj", heads * config.linear_value_head_dim, hidden, False, output_init),
+    )
+
+
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
     """linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
     hidden, bias = config.hidden_size, config.add_bias_linear

@@ -5,7 +5,8 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,26 @@ from megatron.core.config.model import TransformerConfig
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    contexts = lambda: (nullcontext(), _again())  # noqa: E731
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+_running = [0]
+"""How many functions are computed again just now, one within the other."""
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    _running[0] += 1
+    try:
+        yield
+    finally:
+        _running[0] -= 1
+
+
+def computing_again() -> bool:
+    """Whether what runs now is computed a second time, for a backward pass."""
+    return _running[0] > 0
 
 
 class _View(NamedTuple):

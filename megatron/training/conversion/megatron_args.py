@@ -99,7 +99,11 @@ def refuse_inexpressible(config: RunConfig) -> None:
     }
     if found := [flag for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
-    unwritten = {"--multi-latent-attention": model.latent, "--rope-type yarn": model.yarn}
+    unwritten = {
+        "--multi-latent-attention": model.latent,
+        "--rope-type yarn": model.yarn,
+        "--experimental-attention-variant": any(model.linear_pattern),
+    }
     if found := [flag for flag, used in unwritten.items() if used]:
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")
 

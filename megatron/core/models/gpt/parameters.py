@@ -16,6 +16,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
     attention_linears,
+    delta_net_parameters,
     latent_linears,
     mlp_linears,
     norm_metas,
@@ -27,6 +28,7 @@ DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"),
     "attention": ("self_attention", "multi_latent_attention"),
+    "experimental_attention_variant": (None, "gated_delta_net"),
     "mlp_module": ("mlp",),
     "layer_module": ("transformer_layer",),
     "loss_func": ("cross_entropy",),
@@ -152,7 +154,8 @@ def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel:
         return _norm(f"{name}.{of}", config.hidden_size, config, partial_over) if present else []
 
     yield from norm("input_layernorm", config.norms_inputs)
-    attention = _latent_attention if config.latent else _self_attention
+    linear = _delta_net if config.layer(number).linear else None
+    attention = linear or (_latent_attention if config.latent else _self_attention)
     yield from attention(f"{name}.self_attention", config, sequence_parallel)
     yield from norm("post_attention_layernorm", config.norms_outputs)
     yield from norm("pre_mlp_layernorm", config.norms_inputs)
@@ -192,6 +195,13 @@ def _latent_attention(name: str, config: TransformerConfig, sequence_parallel: b
         yield from _norm(norm, width, config, sequence_partial(sequence_parallel))
     yield from linears.proj.metas(sequence_parallel)
     yield from sinks_metas(name, config)
+
+
+def _delta_net(name: str, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
+    found = delta_net_parameters(name, config)
+    yield from (found.conv1d, found.dt_bias, found.a_log, found.out_norm)
+    yield from found.in_proj.metas()
+    yield from found.out_proj.metas(sequence_parallel)
 
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:

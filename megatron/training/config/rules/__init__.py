@@ -14,6 +14,7 @@ from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, tokenizer
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
+from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
 from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     layers,
     yarn,
     latent_attention,
+    linear_attention,
     experts,
     multi_token,
     pipeline,
@@ -47,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     fp8_scaling,
     fp8_shapes,
     latents_in_fp8,
+    linear_attention_in_fp8,
     batch,
     length,
     schedule,

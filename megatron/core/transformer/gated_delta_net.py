@@ -1,0 +1,150 @@
+"""Gated delta net (Gated DeltaNet, arXiv 2412.06464, section 3.4), a linear attention, as Qwen3-Next has it.
+
+One projection gives queries, keys, values, gates, writing strengths and decays. Queries, keys and values pass a short
+convolution and SiLU, and queries and keys are normalized; the gated delta rule mixes tokens; each head's output is
+normalized, gated and projected back. Each tensor-parallel rank has some of the key heads, with their value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.batch import BatchContext
+from megatron.core.compiled_regions import region
+from megatron.core.config.model import TransformerConfig
+from megatron.core.linear_attention.flash_linear_attention import flash_rule
+from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
+from megatron.core.linear_attention.short_convolution import short_convolution
+from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.transformer.parameters import delta_net_parameters
+from megatron.core.transformer.recompute import recomputed
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, g and beta of `gated_delta_rule`."""
+
+FEW_TOKENS = 4
+"""Tokens up to which generation computes step by step: fewer operations than a chunk has."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Projection, convolution, gated delta rule, gated norm, projection back.
+
+    in_proj is [key heads, channels, h], see `linear_channels`: the channels of a key head, then of the next one.
+    Activations between the projections are computed again in the backward, from the output of in_proj. Where a kernel
+    computes the rule, that is left to `--recompute-modules core_attn`.
+    """
+
+    def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        parameters = delta_net_parameters(name, config)
+        self.layer, self.channels, self.eps = ctx.layer, config.linear_channels, config.norm_epsilon
+        self.value_width = config.linear_value_head_dim
+        self.widths = config.linear_key_head_dim, self.value_width
+        self.in_proj = column_parallel(parameters.in_proj, ctx)
+        self.conv1d = make_parameter(parameters.conv1d, ctx)
+        self.dt_bias, self.a_log = make_parameter(parameters.dt_bias, ctx), make_parameter(parameters.a_log, ctx)
+        self.out_norm = make_parameter(parameters.out_norm, ctx)
+        self.out_proj = row_parallel(parameters.out_proj, ctx)
+        self.kernel = flash_rule(ctx.dtype, ctx.device)
+        self.recompute = self.kernel is None or config.recomputes("core_attn")
+        self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
+
+    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        mixed = self.in_proj(x).unflatten(-1, (-1, sum(self.channels)))
+        number = documents_begun(context)
+        if context.cache is not None:
+            out = self._behind_cache(mixed, number, context)
+        elif self.recompute and self.training:
+            out = recomputed(self._mix, mixed, number, context)
+        else:
+            out = self._mix(mixed, number, context)
+        return self.out_proj(out)
+
+    def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
+        """mixed [s, b, key heads/tp, channels] -> [s, b, heads/tp * dv]"""
+        operands, gate, _ = self._operands(mixed, number, None)
+        if self.kernel is not None:
+            out = self.kernel(*operands, context.documents)
+        else:
+            out, _ = gated_delta_chunks(*operands, number)
+        return self.gated(out, gate, self.out_norm, self.eps)
+
+    def _behind_cache(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
+        """The same behind earlier tokens, whose state and last inputs of the convolution are cached."""
+        assert context.cache is not None
+        before, state = context.cache.states.get(self.layer, (None, None))
+        operands, gate, before = self._operands(mixed, number, before)
+        rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_chunks
+        if len(mixed) <= FEW_TOKENS:
+            rule = gated_delta_steps
+        out, state = rule(*operands, number, state)
+        context.cache.states[self.layer] = before, state
+        return self.gated(out, gate, self.out_norm, self.eps)
+
+    def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
+        """The operands of the rule, the gates [s, b, heads/tp, dv], and the last inputs of the convolution."""
+        *qkv, gate, beta, decay = self.channels
+        inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
+        weights = self.conv1d, self.dt_bias, self.a_log
+        operands, before = self.prepare(
+            inputs, beta.flatten(2), decay.flatten(2), *weights, self.widths, number, before
+        )
+        return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
+
+
+def documents_begun(context: BatchContext) -> Tensor | None:
+    """[s, b]: documents that have begun up to each token of the context, without the one that is cached or, without a
+    cache, the first one. None for one document a sample."""
+    documents, cache = context.document_ids, context.cache
+    if documents is None:
+        return None
+    first = documents[:, :1]
+    if cache is not None and cache.length and cache.document_ids is not None:
+        first = cache.document_ids[:, cache.length - 1 : cache.length]
+    before = torch.cat((first, documents[:, :-1]), dim=1)
+    return (documents != before).cumsum(1).t()
+
+
+def delta_operands(
+    inputs: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    conv1d: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    widths: tuple[int, int],
+    number: Tensor | None,
+    before: Tensor | None,
+) -> tuple[Operands, Tensor]:
+    """inputs [s, b, key heads, 2 dk + dv per value head], beta and decay [s, b, heads], number [s, b], before
+    [taps - 1, b, key heads, ...] -> the operands of the gated delta rule, and the last inputs of the convolution.
+
+    g = -exp(A_log) softplus(decay + dt_bias) is fp32 where the rest has 16 bits: it is summed over tokens.
+    """
+    mixed, last = short_convolution(inputs, conv1d, number, before)
+    keys, values = widths
+    q, k, v = F.silu(mixed).split((keys, keys, mixed.shape[-1] - 2 * keys), dim=-1)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
+    v = v.unflatten(-1, (-1, values)).flatten(2, 3)
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    g = -a_log.to(wide).exp() * F.softplus(decay.to(wide) + dt_bias.to(wide))
+    q, k, v = (x.to(inputs.dtype) for x in (q, k, v))
+    return (q, k, v, g, beta.sigmoid()), last
+
+
+L2_EPSILON = 1e-6
+"""Added to the squared length of a query or key."""
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head's output x [s, b, heads, dv], times SiLU of its gate -> [s, b, heads * dv] in the gate's
+    dtype; 16 bits are computed in fp32"""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))
+    return y.to(gate.dtype).flatten(2)
