@@ -70,6 +70,9 @@ class ParamMeta:
     vocabulary, "router" for the logits of experts, "convolution" for kernels over tokens, "hidden" for everything
     else."""
 
+    linear: bool = False
+    """Weight of a linear layer, whose products may run in fp8."""
+
     stacked: int = 0
     """Leading dimensions that number matrices: 1 for the experts of [E, ffn, h]."""
 

@@ -207,9 +207,16 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
     weight_decay = run.scheduler.weight_decay_at(samples)
     with run.clock("optimizer"):
-        result = run.optimizer.step(lr, weight_decay, sums.loss_and_tokens, run.guard.judge, decoupled_lr, factor)
+        result = run.optimizer.step(
+            lr,
+            weight_decay,
+            sums.loss_and_tokens,
+            run.guard.judge,
+            decoupled_lr,
+            factor,
+            on_update=run.forward_backward.end_step,
+        )
     run.guard.watch(step, result)
-    run.forward_backward.end_step(result.skip)
     run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
     interval.results.append(result)
     interval.losses.append(sums.loss_and_tokens)

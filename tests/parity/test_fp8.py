@@ -8,6 +8,7 @@ place of fp8, which is 2^-4 of it. So bounds are those of rounding to fp8, and t
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.collectives import Pending
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.parallel_state import Axis
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
 from megatron.training.bad_steps import BadStepError
@@ -237,3 +241,68 @@ def test_experts_agree_with_one_process(recipe: str, world_size: int, layout: st
     assert not found.replica_errors
     assert distance(found, one, "loss") < 1e-4
     assert distance(found, one, "gradient") < bound
+
+
+GATHER = "--fp8-param-gather"
+
+
+def third_step(recipe: str, world_size: int, layout: str) -> Snapshot:
+    """The third step after two that nobody looked into: reading the weights gathers them in bf16. Without its norm,
+    which is summed in another order; nothing is clipped by it."""
+    found = train_in_world(world_size, flags_of(recipe, f"{layout} --clip-grad 0"), 1, unseen=2)
+    assert not found.replica_errors
+    kept = {key: value for key, value in found.tensors.items() if not key.endswith("grad_norm")}
+    return replace(found, tensors=kept)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "layout"),
+    [
+        ("tensorwise", 2, "--dp 2"),
+        ("delayed", 2, "--dp 2"),
+        ("blockwise", 2, "--dp 2"),
+        ("tensorwise", 4, "--dp 2 --tp 2 --sequence-parallel"),
+        ("delayed", 4, "--dp 2 --pp 2 --optimizer muon"),
+        ("blockwise", 3, f"--dp 3 --global-batch-size 9 {WIDE_EXPERTS}"),
+    ],
+)
+def test_weights_gathered_in_fp8_change_no_bit(recipe: str, world_size: int, layout: str) -> None:
+    plain, found = (third_step(recipe, world_size, f"{layout} {how}") for how in ("", GATHER))
+    assert first_difference(found, plain, 0.0) is None
+
+
+def test_gathers_in_fp8_overlap() -> None:
+    overlap = "--dp 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"
+    plain, found = (third_step("delayed", 2, f"{overlap} {how}") for how in ("", GATHER))
+    assert first_difference(found, plain, 0.0) is None
+
+
+def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
+    """Bytes that this rank's gathers of parameters make whole in one step."""
+    found, start = [], param_and_grad_buffer.start_all_gather
+
+    def counted(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+        assert out is not None
+        found.append(out.nbytes)
+        return start(x, axis, out)
+
+    with ExitStack() as resources, pytest.MonkeyPatch.context() as patched:
+        run = build(rank, world_size, flags, resources)
+        patched.setattr(param_and_grad_buffer, "start_all_gather", counted)
+        train_step(run, Interval())
+        total = sum(found)
+        run.optimizer.finish_param_sync()
+        run.optimizer.finish_param_sync()
+        return total
+
+
+def test_gathers_in_fp8_send_half_the_bytes() -> None:
+    linears = 2 * (3 * 32 * 32 + 32 * 32 + 2 * 128 * 32)
+    plain, found = (run_world(2, gathered_bytes, flags_of("tensorwise", f"--dp 2 {how}"))[0] for how in ("", GATHER))
+    assert plain - found == pytest.approx(linears, abs=200), "one byte for each weight of a linear layer, and padding"
+    mixed = run_world(
+        2,
+        gathered_bytes,
+        flags_of("tensorwise", f"--dp 2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 {GATHER}"),
+    )[0]
+    assert mixed == plain

@@ -134,6 +134,28 @@ DELAYED = (
             ],
         ),
         (
+            "--fp8-param-gather --bf16",
+            1,
+            ["--fp8-param-gather: has no effect without --fp8-format; add --fp8-format, or remove --fp8-param-gather"],
+        ),
+        (
+            "--fp8-param-gather --bf16 --fp8-format e4m3 --fp8-recipe rowwise",
+            1,
+            [
+                "--fp8-param-gather: needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one "
+                "by rows and one by columns; remove --fp8-param-gather, or use --fp8-recipe tensorwise, delayed or "
+                "blockwise"
+            ],
+        ),
+        (
+            "--fp8-param-gather --bf16 --fp8-format e4m3 --cuda-graph-impl local",
+            1,
+            [
+                "--fp8-param-gather: cannot be combined with --cuda-graph-impl local: recorded steps cast the weights "
+                "that they find in bf16; keep one of them"
+            ],
+        ),
+        (
             "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --tp 2 --kv-channels 16",
             2,
             [

@@ -156,5 +156,8 @@ class DDPConfig:
     overlap_param_gather: bool = False
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
+    fp8_param_gather: bool = False
+    """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
+
     grad_reduce_in_bf16: bool = False
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""

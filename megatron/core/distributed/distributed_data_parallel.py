@@ -17,7 +17,11 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.distributed.param_layout import launch_order, plan_buffers
+from megatron.core.fp8.casts import E4M3
+from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight
+from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.linear_gemms import matrix_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
 
 
@@ -29,8 +33,9 @@ class DistributedDataParallel:
 
     With `overlap_grad_reduce`, a bucket's reduction starts during backward, as soon as its last gradient is complete.
     With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and each
-    module waits for its own parameters before it runs. Call `finish_param_sync` before you read parameters outside of a
-    forward pass.
+    module waits for its own parameters before it runs. With `fp8_param_gather`, weights of fp8 layers are gathered in
+    fp8, and outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you
+    read parameters outside of a forward pass.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class DistributedDataParallel:
             bucket_size=ddp_config.ddp_bucket_size,
             decouples=decouples,
             whole_roles=whole_roles,
+            linears_apart=ddp_config.fp8_param_gather and parallel_config.fp8_format is not None,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
@@ -71,6 +77,7 @@ class DistributedDataParallel:
             for layout in self.layouts
         ]
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
+        self._weight_gather = self._gather_in_fp8() if ddp_config.fp8_param_gather else None
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
@@ -78,6 +85,30 @@ class DistributedDataParallel:
         if ddp_config.overlap_param_gather:
             wait_before_forward(self.modules, self.params, self.buckets)
         self._hooks = [param.register_post_accumulate_grad_hook(_move_grad) for param in self.params]
+
+    def _gather_in_fp8(self) -> WeightGather | None:
+        """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
+        gemms, axis = gemms_of_weights(self.modules), self.state.dp_cp
+        weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
+        parts: list[Part] = []
+        for bucket in self.buckets if self.use_distributed_optimizer and axis.size > 1 else ():
+            params = {place.index: self.params[place.index] for place in bucket.layout.params}
+            if any(id(param) not in gemms for param in params.values()):
+                continue
+            whole, shard = bucket.gather_in_fp8()
+            for place in bucket.layout.params:
+                param, first = params[place.index], bucket.layout.start
+                values = whole[place.start - first : place.stop - first].view(E4M3).view(matrix_of(param).shape)
+                weight = GatheredWeight(values, torch.empty(0))
+                weights[place.index] = weight, gemms[id(param)]
+                param.gathered_in_fp8 = weight  # type: ignore[attr-defined]
+            for piece in bucket.owned_pieces:
+                span = slice(
+                    piece.offset - bucket.owned_range[0],
+                    piece.offset - bucket.owned_range[0] + piece.stop - piece.start,
+                )
+                parts.append(Part(*weights[piece.index], piece.start, bucket.owned_params[span], shard[span]))
+        return WeightGather(list(weights.values()), parts, axis) if weights else None
 
     def begin_step(self, num_microbatches: int) -> None:
         """Zeroes the gradients, and expects those of `num_microbatches` micro-batches."""
@@ -117,13 +148,22 @@ class DistributedDataParallel:
 
     def start_param_sync(self) -> None:
         """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them."""
+        if self._weight_gather is not None:
+            self._weight_gather.cast_()
         for bucket in reversed(self.buckets):
             bucket.start_param_sync()
 
-    def finish_param_sync(self) -> None:
-        """Waits for the all-gathers: every parameter is whole again."""
+    def wait_param_sync(self) -> None:
+        """Waits for the all-gathers: a forward pass can run."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Waits for the all-gathers, and repeats those that were in fp8 in the parameters' format: every parameter is
+        whole again. Collective over the data-parallel ranks."""
+        self.wait_param_sync()
+        for bucket in reversed(self.buckets):
+            bucket.gather_params_()
 
     def gather_grads_(self) -> None:
         """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""

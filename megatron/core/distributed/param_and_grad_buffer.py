@@ -42,6 +42,14 @@ class Bucket:
         self._grad_sync: Pending | None = None
         self._rounded: Tensor | None = None
         self._param_sync: Pending | None = None
+        self._fp8: Tensor | None = None
+        self._behind = False
+
+    def gather_in_fp8(self) -> tuple[Tensor, Tensor]:
+        """Makes gathers of parameters send bytes, which `fp8_param_gather` casts, in place of parameters. Returns the
+        memory of the whole bucket in uint8, and this rank's part of it."""
+        self._fp8 = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
+        return self._fp8, self._fp8.chunk(self.axis.size)[self.axis.rank]
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Gradient of one of `owned_pieces`, a 1-D view."""
@@ -75,7 +83,10 @@ class Bucket:
     def start_param_sync(self) -> None:
         """Starts to all-gather `owned_params` into `params`; does nothing where each rank owns the whole."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
-        if self.shard_grads and self.axis.size > 1:
+        if self._fp8 is not None:
+            shard = self._fp8.chunk(self.axis.size)[self.axis.rank]
+            self._param_sync, self._behind = start_all_gather(shard, self.axis, out=self._fp8), True
+        elif self.shard_grads and self.axis.size > 1:
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
 
     def finish_param_sync(self) -> None:
@@ -83,6 +94,13 @@ class Bucket:
         if self._param_sync is not None:
             self._param_sync.wait()
             self._param_sync = None
+
+    def gather_params_(self) -> None:
+        """All-gathers `owned_params` into `params` where the last gather was in fp8."""
+        self.finish_param_sync()
+        if self._behind:
+            start_all_gather(self.param_shard, self.axis, out=self.params).wait()
+            self._behind = False
 
     def gather_grads_(self) -> None:
         """All-gathers the summed shards into `grads`. For tests and diagnosis; training does not need it."""

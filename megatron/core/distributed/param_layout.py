@@ -98,6 +98,9 @@ class BufferLayout:
     whole: bool = False
     """Whether its parameters are matrices that the optimizer updates as wholes."""
 
+    linear: bool = False
+    """Whether its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
+
     @property
     def numel(self) -> int:
         """Elements, padding included."""
@@ -115,28 +118,32 @@ def plan_buffers(
     bucket_size: int | None = None,
     decouples: Callable[[str], bool] = lambda name: False,
     whole_roles: Collection[str] = (),
+    linears_apart: bool = False,
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
     once it holds `bucket_size` elements. `decouples` tells by their names which parameters have a learning rate of
-    their own; matrices of `whole_roles` are updated as wholes. Ranks with equal shapes get equal layouts, so that
+    their own; matrices of `whole_roles` are updated as wholes. With `linears_apart`, weights of linear layers have
+    buffers of their own, which can be gathered in another format. Ranks with equal shapes get equal layouts, so that
     parameters replicated over tp have the same shard ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
     buffers = []
-    for expert, decays, decoupled, whole in product((False, True), (True, False), (False, True), (False, True)):
+    kinds = product((False, True), (True, False), (False, True), (False, True), (False, True))
+    for expert, decays, decoupled, whole, linear in kinds:
         members = [
             (index, meta, prod(shape))
             for index, (meta, shape) in enumerate(params)
             if (meta.expert, meta.decays, decouples(meta.name)) == (expert, decays, decoupled)
             and (meta.matrix and meta.role in whole_roles) is whole
+            and (linears_apart and meta.linear) is linear
         ]
         if members:
             shards = expert_data_parallel_size if expert else data_parallel_size
             buckets = _fill_buckets(reversed(members), shards, bucket_size or default_bucket_size(shards))
-            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled, whole))
+            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled, whole, linear))
     return tuple(buffers)
 
 

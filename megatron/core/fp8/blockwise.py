@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.compiled_regions import Region, region
-from megatron.core.fp8.casts import E4M3, TILE, Scaled, by_block
+from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled, by_block
 from megatron.core.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
 from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transposed
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
@@ -60,6 +60,8 @@ class BlockwiseGemms(Fp8Gemms):
     is what sequence parallelism gathers.
     """
 
+    gathers_weights = True
+
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, dtype = x.detach(), self.format_of(which)
         if which == WEIGHT:
@@ -73,6 +75,12 @@ class BlockwiseGemms(Fp8Gemms):
         if wanted.columns:
             made.append(self._region(cast_along_columns, x.shape[0] % TILE == 0)(x, dtype))
         return made
+
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        return power_of_two(multiplier_of(amax, LARGEST[E4M3]))
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        return self.weight_multiplier(amax).reciprocal()
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8.casts import E4M3, Scaled, formats, scaled_mm
+from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
 from megatron.core.kernels.cast_transpose import (
     CastPair,
     amax_of,
     amax_of_rows_and_columns,
     cast_transpose,
     cast_transpose_noting_amax,
+    multiplier_of,
     transposed,
 )
 from megatron.core.parallel_state import Axis
@@ -72,6 +73,20 @@ class WeightCasts:
         self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 
 
+@dataclass
+class GatheredWeight:
+    """The cast by rows of a weight, as all-gathers over the data-parallel ranks make it (`weight_gather.py`)."""
+
+    values: Tensor
+    """e4m3 [out, in], in the memory of the gathers"""
+
+    amax: Tensor
+    """fp32 [blocks of rows, blocks of columns]: the largest value of each part that has a scale"""
+
+    valid: bool = False
+    """Whether it is the weight's. It is from the first update on; initial weights are cast by each rank."""
+
+
 @dataclass(frozen=True)
 class Fp8Context:
     """Settings that the fp8 layers of a model share."""
@@ -109,6 +124,9 @@ class Fp8Gemms(nn.Module):
     those that sum over its rows. Inputs are saved for the backward by columns, one byte an element. An input that is
     gathered over the ranks is saved as it is sent instead, and cast by columns after the second gather.
     """
+
+    gathers_weights = False
+    """Whether a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -163,12 +181,31 @@ class Fp8Gemms(nn.Module):
 
         def make() -> Scaled:
             if self.training and self.casts.keeps:
-                rows, columns = self.cast(matrix_of(weight), WEIGHT, BOTH)
+                rows, columns = self._cast_weight(weight, BOTH)
                 self.casts.keep(weight, rows=rows, columns=columns)
                 return rows if kind == "rows" else columns
-            return self.cast(matrix_of(weight), WEIGHT, ROWS if kind == "rows" else COLUMNS)[0]
+            return self._cast_weight(weight, ROWS if kind == "rows" else COLUMNS)[0]
 
         return self.casts.get(weight, kind, make)
+
+    def _cast_weight(self, weight: Tensor, wanted: Wanted) -> list[Scaled]:
+        gathered: GatheredWeight | None = getattr(weight, "gathered_in_fp8", None)
+        if gathered is None or not gathered.valid:
+            return self.cast(matrix_of(weight), WEIGHT, wanted)
+        rows = Scaled(gathered.values, self.scale_of_weight(gathered.amax))
+        if not wanted.columns:
+            return [rows]
+        values, scale = region(transposed, self.compiled, static=True)(rows.values), rows.scale
+        columns = Scaled(values, scale if scale.ndim == 0 else scale.t())
+        return [rows, columns] if wanted.rows else [columns]
+
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        """The multiplier of each part of a weight by its `amax`. For recipes with `gathers_weights`."""
+        raise NotImplementedError
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        """The scale of a gathered weight, as `cast` would have returned it."""
+        raise NotImplementedError
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
         """Reduces, in place, the amax of a tensor that is cut over tensor-parallel ranks: each rank then scales its
@@ -188,6 +225,8 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 class PerTensorGemms(Fp8Gemms):
     """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
+
+    gathers_weights = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
@@ -212,6 +251,12 @@ class TensorwiseGemms(PerTensorGemms):
         by_rows, by_columns = (amax if wants else None for wants in wanted)
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
 
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        return multiplier_of(amax, LARGEST[E4M3])
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        return self.weight_multiplier(amax).reciprocal().view(())
+
 
 class DelayedGemms(PerTensorGemms):
     """Scales each tensor by the amax history of earlier steps, so that a cast needs no pass over the tensor before it.
@@ -235,6 +280,16 @@ class DelayedGemms(PerTensorGemms):
         dtype = self.format_of(which)
         pair = cast_transpose_noting_amax(x.detach(), self.multiplier[which], noted, wanted, dtype, self.compiled)
         return _scaled(pair, wanted)
+
+    def weight_multiplier(self, amax: Tensor) -> Tensor:
+        return self.multiplier[WEIGHT].view(1, 1)
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        amax = amax.view(())
+        if self.training:
+            noted = self.amax[WEIGHT]
+            torch.maximum(noted, amax, out=noted)
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if amax is not finite
 
 
 AMAX_HISTORY = ".amax_history"

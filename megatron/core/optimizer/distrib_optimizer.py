@@ -135,16 +135,18 @@ class DistributedOptimizer:
         judge: Judge | None = None,
         decoupled_lr: float | None = None,
         factor: Tensor | None = None,
+        on_update: Callable[[Tensor], None] | None = None,
     ) -> StepResult:
         """One update from the finished gradients (`finalize_model_grads`), or from those of `reduce_model_grads` and
         its `factor`. That and clipping scale them in place, fused optimizers as they read them.
 
         `sums` [n] float64 of each rank, as the loss, are added up along with the norm and must be finite like it; a
         `judge` may refuse the update. `decoupled_lr` is that of parameters with a learning rate of their own.
-        With `overlap_param_gather` the parameters are whole again only when a forward pass has waited for them, or
-        `finish_param_sync`.
+        `on_update` is called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of fp8
+        follow from it. With `overlap_param_gather` the parameters are whole again only when a forward pass has waited
+        for them, or `finish_param_sync`; with `fp8_param_gather` only after `finish_param_sync`.
         """
-        self.finish_param_sync()  # modules that did not run since the last step have not waited
+        self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         norm, overflow, sums = self._grad_norm(sums, factor)
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
@@ -158,9 +160,11 @@ class DistributedOptimizer:
         self._updates += 1.0 - skip
         for shard in self.shards:
             shard.write_params()
+        if on_update is not None:
+            on_update(skip)
         self.ddp.start_param_sync()
         if not self.ddp.config.overlap_param_gather:
-            self.finish_param_sync()
+            self.ddp.wait_param_sync()
         values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
         result = StepResult(values, self.scaler.scale, self.scaler.can_fall)
         if self.scaler.dynamic:

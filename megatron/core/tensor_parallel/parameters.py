@@ -35,7 +35,8 @@ class ColumnLinear:
     def metas(self) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
         sharded = {"tp": self.shard_dim}
-        weight = ParamMeta(f"{self.name}.weight", (*self.out_dims, self.in_size), sharded, self.init, fused=self.fused)
+        shape = (*self.out_dims, self.in_size)
+        weight = ParamMeta(f"{self.name}.weight", shape, sharded, self.init, linear=True, fused=self.fused)
         bias = ParamMeta(f"{self.name}.bias", self.out_dims, sharded, Init("zeros"))
         return [weight, bias] if self.bias else [weight]
 
@@ -52,7 +53,7 @@ class RowLinear:
 
     def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
         """The weight, and the bias if there is one."""
-        weight = ParamMeta(f"{self.name}.weight", (self.out_size, self.in_size), {"tp": 1}, self.init)
+        weight = ParamMeta(f"{self.name}.weight", (self.out_size, self.in_size), {"tp": 1}, self.init, linear=True)
         partial_over = sequence_partial(sequence_parallel)
         bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
         return [weight, bias] if self.bias else [weight]
@@ -74,4 +75,4 @@ class ReplicatedLinear:
         """The weight."""
         partial_over = sequence_partial(sequence_parallel)
         shape = (self.out_size, self.in_size)
-        return [ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over)]
+        return [ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over, linear=True)]

@@ -56,6 +56,25 @@ def fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--first-last-layers-bf16", None, rule, remedy)
 
 
+def fp8_param_gather(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Weights are gathered in fp8 where each has one cast, and where there is a gather."""
+    p, flag = c.parallel, "--fp8-param-gather"
+    if not c.ddp.fp8_param_gather:
+        return
+    if p.fp8_format is None:
+        yield Problem.no_effect(flag, None, "--fp8-format")
+    elif not c.optimizer.use_distributed_optimizer:
+        yield Problem.no_effect(flag, None, "--use-distributed-optimizer")
+    elif p.fp8_recipe == "rowwise":
+        rule = (
+            "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
+        )
+        yield Problem(flag, None, rule, f"remove {flag}, or use --fp8-recipe tensorwise, delayed or blockwise")
+    elif p.cuda_graph_impl == "local":
+        why = "recorded steps cast the weights that they find in bf16"
+        yield Problem.exclusive(flag, None, "--cuda-graph-impl local", why)
+
+
 def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Flags of a recipe have no effect under another one."""
     p, table = c.parallel, field_table()

@@ -1,0 +1,104 @@
+"""Weights that are gathered over the data-parallel ranks in fp8: one byte an element in place of two.
+
+Under the distributed optimizer each rank updates a part of every weight. It casts its part as one process casts the
+whole weight: the amax of each weight, or of each of its blocks, is reduced over the ranks before the cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks
+from megatron.core.fp8.casts import E4M3, TILE, by_block
+from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
+from megatron.core.kernels.cast_transpose import round_scaled
+from megatron.core.parallel_state import Axis
+
+
+def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
+    """The fp8 GEMMs of linear layers whose weights can be gathered in fp8, by the id of the weight."""
+    layers = (layer for module in modules for layer in module.modules())
+    found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
+    return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, start + len(values)) of a flat weight, which this rank has updated."""
+
+    weight: GatheredWeight
+    gemms: Fp8Gemms
+    start: int
+    values: Tensor
+    sent: Tensor
+    """uint8, as long as `values`"""
+
+    def amax(self) -> tuple[int, Tensor]:
+        """(first, amax [rows, columns]): the amax of this part in rows of the weight's amax from `first` on."""
+        if not isinstance(self.gemms, BlockwiseGemms):
+            return 0, self.values.abs().amax().to(torch.float32).view(1, 1)
+        first, before, matrix_shape = self._blocks()
+        behind = matrix_shape[0] * matrix_shape[1] - before - len(self.values)
+        return first, amax_of_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE)
+
+    def cast_(self) -> None:
+        """Casts the part into `sent`, by the amax of the whole weight."""
+        multiplier = self.gemms.weight_multiplier(self.weight.amax)
+        if isinstance(self.gemms, BlockwiseGemms):
+            first, before, shape = self._blocks()
+            multiplier = by_block(multiplier[first : first + -(-shape[0] // TILE)], torch.Size(shape))
+            multiplier = multiplier.expand(shape).flatten()[before : before + len(self.values)]
+        else:
+            multiplier = multiplier.view(())
+        self.sent.copy_(round_scaled(self.values, multiplier, E4M3).view(torch.uint8))
+
+    def _blocks(self) -> tuple[int, int, tuple[int, int]]:
+        """(first row of blocks, elements of it before this part, shape of whole rows from there to its end)"""
+        columns = self.weight.values.shape[1]
+        first, before = divmod(self.start, TILE * columns)
+        return first, before, (-(-(before + len(self.values)) // columns), columns)
+
+
+class WeightGather:
+    """Casts this rank's parts of `weights`, all that `axis` gathers in fp8, in the same order on its ranks."""
+
+    def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
+        self.weights, self.parts, self.axis = weights, parts, axis
+        gemms = weights[0][1]
+        self.tp = gemms.tp if isinstance(gemms, TensorwiseGemms) else Axis()
+        """Ranks that share the scale of a weight."""
+        shapes = [amax_shape(weight, gemms) for weight, gemms in weights]
+        self.amax = torch.zeros(sum(rows * columns for rows, columns in shapes), device=weights[0][0].values.device)
+        found = self.amax.split([rows * columns for rows, columns in shapes])
+        for (weight, _), shape, amax in zip(weights, shapes, found, strict=True):
+            weight.amax = amax.view(shape)
+
+    @torch.no_grad()
+    def cast_(self) -> None:
+        """Casts the parts as they are now. Collective over the data-parallel and the tensor-parallel ranks."""
+        self.amax.zero_()
+        for part in self.parts:
+            first, amax = part.amax()
+            known = part.weight.amax[first : first + len(amax)]
+            torch.maximum(known, amax, out=known)
+        all_reduce_(self.amax, self.axis, dist.ReduceOp.MAX)
+        all_reduce_(self.amax, self.tp, dist.ReduceOp.MAX)
+        for part in self.parts:
+            part.cast_()
+        for weight, _ in self.weights:
+            weight.valid = True
+
+
+def amax_shape(weight: GatheredWeight, gemms: Fp8Gemms) -> tuple[int, int]:
+    """Shape of the amax of a weight: one number, or one for each block."""
+    if not isinstance(gemms, BlockwiseGemms):
+        return 1, 1
+    rows, columns = weight.values.shape
+    return -(-rows // TILE), -(-columns // TILE)
