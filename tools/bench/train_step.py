@@ -4,9 +4,10 @@
     python tools/bench/train_step.py --style llama --dtype float32 --mode eager --rounds 7
     python tools/bench/train_step.py --style gpt --dtype bfloat16 --mode compiled --profile
 
-Peers: Hugging Face transformers (GPT2LMHeadModel, LlamaForCausalLM) and litgpt, with torch's fused AdamW and SDPA:
-`pip install -r tools/bench/requirements.txt`. In bf16 theirs are bf16 parameters, updated in bf16, the fastest they can
-be trained; ours keeps fp32 main parameters and fp32 gradient sums as always.
+Peers (tools/bench/peers.py): the models of transformers, litgpt, torchtitan and megatron-core, with torch's fused AdamW
+and gradient clipping: `pip install -r tools/bench/requirements.txt`, in an environment of its own. In bf16 theirs are
+bf16 parameters, updated in bf16, the fastest they can be trained; ours keeps fp32 main parameters and fp32 gradient
+sums as always.
 
 The ceiling is a process that does nothing but the matrix products of the model's linear layers and head, forward and
 backward, in the same precision: everything else that a step has to do comes on top. Contestants are processes of
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.bench.peers import ONLY_LLAMA, PEERS, STYLES, Style, build_peer
 from tools.bench.side_by_side import (
     Contestant,
     Round,
@@ -39,44 +41,6 @@ from tools.bench.side_by_side import (
     write_json,
 )
 
-
-@dataclass(frozen=True)
-class Style:
-    """A model that all contestants can build."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    ffn: int
-    seq: int
-    vocab: int
-    micro_batch: int
-    llama: bool
-
-    @property
-    def tokens(self) -> int:
-        """Of one step."""
-        return self.seq * self.micro_batch
-
-    @property
-    def products(self) -> list[tuple[int, int]]:
-        """(in, out) of each matrix that activations are multiplied with."""
-        head_dim = self.hidden // self.heads
-        qkv = (self.heads + 2 * self.groups) * head_dim
-        layer = [
-            (self.hidden, qkv),
-            (self.hidden, self.hidden),
-            (self.hidden, self.ffn * (2 if self.llama else 1)),
-            (self.ffn, self.hidden),
-        ]
-        return layer * self.layers + [(self.hidden, self.vocab)]
-
-
-STYLES = {
-    "gpt": Style(6, 384, 6, 6, 4 * 384, 256, 50304, 4, llama=False),
-    "llama": Style(6, 384, 6, 2, 1024, 512, 32000, 2, llama=True),
-}
 BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-4
 
 
@@ -129,8 +93,7 @@ def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Rou
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    model, loss_of = {"transformers": transformers_model, "litgpt": litgpt_model}[name](style)
-    model = model.to(getattr(torch, dtype)).train()
+    model, loss_of = build_peer(name, style, dtype)
     run: Any = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
@@ -147,67 +110,6 @@ def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Rou
         optimizer.zero_grad()
 
     return timed(step, steps, style.tokens)
-
-
-def transformers_model(style: Style) -> tuple[Any, Callable[..., Any]]:
-    import transformers
-
-    if style.llama:
-        config = transformers.LlamaConfig(
-            hidden_size=style.hidden,
-            intermediate_size=style.ffn,
-            num_hidden_layers=style.layers,
-            num_attention_heads=style.heads,
-            num_key_value_heads=style.groups,
-            vocab_size=style.vocab,
-            max_position_embeddings=style.seq,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    else:
-        config = transformers.GPT2Config(
-            n_embd=style.hidden,
-            n_layer=style.layers,
-            n_head=style.heads,
-            n_positions=style.seq,
-            vocab_size=style.vocab,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    return model, lambda run, tokens, labels: cross_entropy(run(input_ids=tokens).logits, labels)
-
-
-def litgpt_model(style: Style) -> tuple[Any, Callable[..., Any]]:
-    import litgpt
-
-    config = litgpt.Config(
-        block_size=style.seq,
-        vocab_size=style.vocab,
-        padded_vocab_size=style.vocab,
-        n_layer=style.layers,
-        n_head=style.heads,
-        n_embd=style.hidden,
-        n_query_groups=style.groups,
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-        intermediate_size=style.ffn,
-    )
-    return litgpt.GPT(config), lambda run, tokens, labels: cross_entropy(run(tokens), labels)
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-    import torch.nn.functional as F
-
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
@@ -234,9 +136,9 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 def contestants(name: str, dtype: str, compiled: bool, threads: int, steps: int) -> Iterator[Contestant]:
     style = STYLES[name]
     yield Contestant("ours", ours, (style, dtype, compiled, steps), threads)
-    yield Contestant("transformers", peer, ("transformers", style, dtype, compiled, steps), threads)
-    if style.llama:
-        yield Contestant("litgpt", peer, ("litgpt", style, dtype, compiled, steps), threads)
+    for other in PEERS:
+        if style.llama or other not in ONLY_LLAMA:
+            yield Contestant(other, peer, (other, style, dtype, compiled, steps), threads)
     yield Contestant("ceiling", ceiling, (style, dtype, steps), threads)
 
 
@@ -289,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="print where our time goes instead")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
-    facts = machine("transformers", "litgpt") | {"threads": args.threads}
+    facts = machine(*PEERS) | {"threads": args.threads}
     say_machine(facts)
     rows: list[Row] = []
     for style in args.style:
