@@ -4,13 +4,15 @@
 #
 #   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
 #                                                     the tests need, for a machine where nothing can be installed
+#   bash scripts/gpu_first_hour.sh predict FOLDER     before, or at any time: what a step should take, with torch's CUDA
+#                                                     build but without a GPU (tools/bench/gpu_bytes.py)
 #   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | llama | models | headline | page
 #   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in about a minute
 #
 # FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part and page.md. A command that fails or
-# takes too long is named at the end, and the others go on. PYTHON is the interpreter, by default python3. PREDICTED is
-# a JSON file of predicted figures for the page (tools/bench/gpu_page.py).
+# takes too long is named at the end, and the others go on. PYTHON is the interpreter, by default python3. DEVICE is the
+# GPU of the predictions, by default h100.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
@@ -35,8 +37,8 @@ for argument in "$@"; do
 done
 part="${positional[0]:-}"
 OUT="${positional[1]:-$OUT}"
-if [[ " ${PARTS[*]} wheels page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
-    echo "usage: bash scripts/gpu_first_hour.sh wheels|$(
+if [[ " ${PARTS[*]} wheels predict page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
+    echo "usage: bash scripts/gpu_first_hour.sh wheels|predict|$(
         IFS="|"
         echo "${PARTS[*]}"
     )|page|all [FOLDER] [--cpu --tiny]" >&2
@@ -147,8 +149,14 @@ headline() {
         --compare=--no-compile
 }
 
+predict() {
+    local run=("$PYTHON" tools/bench/gpu_bytes.py --device "${DEVICE:-h100}" --samples 1 --layers 8)
+    limited 280 "${run[@]}" --config llama-8b-layers --json "$OUT/predicted-llama-bf16.json"
+    limited 280 "${run[@]}" --config llama-8b-layers --precision fp8 --json "$OUT/predicted-llama-fp8.json"
+}
+
 page() {
-    limited 60 "$PYTHON" tools/bench/gpu_page.py "$OUT" ${PREDICTED:+--predicted "$PREDICTED"}
+    limited 60 "$PYTHON" tools/bench/gpu_page.py "$OUT"
 }
 
 if [[ "$part" == wheels ]]; then

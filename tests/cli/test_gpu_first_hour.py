@@ -22,7 +22,7 @@ SCRIPT = "scripts/gpu_first_hour.sh"
 
 
 def first_hour(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "PREDICTED", "SHARE")}
+    environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE")}
     environment |= {"PYTHON": python, "OMP_NUM_THREADS": "1"}
     command = ["bash", SCRIPT, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
@@ -82,7 +82,10 @@ def test_parts_take_less_than_ten_minutes() -> None:
 
 def test_wrong_arguments() -> None:
     for arguments, message in (
-        (["nothing"], "usage: bash scripts/gpu_first_hour.sh wheels|parts|tests|llama|models|headline|page|all"),
+        (
+            ["nothing"],
+            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|llama|models|headline|page|",
+        ),
         (["parts", "--gpu"], "unknown argument --gpu"),
         (["parts", "--cpu"], "--cpu is for trials: add --tiny"),
     ):
@@ -110,6 +113,28 @@ RUN = {
         {"name": "idle", "microseconds": 5e4, "share": 0.2, "count": 0, "longest": []},
     ],
 }
+NONE = {"groups": {}}
+PREDICTED = {
+    "config": "llama-8b-layers",
+    "precision": "bf16",
+    # 8 layers in 8 micro-batches: 64 x 3 + 8 x 3 + 24 ms, and 144 launches in place of 11. 400 tokens a micro-batch.
+    "parts": {
+        "layer": {
+            "groups": {"GEMMs": {"us": 2000.0, "launches": 2}, "weight-gradient sums": {"us": 1000.0, "launches": 0}}
+        },
+        "layer, once a step": NONE,
+        "micro-batch": {"groups": {"GEMMs": {"us": 3000.0, "launches": 1}}},
+        "step": {"groups": {"optimizer": {"us": 24000.0, "launches": 8}}},
+    },
+    "predicted": {
+        "layers": 1,
+        "micro_batches": 1,
+        "micro_batch_size": 1,
+        "host_ms": 11.0,
+        "step_ms": 30.0,
+        "tokens_per_second": 40_000 / 3,
+    },
+}
 PART = {"group": "attention", "name": "cudnn", "milliseconds": SPREAD, "tflop": 5.0, "gigabytes": 2.0, "failed": None}
 MACHINE = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
 
@@ -127,17 +152,17 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "tests.txt").write_text(
         "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
     )
-    guess = {"config": "llama-8b-layers", "precision": "bf16", "tflops": 630.0}
-    guess["groups"] = [{"name": "GEMM", "microseconds": 190e3}, {"name": "loss", "microseconds": 2e3}]
-    text = "\n".join(page(read_folder(tmp_path), [guess], ["llama-fp8.json: layers"]))
+    text = "\n".join(page(read_folder(tmp_path), [PREDICTED], ["llama-fp8.json: layers"]))
     for line in (
         "NVIDIA H100; Python 3.12, torch 2.11.0",
         "| llama-bf16.json | llama-8b-layers bf16 | 8 | 8 x 1 | 10,000 (9,000 to 11,000) | 600.0 | 60.6% | 80.0% "
-        "| 7.00 | 7.00 | 1.000 | 630.0 (0.95 x) |",
-        "| group | ms | predicted ms | share | kernels | longest |",
-        "| GEMM | 200.00 | 190.00 | 80.0% | 9 | nvjet/a; b |",
-        "| idle | 50.00 |  | 20.0% | 0 |  |",
-        "| loss |  | 2.00 |  |  |  |",
+        "| 7.00 | 7.00 | 1.000 | 800.0 (0.75 x) |",
+        "| group | ms | share | kernels | longest |",
+        "| GEMM | 200.00 | 80.0% | 9 | nvjet/a; b |",
+        "| GEMM | 200.00 | 216.00 |",
+        "| idle | 50.00 | 0.00 |",
+        "| optimizer | 0.00 | 24.00 |",
+        "| step | 250.00 | 240.00 |",
         "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
         "| attention | flash3 | failed: ImportError: none |  |  |",
         "| as it is | 10,000 (9,000 to 11,000) | 1.000 |",

@@ -1,9 +1,9 @@
-"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE]`.
+"""One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE ...]`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, and the output of pytest in
-tests.txt, and writes FOLDER/page.md. What is missing is named, not an error. `--predicted` is a JSON file of rows with
-`config` and `precision`, `tokens_per_second` or `tflops`, and `groups`, each with `name` and `microseconds`: its
-figures stand beside the measured ones of the same configuration and precision.
+tests.txt, and writes FOLDER/page.md. What is missing is named, not an error. `--predicted`, by default the files
+FOLDER/predicted-*.json, are files of tools/bench/gpu_bytes.py: what they predict for a step of as many layers and
+micro-batches stands beside what was measured in the same configuration and precision.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,61 @@ EXPECTED = {
 """What scripts/gpu_first_hour.sh writes."""
 
 
+COARSE = {
+    "GEMMs": "GEMM",
+    "weight-gradient sums": "GEMM",
+    "residual adds": "elementwise, copies",
+    "activation": "elementwise, copies",
+    "rotary, copies": "elementwise, copies",
+    "elementwise": "elementwise, copies",
+    "copies": "elementwise, copies",
+    "fp8 transposes": "fp8 casts",
+    "fp8 weight-gradient adds": "fp8 casts",
+    "communication": "collectives",
+}
+"""Groups of a profile (profile_groups.py) or of a prediction (kernel_groups.py) -> what can be compared."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step as gpu_bytes.py predicts it."""
+
+    step_ms: float
+    tflops: float
+    groups: Mapping[str, float]
+    """Milliseconds by group of `COARSE`."""
+
+
+def predicted_step(row: Figures, files: Sequence[Figures]) -> Predicted | None:
+    """The step that was measured, from a file of the same configuration, precision and samples in a micro-batch."""
+    for figures in files:
+        whole = figures["predicted"]
+        same = figures["config"] == row["config"] and figures["precision"].partition(" ")[0] == row["precision"]
+        if not same or whole["micro_batch_size"] != row["micro_batch_size"]:
+            continue
+        layers, batches = row["layers"], row["micro_batches"]
+        milliseconds, launches = _sums(figures, layers, batches)
+        of_file = sum(_sums(figures, whole["layers"], whole["micro_batches"])[1].values())
+        host_ms = whole["host_ms"] / of_file * sum(launches.values()) if of_file else 0.0
+        step_ms = max(host_ms, sum(milliseconds.values()))
+        tokens = whole["tokens_per_second"] * whole["step_ms"] / 1e3 / whole["micro_batches"] * batches
+        of_token = row["tflops"] / row["tokens_per_second"]["median"]  # the model's: it differs with the layers
+        return Predicted(step_ms, tokens / step_ms * 1e3 * of_token, milliseconds)
+    return None
+
+
+def _sums(figures: Figures, layers: int, batches: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(milliseconds, launches) by group of a step of so many layers and micro-batches."""
+    factors = {"layer": layers * batches, "layer, once a step": layers, "micro-batch": batches, "step": 1}
+    milliseconds: dict[str, float] = defaultdict(float)
+    launches: dict[str, float] = defaultdict(float)
+    for part, factor in factors.items():
+        for group, sums in figures["parts"][part]["groups"].items():
+            milliseconds[COARSE.get(group, group)] += factor * sums["us"] / 1e3
+            launches[COARSE.get(group, group)] += factor * sums["launches"]
+    return dict(milliseconds), dict(launches)
+
+
 @dataclass
 class Found:
     """The contents of a folder."""
@@ -52,6 +108,8 @@ class Found:
 def read_folder(folder: Path) -> Found:
     found = Found()
     for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("predicted-"):
+            continue
         try:
             document = json.loads(path.read_text())
             rows = document["rows"]
@@ -85,7 +143,7 @@ def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> 
     yield "; ".join(str(fact) for fact in facts if fact) if machine else "No figures."
     yield from _runs(found, predicted)
     for file, row in found.runs:
-        yield from _groups(file, row, predicted)
+        yield from _groups(file, row, predicted_step(row, predicted))
     yield from _compared(found)
     yield from _parts(found)
     yield from _tests(found)
@@ -140,42 +198,33 @@ def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
             "" if peak is None else f"{peak / planned:.3f}",
         ]
         if predicted:
-            guess = _prediction(row, predicted)
-            expected = guess.get("tflops")
-            cells.append("" if expected is None else f"{expected:.1f} ({row['tflops'] / expected:.2f} x)")
+            guess = predicted_step(row, predicted)
+            cells.append("" if guess is None else f"{guess.tflops:.1f} ({row['tflops'] / guess.tflops:.2f} x)")
         rows.append(cells)
     yield from _table([*head, "predicted TFLOP/s"] if predicted else head, rows)
 
 
-def _prediction(row: Figures, predicted: Sequence[Figures]) -> Figures:
-    key = row["config"], row["precision"]
-    return next((other for other in predicted if (other.get("config"), other.get("precision")) == key), {})
-
-
-def _groups(file: str, row: Figures, predicted: Sequence[Figures]) -> Iterator[str]:
+def _groups(file: str, row: Figures, guess: Predicted | None) -> Iterator[str]:
     groups = row.get("groups", ())
     if not groups:
         return
-    guess = {group["name"]: group["microseconds"] for group in _prediction(row, predicted).get("groups", ())}
     yield ""
     yield f"## Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({file})"
-    head, rows = ["group", "ms", "share", "kernels", "longest"], []
+    rows = []
     for group in groups:
         longest = "; ".join(name[:60].replace("|", "/") for name in group["longest"])
-        cells = [
-            group["name"],
-            f"{group['microseconds'] / 1e3:.2f}",
-            f"{group['share']:.1%}",
-            str(group["count"]),
-            longest,
-        ]
-        if guess:
-            expected = guess.pop(group["name"], None)
-            cells.insert(2, "" if expected is None else f"{expected / 1e3:.2f}")
-        rows.append(cells)
-    rows += [[name, "", f"{expected / 1e3:.2f}", "", "", ""] for name, expected in guess.items()]
-    has_guess = any(len(cells) > len(head) for cells in rows)
-    yield from _table([*head[:2], "predicted ms", *head[2:]] if has_guess else head, rows)
+        milliseconds = f"{group['microseconds'] / 1e3:.2f}"
+        rows.append([group["name"], milliseconds, f"{group['share']:.1%}", str(group["count"]), longest])
+    yield from _table(["group", "ms", "share", "kernels", "longest"], rows)
+    if guess is None:
+        return
+    measured: dict[str, float] = defaultdict(float)
+    for group in groups:
+        measured[COARSE.get(group["name"], group["name"])] += group["microseconds"] / 1e3
+    names = [*measured, *(name for name in guess.groups if name not in measured)]
+    cells = [[name, f"{measured.get(name, 0):.2f}", f"{guess.groups.get(name, 0):.2f}"] for name in names]
+    whole = f"{sum(measured.values()):.2f}", f"{guess.step_ms:.2f}"
+    yield from _table(["group", "measured ms", "predicted ms"], [*cells, ["step", *whole]])
 
 
 def _compared(found: Found) -> Iterator[str]:
@@ -236,15 +285,15 @@ def _gib(size: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--predicted", type=Path, help="a JSON file of predicted figures")
+    parser.add_argument("--predicted", type=Path, nargs="+", help="files of gpu_bytes.py")
     args = parser.parse_args(argv)
     missing = [f"{name}: {what}" for name, what in EXPECTED.items() if not (args.folder / name).is_file()]
-    predicted: Sequence[Figures] = ()
-    if args.predicted is not None:
+    predicted = []
+    for path in args.predicted or sorted(args.folder.glob("predicted-*.json")):
         try:
-            predicted = json.loads(args.predicted.read_text())["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            missing.append(f"{args.predicted}: predicted figures ({type(error).__name__}: {error})")
+            predicted.append(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            missing.append(f"{path}: predicted figures ({type(error).__name__}: {error})")
     text = "\n".join(page(read_folder(args.folder), predicted, missing)) + "\n"
     (args.folder / "page.md").write_text(text)
     print(text)
