@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.batch import Batch
+from megatron.core.fp8.recipes import MadeCasts, WeightCasts
 
 Replay = Callable[[], None]
 
@@ -30,16 +31,21 @@ class Recorder(Protocol):
 class CudaRecorder:
     """torch's CUDA graphs, on the current stream, which must not be the default one.
 
+    Recordings share their memory, but for what is still referenced, so only one may be replayed at a time.
     Other threads, which read data and pin memory, may go on meanwhile: only what this one does is watched. Garbage is
     collected before, as what holds device memory must not be freed in a recording.
     """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
                 result = run()
         finally:
             if collecting:
@@ -52,7 +58,8 @@ class GraphedMicrobatches:
 
     `run(batch, seed)` is the forward and the backward of seed * loss sum, and returns the loss sum. All micro-batches
     have one shape. The gradients of the batch that is recorded are added by its first replay: recording computes
-    nothing.
+    nothing. Where weights are cast (fp8), the first micro-batch of a step is a recording of its own, which makes the
+    casts that the others read.
     """
 
     def __init__(
@@ -62,32 +69,46 @@ class GraphedMicrobatches:
         warm_up_steps: int,
         device: torch.device,
         dtype: torch.dtype,
+        casts: WeightCasts | None = None,
     ) -> None:
         self.run, self.recorder, self.warm_up_steps = run, recorder, warm_up_steps
+        self.casts = casts or WeightCasts()
+        self._made: MadeCasts = {}
         self._seed = torch.ones((), dtype=dtype, device=device)
         self._steps = 0
         self._inputs: Batch | None = None
-        self._loss = self._seed
-        self._replay: Replay | None = None
+        self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
+        """The loss and the replay, by whether weights are cast in it."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """The loss sum of each micro-batch of a step."""
         self._seed.fill_(seed)
         self._steps += 1
         if self._steps <= self.warm_up_steps:
-            return [self.run(batch, self._seed) for batch in batches]
-        return [self._train_one(batch) for batch in batches]
+            with self.casts.kept():
+                return [self.run(batch, self._seed) for batch in batches]
+        return [self._train_one(batch, first=number == 0) for number, batch in enumerate(batches)]
 
-    def _train_one(self, batch: Batch) -> Tensor:
-        if self._inputs is None or self._replay is None:
+    def _train_one(self, batch: Batch, first: bool) -> Tensor:
+        if self._inputs is None:
             copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-            inputs = replace(batch, **copies)
-            self._loss, self._replay = self.recorder.record(lambda: self.run(inputs, self._seed))
-            self._inputs = inputs
+            self._inputs = replace(batch, **copies)
         else:
             _copy_into(self._inputs, batch)
-        self._replay()
-        return self._loss.clone()
+        makes_casts = first or not self._made
+        if makes_casts not in self._recordings:
+            inputs = self._inputs
+
+            def run() -> Tensor:
+                if makes_casts:
+                    self._made.clear()
+                with self.casts.kept(self._made):
+                    return self.run(inputs, self._seed)
+
+            self._recordings[makes_casts] = self.recorder.record(run)
+        loss, replay = self._recordings[makes_casts]
+        replay()
+        return loss.clone()
 
 
 def _copy_into(inputs: Batch, batch: Batch) -> None:

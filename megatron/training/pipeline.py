@@ -42,7 +42,7 @@ class Pipeline:
         self.graph: GraphedMicrobatches | None = None
         if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
             warm_up, main_dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
-            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, main_dtype)
+            self.graph = GraphedMicrobatches(self._one, CudaRecorder(), warm_up, runtime.device, main_dtype, casts)
 
     @property
     def loss_rank(self) -> int:

@@ -31,17 +31,24 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, rows_of
 
+MadeCasts = dict[tuple[int, str], "Scaled"]
+"""Casts by weight (its id) and kind."""
+
 
 class WeightCasts:
     """Cache of fp8 weights. Within `kept()` each weight is cast once; outside it is cast at every use."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], Scaled] | None = None
+        self._kept: MadeCasts | None = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keeps casts until the end of the block, in which weights must not change."""
-        self._kept = {}
+    def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
+        """Keeps casts until the end of the block, in which weights must not change. Within another such block, those of
+        the outer one. `made` holds casts of these weights already, and gets those that are made."""
+        if self._kept is not None:
+            yield
+            return
+        self._kept = {} if made is None else made
         try:
             yield
         finally:
