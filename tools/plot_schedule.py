@@ -18,15 +18,15 @@ if not __package__:  # run as a file of a clone
     __package__ = "tools"
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind
+from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import layout_of
-from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed, simulate
+from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
 from .common import add_extension_flag, run_tool
 
-COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b"}
+COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b", Kind.FB: "#b279a2"}
 INCHES_PER_ACTION = 0.28
 
 
@@ -39,14 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
     if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
         parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
+    if args.exchanges < 0 or args.exchange < 0:
+        parser.error("--exchanges and --exchange must not be below 0")
+    if args.overlap_moe_expert_parallel_comm and not PIPELINE_SCHEDULES.facts(args.pipeline_schedule).in_turns:
+        parser.error("--overlap-moe-expert-parallel-comm needs --pipeline-schedule interleaved or zb-h2")
     chunks = args.num_virtual_stages_per_pipeline_rank
     try:
         layout = layout_of(args.pipeline_schedule, args.pp, chunks)
     except ValueError as error:
         parser.error(str(error))
     group = args.microbatch_group_size_per_virtual_pipeline_stage
-    lists = pipeline_lists(args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group)
-    costs = StageCosts(args.forward, args.input_grad, args.weight_grad, args.comm, activation=1 / layout.chunks)
+    in_turns = args.overlap_moe_expert_parallel_comm
+    lists = pipeline_lists(
+        args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group, in_turns=in_turns
+    )
+    costs = StageCosts(
+        args.forward,
+        args.input_grad,
+        args.weight_grad,
+        args.comm,
+        activation=1 / layout.chunks,
+        exchanges=args.exchanges,
+        exchange=args.exchange,
+    )
     found = simulate(lists, costs)
     if args.messages:
         for rank, actions in enumerate(lists):
@@ -76,6 +91,11 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--input-grad", type=float, default=1.0, help="time of I")
     parser.add_argument("--weight-grad", type=float, default=1.0, help="time of W; B takes I + W")
     parser.add_argument("--comm", type=float, default=0.0, help="time of a message between two ranks")
+    parser.add_argument("--exchanges", type=int, default=0, help="all-to-alls of experts in F, and in B or I")
+    parser.add_argument("--exchange", type=float, default=0.0, help="time of such an all-to-all")
+    parser.add_argument(
+        "--overlap-moe-expert-parallel-comm", action="store_true", help="forward and backward passes run in turns"
+    )
     parser.add_argument(
         "--messages", action="store_true", help="print the action list of each rank, with sends and receives"
     )
@@ -90,17 +110,22 @@ def short(action: Action) -> str:
 
 def text_of(found: Simulation, layout: PipelineLayout) -> list[str]:
     """One line a rank, to scale: kind, microbatch, and a letter for the chunk where a rank has several."""
-    timed = [entry for timeline in found.timeline for entry in timeline if entry.action.kind in COMPUTE]
+    timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
     widest = max(len(label(entry.action, layout)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)
     lines = []
     for rank, timeline in enumerate(found.timeline):
         line = ""
-        for action, start, stop in (entry for entry in timeline if entry.action.kind in COMPUTE):
+        for action, start, stop in drawn(timeline):
             line = line.ljust(round(start * scale), ".")
             line += label(action, layout).ljust(round(stop * scale) - len(line) - 1, "-") + "|"
         lines.append(f"{rank:>3} {line}")
     return lines
+
+
+def drawn(timeline: Sequence[Timed]) -> list[Timed]:
+    """What takes time. Passes that run in turns are drawn as one, named by the forward."""
+    return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 
 def label(action: Action, layout: PipelineLayout) -> str:
@@ -109,10 +134,14 @@ def label(action: Action, layout: PipelineLayout) -> str:
 
 
 def summary_of(found: Simulation) -> str:
+    exchanges = ""
+    if found.exchanging:
+        hidden = 1 - found.exposed / found.exchanging
+        exchanges = f"\nall-to-alls of experts behind computation: {hidden:.1%} of their time"
     peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
     return (
         f"time {found.makespan:g}, longest rank {max(found.spans):g}, bubble {found.bubble:.4f}\n"
-        f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}"
+        f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}{exchanges}"
     )
 
 
@@ -124,15 +153,15 @@ def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> No
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    shortest = min(t.stop - t.start for timeline in found.timeline for t in timeline if t.action.kind in COMPUTE)
+    shortest = min(entry.stop - entry.start for timeline in found.timeline for entry in drawn(timeline))
     width = min(60.0, max(6.0, INCHES_PER_ACTION * found.makespan / shortest))
     figure, axes = pyplot.subplots(figsize=(width, 1.5 + 0.4 * layout.pp))
     labelled = width / (found.makespan / shortest) > 0.15
     for rank, timeline in enumerate(found.timeline):
-        for entry in timeline:
-            if entry.action.kind in COMPUTE:
-                _draw_bar(axes, rank, entry, layout, labelled)
-    kinds = sorted({t.action.kind for timeline in found.timeline for t in timeline} & COMPUTE, key=lambda k: k.value)
+        for entry in drawn(timeline):
+            _draw_bar(axes, rank, entry, layout, labelled)
+    shown = {entry.action.kind for timeline in found.timeline for entry in drawn(timeline)}
+    kinds = sorted(shown, key=lambda kind: kind.value)
     axes.legend(handles=[Patch(color=COLOURS[k], label=k.value) for k in kinds], loc="upper right", ncols=len(kinds))
     axes.set(title=title, xlabel="time", ylabel="pipeline rank", xlim=(0, found.makespan), yticks=range(layout.pp))
     axes.set_ylim(layout.pp - 0.5, -1.6)

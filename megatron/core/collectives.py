@@ -14,7 +14,7 @@ ranks add up: one message instead of two. Both add the ranks' terms in order of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -168,6 +168,28 @@ class _AdjointPair(torch.autograd.Function):
 def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
     """Computes forward(x), and differentiates it by its adjoint."""
     return _AdjointPair.apply(x, forward, adjoint)
+
+
+LinearMaps = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+class _AdjointPairs(torch.autograd.Function):
+    """`_AdjointPair` of several tensors together."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: LinearMaps, adjoint: LinearMaps, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.pair = forward, adjoint
+        return tuple(forward(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        forward, adjoint = ctx.pair
+        return None, None, *_AdjointPairs.apply(adjoint, forward, *grads)
+
+
+def apply_linear_together(tensors: Sequence[Tensor], forward: LinearMaps, adjoint: LinearMaps) -> tuple[Tensor, ...]:
+    """Computes forward(tensors), linear in each of them, and differentiates it by its adjoint."""
+    return _AdjointPairs.apply(forward, adjoint, *tensors)
 
 
 def _pair(x: Tensor, axis: Axis, forward: Callable[..., Tensor], adjoint: Callable[..., Tensor], *dim: int) -> Tensor:

@@ -110,6 +110,10 @@ class ScheduleFacts:
     splits_backward: bool = False
     """Whether it has I and W, the gradients of inputs and of weights, in place of B."""
 
+    in_turns: bool = False
+    """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
+    in turns."""
+
 
 PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule", ScheduleFacts)
 """`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
@@ -117,9 +121,11 @@ PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe")
 PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b")
-PIPELINE_SCHEDULES.register("interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True)
+PIPELINE_SCHEDULES.register(
+    "interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True, in_turns=True
+)
 PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True)
-PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True)
+PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
 
 DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts)

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
@@ -209,7 +209,8 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)
     found = []
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    lists = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group)
+    in_turns = parallel.overlap_moe_expert_parallel_comm
+    lists = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group, in_turns)
     for rank, actions in enumerate(lists):
         own = layout.stages_of(rank)
         peak, held = held_at_peak(actions, costs)
@@ -227,16 +228,22 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """The most bytes there are at once while a rank runs its list."""
+    """The most bytes there are at once while a rank runs its list. Two passes that run in turns may both be at their
+    peaks."""
     held = highest = 0
-    for kind, stage, _ in actions:
-        memory = stages[stage]
-        before, during, after = {
-            Kind.F: (0, memory.forward, memory.kept),
-            Kind.B: (memory.kept, memory.backward, 0),
-            Kind.I: (memory.kept, memory.backward, memory.for_weights),
-            Kind.W: (memory.for_weights, memory.weight, 0),
-        }[kind]
-        highest = max(highest, held - before + during)
-        held += after - before
+    for unit in units(actions):
+        working = change = 0
+        for kind, stage, _ in unit:
+            if kind is not Kind.FB:
+                memory = stages[stage]
+                before, during, after = {
+                    Kind.F: (0, memory.forward, memory.kept),
+                    Kind.B: (memory.kept, memory.backward, 0),
+                    Kind.I: (memory.kept, memory.backward, memory.for_weights),
+                    Kind.W: (memory.for_weights, memory.weight, 0),
+                }[kind]
+                working += during - before
+                change += after - before
+        highest = max(highest, held + working)
+        held += change
     return highest

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.batch import Batch
+from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action
@@ -31,14 +32,16 @@ class Pipeline:
         stages: dict[int, GPTModel],
         queue: WeightGradQueue,
         casts: WeightCasts,
+        overlap: BatchOverlap,
     ) -> None:
         self.schedule, self.pp = config.parallel.schedule, runtime.state.pp
         self.group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        self.in_turns = config.parallel.overlap_moe_expert_parallel_comm
         self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
         p2p = PipelineP2P(self.pp, shape, dtype, runtime.device, lanes=runtime.state.lanes)
-        self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts)
+        self.executor = PipelineExecutor(stages, self.layout, p2p, queue, casts, overlap)
         self.graph: GraphedMicrobatches | None = None
         if config.parallel.cuda_graph_impl == "local" and runtime.device.type == "cuda":
             warm_up, main_dtype = config.parallel.cuda_graph_warmup_steps, getattr(torch, config.parallel.main_dtype)
@@ -52,10 +55,12 @@ class Pipeline:
     def train(self, batches: list[Batch], seed: float, replay: bool = True) -> list[torch.Tensor]:
         """Forward, and backward of `seed` * loss sum. The loss sum of each micro-batch on the last stage, else [].
 
-        Without `replay` no CUDA graph is used, so that hooks of modules run."""
+        Without `replay` no CUDA graph is used, so that hooks of modules run, and each action runs by itself."""
         if self.graph is not None and replay:
             return self.graph.train(batches, seed)
-        return self.executor.run(self._actions(len(batches), False), batches, loss_scale_seed=seed)
+        return self.executor.run(
+            self._actions(len(batches), False, self.in_turns and replay), batches, loss_scale_seed=seed
+        )
 
     def _one(self, batch: Batch, seed: torch.Tensor) -> torch.Tensor:
         (loss,) = self.executor.run(self._actions(1, False), [batch], loss_scale_seed=seed)
@@ -74,9 +79,9 @@ class Pipeline:
         """Forward passes only. The loss sum of each micro-batch on the last stage, else []."""
         return self.executor.run(self._actions(len(batches), True), batches)
 
-    def _actions(self, num_microbatches: int, evaluate: bool) -> Sequence[Action]:
+    def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
         chunks = self.layout.chunks
-        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group)
+        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns)
         return lists[self.pp.rank]
 
 

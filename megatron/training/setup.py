@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.attention.backend_choice import AttentionShape, choose_kernel
 from megatron.core.attention.partition import rank_spans
+from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
@@ -41,7 +42,12 @@ from megatron.training.saving import RunSaver
 
 
 def build_stages(
-    config: RunConfig, runtime: Runtime, queue: WeightGradQueue, casts: WeightCasts, attention_backend: str = "auto"
+    config: RunConfig,
+    runtime: Runtime,
+    queue: WeightGradQueue,
+    casts: WeightCasts,
+    overlap: BatchOverlap,
+    attention_backend: str = "auto",
 ) -> dict[int, GPTModel]:
     """Builds this rank's pipeline stages. Initial weights do not depend on the layout."""
     state, model = runtime.state, config.model
@@ -58,6 +64,7 @@ def build_stages(
             embedding=stages[0].embedding if 0 in stages else None,
             queue=queue,
             casts=casts,
+            overlap=overlap,
             device=runtime.device,
             seed=config.training.seed,
             init_threads=init_threads(runtime.device),
@@ -121,12 +128,12 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
-    queue, casts = WeightGradQueue(), WeightCasts()
+    queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
     with phases("data"):
         batch_sizes = BatchSizes.from_config(config)
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
-        stages = build_stages(config, runtime, queue, casts, choose_attention(config, runtime))
+        stages = build_stages(config, runtime, queue, casts, overlap, choose_attention(config, runtime))
         freeze_parameters(stages.values(), config.optimizer, state.world)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
@@ -152,7 +159,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     if config.logging.sample_log:
         path = Path(config.logging.sample_log)
         data.sample_log = SampleLog(path, data.train.dataset, state, progress.iteration)
-    pipeline = Pipeline(config, runtime, stages, queue, casts)
+    pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     multi_token = MultiTokenLosses(config.model, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)

@@ -39,6 +39,7 @@ MODELS = {
 }
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 PADDED = f"{ALLTOALL} --moe-pad-expert-input-to-capacity"
+IN_TURNS = f"{ALLTOALL} --overlap-moe-expert-parallel-comm --micro-batch-size 1"
 SP = "--tp 2 --sequence-parallel"
 LAYOUTS = {
     "dp2": (2, "--micro-batch-size 2"),
@@ -68,6 +69,13 @@ LAYOUTS = {
     ),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
+    "interleaved-in-turns": (4, f"--pp 2 --ep 2 --pipeline-schedule interleaved {IN_TURNS}"),
+    "zb-h2-in-turns": (4, f"--pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}"),
+    "in-turns-tp2-recomputed": (
+        8,
+        f"{SP} --pp 2 --ep 2 --pipeline-schedule interleaved {IN_TURNS} --overlap-grad-reduce --overlap-param-gather "
+        "--ddp-bucket-size 2000 --recompute-granularity full --recompute-method uniform",
+    ),
     "padded": (4, f"{SP} --etp 2 --ep 2 {PADDED}"),
     "padded-cp2": (4, f"--cp 2 --ep 4 {PADDED} --recompute-granularity selective --recompute-modules moe"),
     "tp2-etp4": (4, f"{SP} --etp 4"),
@@ -87,6 +95,7 @@ DEEPSEEK = (
     "tp2-etp4-ep2",
 )
 PAIRS += [("deepseek", name) for name in DEEPSEEK]
+PAIRS += [("deepseek", "zb-h2-in-turns")]
 PAIRS += [("groups", name) for name in ("ep4", "cp2-tp2", "zb-h1", "recomputed-act")]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
 DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")

@@ -442,6 +442,7 @@ def test_broken_layer_patterns(text: str) -> None:
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
 EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
 GROUPS = "--moe-router-num-groups"
+OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 
 
@@ -479,6 +480,19 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax", 1, f"softmax: has no effect with {SINKHORN}"),
         ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
         ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
+        (f"{OVERLAP} --pp 2 --ep 2", 4, "not --pipeline-schedule 1f1b; use one of: interleaved, zb-h2"),
+        (f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule zb-h1", 4, "not --pipeline-schedule zb-h1; use one of"),
+        (f"{OVERLAP} --pp 2 --pipeline-schedule zb-h2", 4, "needs --expert-model-parallel-size above 1"),
+        (
+            f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+            4,
+            "needs several pipeline stages on a rank with --pipeline-schedule interleaved",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm --pp 2 --ep 2 --pipeline-schedule zb-h2",
+            4,
+            "cannot be combined with --moe-token-dispatcher-type allgather; use --moe-token-dispatcher-type alltoall",
+        ),
         ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
         ("--moe-router-num-groups 4", 1, "--moe-router-num-groups 4: has no effect without --moe-router-group-topk"),
         ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: needs --moe-router-num-groups; add"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
+from megatron.core.pipeline_parallel.actions import SENDS, Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import add_communication, pipeline_lists, validate_schedule
 from megatron.core.pipeline_parallel.schedules import (
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
     layout_of,
     splits_backward,
 )
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.simulator import TIMED, StageCosts, simulate
 
 ONE_STAGE = ("gpipe", "1f1b")
 
@@ -30,7 +30,7 @@ def assert_runs(compute, layout, m, forward_only=False):
     lists = add_communication(compute)
     validate_schedule(lists, layout, m, forward_only=forward_only)
     simulate(lists, rendezvous=True)
-    assert [[a for a in actions if a.kind in COMPUTE] for actions in lists] == [list(actions) for actions in compute]
+    assert [[a for a in actions if a.kind in TIMED] for actions in lists] == [list(actions) for actions in compute]
     sends = [a for actions in lists for a in actions if a.kind in SENDS]
     stages = layout.num_stages
     edges = sum(layout.rank_of(s) != layout.rank_of(s + 1) for s in range(stages - 1))
@@ -43,6 +43,40 @@ def test_every_small_schedule_runs(schedule):
         for p in range(1, 9):
             for m in range(1, 17):
                 assert_runs(build_schedule(schedule, p, m, v), layout_of(schedule, p, v), m)
+
+
+IN_TURNS = (("interleaved", 2), ("interleaved", 3), ("zb-h2", None))
+
+
+@pytest.mark.parametrize(("schedule", "v"), IN_TURNS)
+def test_every_small_schedule_runs_in_turns(schedule, v):
+    for p in range(1, 7):
+        for m in range(1, 15):
+            compute = build_schedule(schedule, p, m, v, in_turns=True)
+            assert_runs(compute, layout_of(schedule, p, v), m)
+            for actions in compute:
+                pairs = [unit for unit in units(actions) if len(unit) > 1]
+                alone = [unit for unit in units(actions) if unit[0].kind is Kind.F]
+                assert len(pairs) + len(alone) == m * (v or 1), "the steady state is in turns"
+                ahead = [unit[0].kind for unit in units(actions)].index(Kind.FB) if pairs else len(alone)
+                assert ahead == len(alone), "forwards run by themselves before it only"
+
+
+@pytest.mark.parametrize(("schedule", "v"), IN_TURNS)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
+    """Each further round of micro-batches takes what it computes, and the all-to-alls nothing."""
+
+    def run(m, in_turns):
+        costs = StageCosts(2, 2, 2, exchanges=4, exchange=0.3)
+        return simulate(build_schedule(schedule, p, m, v, in_turns=in_turns), costs)
+
+    first, second, apart = run(4 * p, True), run(8 * p, True), run(8 * p, False)
+    assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
+    assert apart.exposed == pytest.approx(apart.exchanging)
+    assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
+    held = zip(second.peak_activations, apart.peak_activations, strict=True)
+    assert all(mine - other <= 1 for mine, other in held), "one more in flight"
 
 
 @settings(max_examples=30, deadline=None)
@@ -196,7 +230,7 @@ def test_lists_are_subsequences_of_one_order_and_agree_on_each_pair():
                 [
                     action if action.kind in SENDS else counterpart(action)
                     for action in lists[rank]
-                    if action.kind not in COMPUTE and layout.rank_of(counterpart(action).stage) == peer
+                    if action.kind not in TIMED and layout.rank_of(counterpart(action).stage) == peer
                 ]
                 for rank, peer in ((a, b), (b, a))
             ]

@@ -50,6 +50,29 @@ def test_micro_batches_in_flight_at_the_peak():
     assert held_at_peak([F(0, 0), F(0, 1)], StageCosts()) == (1, {0: 1})
 
 
+def test_passes_in_turns_compute_while_the_other_exchanges():
+    """F 1 1 1 and B 2 2 2 with all-to-alls between: F0 B0 F1 B1 F2 B2, which wait only where they outlast the other."""
+    pair = (F(1, 1), B(1, 0))
+    times = {0.5: (9, 0), 1: (9, 0), 1.5: (10, 1), 3: (15, 6)}
+    for exchange, (time, waited) in times.items():
+        costs = StageCosts(3, 4, 2, exchanges=2, exchange=exchange)
+        assert costs.duration(pair) == pytest.approx((time, waited)), exchange
+        assert costs.duration(pair[:1]) == pytest.approx((3 + 2 * exchange, 2 * exchange))
+    assert StageCosts(3, 4, 2).duration(pair) == (9, 0)
+
+
+def test_lists_whose_passes_cannot_run_in_turns():
+    both = Action(Kind.FB, 0, 1)
+    for rest, message in (
+        ([F(0, 1)], "stands before F"),
+        ([B(0, 0), F(0, 1)], "not its F and a B or I"),
+        ([F(0, 2), B(0, 0)], "not its F and a B or I"),
+        ([F(0, 1), B(0, 1)], "of one micro-batch cannot run in turns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate([[F(0, 0), both, *rest]])
+
+
 def test_a_cycle_between_ranks_is_named():
     lists = [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]
     with pytest.raises(DeadlockError) as caught:

@@ -62,6 +62,10 @@ class ModelParallelConfig(PrecisionConfig):
     """Stages by hand, as "Et*3|(tt|)*6t*2L": E embedding, t layer, m multi-token prediction (right before L), L loss,
     | next stage, *n repetition of a symbol or group. A multiple of PP of them, dealt to the ranks in turn."""
 
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run a forward and a backward pass of different micro-batches in turns, so that each computes while all-to-alls of
+    experts of the other one are under way; with --pipeline-schedule interleaved or zb-h2."""
+
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
 

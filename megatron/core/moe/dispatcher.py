@@ -9,8 +9,8 @@ Ranks along (ep, expt_tp) hold all experts between them. Each has tokens of its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -18,7 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import LinearMap, all_gather, apply_linear, reduce_scatter, start_all_to_all
+from megatron.core.batch_overlap import BatchOverlap
+from megatron.core.collectives import (
+    LinearMap,
+    all_gather,
+    apply_linear,
+    apply_linear_together,
+    reduce_scatter,
+    start_all_to_all,
+)
 from megatron.core.compiled_regions import region
 from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.moe.experts import Segments
@@ -46,16 +54,66 @@ class RowMap:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """All-to-all of rows, and its adjoint. Differentiable. Tensors that travel together are under way together."""
+
+    axis: Axis
+    send: Sequence[int]
+    """Rows for each rank, in order of rank."""
+
+    receive: Sequence[int]
+    """Rows from each rank."""
+
+    overlap: BatchOverlap
+    """Another micro-batch that may compute meanwhile."""
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """x [sum(send), ...] -> [sum(receive), ...] for each x"""
+        if self.axis.size == 1:
+            return tensors
+        return apply_linear_together(tensors, self._run, self.transposed._run)
+
+    @property
+    def transposed(self) -> Exchange:
+        return replace(self, send=self.receive, receive=self.send)
+
+    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        started = [start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
+        self.overlap.hand_over()
+        return [pending.wait() for pending in started]
+
+
+@dataclass(frozen=True)
 class Routes:
-    """Dispatch of one micro-batch."""
+    """Dispatch of one micro-batch: a row for each assignment of a token, which travels to the rank of its expert."""
 
     of_tokens: RowMap
-    """This rank's tokens [n, ...] -> rows of the local experts [rows, ...], expert by expert."""
+    """This rank's tokens [n, ...] -> rows [assignments, ...]."""
 
     of_assignments: RowMap
     """The k assignments of this rank's tokens [n * k, ...] -> the same rows."""
 
     segments: Segments
+    exchange: Exchange | None = None
+    arrival: RowMap | None = None
+    """What comes after the exchange: rows [rows, ...] of the local experts, expert by expert."""
+
+    def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
+        rows, of_rows = self.of_tokens(tokens), self.of_assignments(weights)
+        if self.exchange is not None:
+            rows, of_rows = self.exchange(rows, of_rows)
+        if self.arrival is not None:
+            rows, of_rows = self.arrival(rows), self.arrival(of_rows)
+        return rows, of_rows
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Outputs [rows, h] of the local experts -> their sums for this rank's tokens [n, h]."""
+        if self.arrival is not None:
+            rows = self.arrival.transposed(rows)
+        if self.exchange is not None:
+            (rows,) = self.exchange.transposed(rows)
+        return self.of_tokens.transposed(rows)
 
 
 @dataclass(frozen=True)
@@ -70,6 +128,9 @@ class DispatchOptions:
 
     compiled: bool = False
     """Whether torch.compile compiles regions."""
+
+    overlap: BatchOverlap = field(default_factory=BatchOverlap)
+    """What all-to-alls hand over to while they are under way."""
 
 
 class Dispatcher(ABC):
@@ -167,11 +228,10 @@ class AllToAllDispatcher(Dispatcher):
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
         arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
-        travel = all_to_all_map(ep, mine, arriving[expt_tp.rank].sum(1).tolist())
-        travel = travel.then(gather_uneven_map(expt_tp, sizes)).then(sort_blocks_map(arriving, chosen.device))
-        maps = self.copies(order[: sum(mine)], *chosen.shape)
+        exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.options.overlap)
+        arrival = gather_uneven_map(expt_tp, sizes).then(sort_blocks_map(arriving, chosen.device))
         segments = Segments.of_sizes(arriving.sum((0, 1)).tolist(), chosen.device)
-        return Routes(*before(travel, maps), segments)
+        return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
         """Routes over as many rows as there may be at most: the numbers stay on the device.
@@ -196,22 +256,18 @@ class AllToAllDispatcher(Dispatcher):
             slots = slots + (expert * most - begin[expert])
             numbers = torch.arange(local, device=order.device)[:, None]
             experts = torch.where(within < arriving[..., None], numbers, local)  # [expt_tp, ep, local, most]
-        travel = swap_map(ep).then(gather_map(expt_tp))
-        if self.axes.both.size > 1:
-            travel = travel.then(permutation_map(experts.flatten().argsort(stable=True)))
-        maps = self.copies_to_slots(assignments, slots, valid, k)
         segments = Segments.of_counts(arriving.sum((0, 1)), spare=most is not None)
-        return Routes(*before(travel, maps), segments)
+        maps = self.copies_to_slots(assignments, slots, valid, k)
+        if self.axes.both.size == 1:
+            return Routes(*maps, segments)
+        parts = [assignments.shape[0] // ep.size] * ep.size
+        arrival = gather_map(expt_tp).then(permutation_map(experts.flatten().argsort(stable=True)))
+        return Routes(*maps, segments, Exchange(ep, parts, parts, self.options.overlap), arrival)
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
     """Both maps applied after `first`."""
     return first.then(copies[0]), first.then(copies[1])
-
-
-def before(last: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """`last` applied after both maps."""
-    return copies[0].then(last), copies[1].then(last)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
@@ -317,29 +373,6 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
         return reduce_scatter(padded.flatten(0, 1), axis)[:mine]
 
     return RowMap(gather, reduce)
-
-
-def swap_map(axis: Axis) -> RowMap:
-    """All-to-all of equal parts of the rows: sends part i to rank i, and receives part i from it."""
-
-    def exchange(x: Tensor) -> Tensor:
-        each = [x.shape[0] // axis.size] * axis.size
-        return start_all_to_all(x, each, each, axis).wait()
-
-    return RowMap(exchange, exchange)
-
-
-def all_to_all_map(axis: Axis, send: list[int], receive: list[int]) -> RowMap:
-    """All-to-all of rows: sends `send[i]` rows to rank i and receives `receive[i]` from it, in order of rank."""
-    if axis.size == 1:
-        return RowMap(lambda x: x, lambda y: y)
-
-    def exchange(x: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
-        return start_all_to_all(x, outgoing, incoming, axis).wait()
-
-    return RowMap(
-        partial(exchange, outgoing=send, incoming=receive), partial(exchange, outgoing=receive, incoming=send)
-    )
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:

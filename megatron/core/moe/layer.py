@@ -42,7 +42,8 @@ class MoELayer(nn.Module):
         assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
         self.router = TopKRouter(f"{name}.router", config, ctx)
         self.experts = Experts(f"{name}.experts", config, ctx)
-        options = DispatchOptions(self.experts.grouped, config.moe_pad_expert_input_to_capacity, ctx.compiled)
+        padded = config.moe_pad_expert_input_to_capacity
+        options = DispatchOptions(self.experts.grouped, padded, ctx.compiled, ctx.overlap)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts, options)
         shared = config.moe_shared_expert_intermediate_size
         expert = GatedSharedExpert if config.moe_shared_expert_gate else SharedExpert
@@ -59,6 +60,6 @@ class MoELayer(nn.Module):
         # Between start and finish: a host that waits for sizes has launched this then.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
-        rows, weights = routes.of_tokens(x.flatten(0, 1)), routes.of_assignments(choice.weights.flatten())
-        out = routes.of_tokens.transposed(self.experts(rows, weights, routes.segments)).view_as(x)
+        rows, weights = routes.dispatch(x.flatten(0, 1), choice.weights.flatten())
+        out = routes.combine(self.experts(rows, weights, routes.segments)).view_as(x)
         return out if shared is None else out + shared

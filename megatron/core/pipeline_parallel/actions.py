@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -13,6 +14,9 @@ class Kind(Enum):
     Communication: SEND_F sends the output of a stage to the next one, whose RECV_F takes it in; SEND_B sends the
     gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so
     SEND_F of stage 2 meets RECV_F of stage 3, and SEND_B of stage 3 meets RECV_B of stage 2.
+
+    FB, named by the forward, stands before an F and a B or I of other micro-batches that run in turns: while an
+    all-to-all of experts of one is under way, the other computes.
     """
 
     F = "F"
@@ -23,11 +27,13 @@ class Kind(Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    FB = "FB"
 
     __hash__ = object.__hash__  # members are singletons, and schedules are made of many of them
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+BACKWARDS = frozenset({Kind.B, Kind.I})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
@@ -44,6 +50,27 @@ class Action(NamedTuple):
 
 Lists = Sequence[Sequence[Action]]
 """The actions of every pipeline rank, in the order in which it runs them."""
+
+
+def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """A rank's actions as what it runs one after the other: single ones, and FB with the two that run in turns.
+
+    Raises ValueError where FB does not stand before its F and a B or I of another micro-batch.
+    """
+    following = iter(actions)
+    for action in following:
+        if action.kind is not Kind.FB:
+            yield (action,)
+            continue
+        pair = tuple(islice(following, 2))
+        kinds = [other.kind for other in pair]
+        if len(pair) < 2 or pair[0] != action._replace(kind=Kind.F) or kinds[1] not in BACKWARDS:
+            raise ValueError(
+                f"{action} stands before {' and '.join(map(str, pair)) or 'nothing'}, not its F and a B or I"
+            )
+        if pair[0].microbatch == pair[1].microbatch:
+            raise ValueError(f"{pair[0]} and {pair[1]} of one micro-batch cannot run in turns")
+        yield (action, *pair)
 
 
 OTHER_END = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
+from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.fp8.recipes import WeightCasts
-from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart
+from megatron.core.pipeline_parallel.actions import Action, Kind, counterpart, units
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.p2p import PipelineP2P, Receive
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -44,11 +46,12 @@ class PipelineExecutor:
         p2p: PipelineP2P,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
+        overlap: BatchOverlap | None = None,
     ) -> None:
         pp = p2p.pp
         assert sorted(stages) == layout.stages_of(pp.rank), f"stages {sorted(stages)} on pipeline rank {pp.rank}"
         self.stages, self.layout, self.pp, self.p2p, self.queue = stages, layout, pp, p2p, queue
-        self.casts = casts or WeightCasts()
+        self.casts, self.overlap = casts or WeightCasts(), overlap
         self.current: Action | None = None
         """The action being run, for whoever reports a hang."""
         self.message_from: int | None = None
@@ -56,7 +59,9 @@ class PipelineExecutor:
         self.after: Callable[[Action], None] = _nothing
         """Called after each action, for diagnosis."""
         self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages."""
+        """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
+        forward and a backward that run in turns count as backward."""
+        self._in_turns = False
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -83,8 +88,8 @@ class PipelineExecutor:
         training = any(action.kind in (Kind.B, Kind.I) for action in actions)
         self._begin(batches, loss_scale_seed, training)
         with torch.set_grad_enabled(training), self.casts.kept():
-            for action in actions:
-                self._run_one(action)
+            for unit in units(actions):
+                self._run_unit(unit)
         self.p2p.finish()
         assert not (self._outbox or self._arriving or self._saved), "the list leaves messages or graphs behind"
         if self.queue is not None:
@@ -97,29 +102,46 @@ class PipelineExecutor:
         return [*self._losses.values(), *self._outbox.values(), *self.p2p.sending(), *arriving]
 
     def _begin(self, batches: Sequence[Any], loss_scale_seed: float | Tensor, training: bool) -> None:
-        self._batches, self._seed, self._training = batches, loss_scale_seed, training
+        self._batches, self._seed, self._training, self._in_turns = batches, loss_scale_seed, training, False
         self._losses: dict[int, Tensor] = {}
         self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
         self._arriving: dict[Action, Receive] = {}
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
 
-    def _run_one(self, action: Action) -> None:
-        self.current = action
+    def _run_unit(self, unit: tuple[Action, ...]) -> None:
+        self.current, *pair = unit
         try:
+            with record_function(str(self.current)):
+                self._run_in_turns(*pair) if pair else self._handlers[self.current.kind](self.current)
+        except Exception as error:
+            error.add_note(f"pipeline rank {self.pp.rank} was running {' and '.join(map(str, pair or unit))}")
+            raise
+        for action in pair or unit:
+            self.after(action)
+        self.current = None
+
+    def _clock(self, phase: str) -> AbstractContextManager[Any]:
+        """What runs in turns is timed as one."""
+        return nullcontext() if self._in_turns else self.timed(phase)
+
+    def _run_in_turns(self, *pair: Action) -> None:
+        assert self.overlap is not None, f"{self.current} needs a BatchOverlap"
+
+        def run(action: Action) -> None:
             with record_function(str(action)):
                 self._handlers[action.kind](action)
-        except Exception as error:
-            error.add_note(f"pipeline rank {self.pp.rank} was running {action}")
-            raise
-        self.after(action)
-        self.current = None
+
+        with self.timed("backward"):
+            self._in_turns = True
+            self.overlap.run(*(partial(run, action) for action in pair))
+            self._in_turns = False
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
         hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
         if hidden is not None and self._training:
             hidden.requires_grad_()
-        with self.timed("forward") if self._training else nullcontext():
+        with self._clock("forward") if self._training else nullcontext():
             output = self.stages[stage](hidden, self._batches[microbatch])
         if self._training:
             # A first stage that is frozen as a whole has no backward.
@@ -140,7 +162,7 @@ class PipelineExecutor:
         hidden, edge = self._saved.pop((stage, microbatch))
         if edge is None:
             return
-        with self.timed("backward"):
+        with self._clock("backward"):
             torch.autograd.backward([edge], [grad_output])
         if hidden is not None:
             assert hidden.grad is not None, f"stage {stage} does not use its input"
@@ -154,7 +176,7 @@ class PipelineExecutor:
 
     def _weight_backward(self, action: Action) -> None:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
-        with self.timed("backward"):
+        with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
 
     def _send(self, action: Action) -> None:

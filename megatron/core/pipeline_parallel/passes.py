@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists, counterpart, owners_of
+from megatron.core.pipeline_parallel.actions import (
+    COMPUTE,
+    OTHER_END,
+    Action,
+    Kind,
+    Lists,
+    counterpart,
+    owners_of,
+    units,
+)
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, forward_only, layout_of
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
@@ -23,30 +32,29 @@ def add_communication(lists: Lists) -> Schedule:
     receive is posted when its message begins to be computed, ahead of what the peer does meanwhile, and each
     list is a subsequence of the one order of the walk. In that order every send directly precedes its receive,
     behind all that it depends on: running the first unfinished action of the walk is always possible, even if
-    sends and receives block until both ends are there.
+    sends and receives block until both ends are there. What runs in turns is one step, before the messages of both.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
     timeline = simulate(lists, UNIT_COSTS).timeline
-    walk = [(start, rank, action) for rank, timed in enumerate(timeline) for action, start, _ in timed]
-    for _, rank, action in sorted(walk, key=_walk_order):
-        placed[rank].append(action)
-        send = _message_of(action)
-        if send is None:
-            continue
-        receive = counterpart(send)
-        peer = owner.get(receive.stage, rank)
-        if peer != rank:
-            placed[rank].append(send)
-            placed[peer].append(receive)
+    starts = [{action: start for action, start, _ in timed} for timed in timeline]
+    walk = [(starts[rank][unit[0]], rank, unit) for rank, actions in enumerate(lists) for unit in units(actions)]
+    for _, rank, unit in sorted(walk, key=_walk_order):
+        placed[rank] += unit
+        for send in filter(None, map(_message_of, unit)):
+            receive = counterpart(send)
+            peer = owner.get(receive.stage, rank)
+            if peer != rank:
+                placed[rank].append(send)
+                placed[peer].append(receive)
     return placed
 
 
-def _walk_order(entry: tuple[float, int, Action]) -> tuple[float, bool, int]:
+def _walk_order(entry: tuple[float, int, tuple[Action, ...]]) -> tuple[float, bool, int]:
     """By start. Of actions that start together, the one that a neighbour takes its next message from comes first,
     so that the neighbour posts the receive before it computes: forwards by rising stage, then backwards by falling."""
-    start, _, (kind, stage, _) = entry
-    return (start, False, stage) if kind is Kind.F else (start, True, -stage)
+    start, _, ((kind, stage, _), *_) = entry
+    return (start, False, stage) if kind in (Kind.F, Kind.FB) else (start, True, -stage)
 
 
 def _message_of(action: Action) -> Action | None:
@@ -71,7 +79,7 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
     if repeated:
         raise ValueError(f"{repeated[0]} runs {counts[repeated[0]]} times")
     _check_complete(set(counts), layout.num_stages, microbatches, forward_only)
-    one_sided = [action for action in counts if action.kind not in COMPUTE and counterpart(action) not in counts]
+    one_sided = [action for action in counts if action.kind in OTHER_END and counterpart(action) not in counts]
     if one_sided:
         raise ValueError(f"{one_sided[0]} has no {counterpart(one_sided[0])}")
     simulate(lists)
@@ -96,7 +104,13 @@ def _check_complete(actions: set[Action], num_stages: int, microbatches: int, fo
 
 @lru_cache(maxsize=64)
 def pipeline_lists(
-    schedule: str, p: int, m: int, v: int | None = None, evaluate: bool = False, group: int | None = None
+    schedule: str,
+    p: int,
+    m: int,
+    v: int | None = None,
+    evaluate: bool = False,
+    group: int | None = None,
+    in_turns: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
 
@@ -104,7 +118,8 @@ def pipeline_lists(
     """
     layout = layout_of(schedule, p, v)
     try:
-        compute = forward_only(layout, m) if evaluate else build_schedule(schedule, p, m, layout.chunks, group)
+        whole = partial(build_schedule, schedule, p, m, layout.chunks, group, in_turns)
+        compute = forward_only(layout, m) if evaluate else whole()
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except Exception as error:
         if str(error).startswith("--"):  # v or the group, which it does not take

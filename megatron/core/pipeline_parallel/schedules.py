@@ -46,14 +46,18 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     ]
 
 
-def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
+def interleaved(p: int, m: int, v: int, group: int | None = None, in_turns: bool = False) -> Schedule:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): v stages on a rank cut the bubble by v.
 
     Microbatches pass through the stages of a rank in groups of about p (`groups_of`), so any m is legal. Groups are
     never smaller than p, which would leave bubbles inside: from m = p to 2p - 1 there is one, and a rank holds all m.
     A larger `group` leaves each message more time, and holds more activations.
+
+    With `in_turns` a forward and a backward of the steady state run in turns. No rank needs the one for the other, as
+    each is one forward further ahead.
     """
     if v == 1:
+        assert not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
         return one_f_one_b(p, m)
     layout = PipelineLayout(p, v)
     groups = groups_of(m, p, group)
@@ -63,7 +67,7 @@ def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
         forwards = [F(stage, i) for group in groups for stage in stages for i in group]
         backwards = [B(stage, i) for group in groups for stage in reversed(stages) for i in group]
         ahead = 2 * (p - rank - 1) + (v - 1) * len(groups[0])
-        lists.append(alternate(forwards, backwards, ahead))
+        lists.append(alternate(forwards, backwards, ahead + in_turns, in_turns))
     return lists
 
 
@@ -76,18 +80,24 @@ def zb_h1(p: int, m: int) -> Schedule:
     return _zero_bubble(p, m, 1)
 
 
-def zb_h2(p: int, m: int) -> Schedule:
+def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     """ZB-H2 (arXiv 2401.10241, section 2.2): twice the forwards ahead fill the bubble to (p - 1)(F + I - 2W),
-    and a rank holds up to 2p - 1 microbatches."""
-    return _zero_bubble(p, m, 2)
+    and a rank holds up to 2p - 1 microbatches.
+
+    With `in_turns` a forward and an input gradient of the steady state run in turns, each forward one further ahead. A
+    message then takes a turn to a neighbour and its answer one back, for which a rank runs two forwards further ahead
+    than the next: those of ZB-H1, one apart, would wait for each other.
+    """
+    return _zero_bubble(p, m, 2, in_turns)
 
 
-def _zero_bubble(p: int, m: int, k: int) -> Schedule:
+def _zero_bubble(p: int, m: int, k: int, in_turns: bool = False) -> Schedule:
     """Rank r runs k (p - r - 1) forwards ahead, and its weight gradients k r microbatches behind."""
     lists = []
     for rank in range(p):
         behind = k * rank
-        base = alternate([F(rank, i) for i in range(m)], [I(rank, i) for i in range(m)], k * (p - rank - 1))
+        ahead = k * (p - rank - 1) + in_turns
+        base = alternate([F(rank, i) for i in range(m)], [I(rank, i) for i in range(m)], ahead, in_turns)
         actions = []
         for action in base:
             actions.append(action)
@@ -130,12 +140,16 @@ def forward_only(layout: PipelineLayout, m: int) -> Schedule:
     ]
 
 
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+def alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, in_turns: bool = False
+) -> list[Action]:
+    """`ahead` forwards, then a forward and a backward one after the other, or `in_turns`, then the backwards that are
+    left."""
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
     pairs = zip(forwards[ahead:], backwards[:steady], strict=True)
-    return [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[steady:]]
+    marked = (([f._replace(kind=Kind.FB)] if in_turns else []) + [f, b] for f, b in pairs)
+    return [*forwards[:ahead], *(action for pair in marked for action in pair), *backwards[steady:]]
 
 
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
@@ -171,13 +185,17 @@ def splits_backward(schedule: str) -> bool:
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
-def build_schedule(schedule: str, p: int, m: int, v: int | None = None, group: int | None = None) -> Schedule:
+def build_schedule(
+    schedule: str, p: int, m: int, v: int | None = None, group: int | None = None, in_turns: bool = False
+) -> Schedule:
     """The compute actions of a schedule by name; `group` has an effect where micro-batches are grouped.
 
     Raises ValueError as `layout_of` does.
     """
     v = layout_of(schedule, p, v).chunks
     build, facts = PIPELINE_SCHEDULES[schedule], PIPELINE_SCHEDULES.facts(schedule)
+    assert facts.in_turns or not in_turns, f"{schedule} has no form in which passes run in turns"
+    options = {"in_turns": True} if in_turns else {}
     if facts.any_groups:
-        return build(p, m, v, group)
-    return build(p, m, v) if facts.any_chunks else build(p, m)
+        return build(p, m, v, group, **options)
+    return build(p, m, v, **options) if facts.any_chunks else build(p, m, **options)

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, Lists, counterpart, owners_of
+from megatron.core.pipeline_parallel.actions import (
+    BACKWARDS,
+    COMPUTE,
+    SENDS,
+    Action,
+    Kind,
+    Lists,
+    counterpart,
+    owners_of,
+    units,
+)
 
 PerStage = float | Sequence[float]
 
@@ -22,6 +32,9 @@ class StageCosts:
 
     A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks.
     `activation` is held from F to the end of the backward; between I and W this times `kept_for_weight_grad`.
+
+    Each F, and each B or I, has `exchanges` all-to-alls of experts at equal distances, each of time `exchange`, in
+    which it waits. Passes that run in turns compute meanwhile.
     """
 
     forward: PerStage = 1.0
@@ -30,9 +43,11 @@ class StageCosts:
     comm: float = 0.0
     activation: PerStage = 1.0
     kept_for_weight_grad: PerStage = 1.0
+    exchanges: int | Sequence[int] = 0
+    exchange: float = 0.0
 
     def time(self, action: Action) -> float:
-        """Duration of a compute action; 0 of others, whose time is in `comm`."""
+        """Time that a compute action computes; 0 of others, whose time is in `comm`."""
         if action.kind is Kind.F:
             return at_stage(self.forward, action.stage)
         time = 0.0
@@ -41,6 +56,30 @@ class StageCosts:
         if action.kind in (Kind.B, Kind.W):
             time += at_stage(self.weight_grad, action.stage)
         return time
+
+    def exchanges_of(self, action: Action) -> int:
+        """All-to-alls of an action."""
+        return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
+
+    def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
+        """(time, part of it in which nothing is computed) of an action alone, or of two that run in turns.
+
+        A pass hands over when it has started an all-to-all, and takes over again when the other one does. All-to-alls
+        run one after the other.
+        """
+        left = [self.exchanges_of(action) for action in actions]
+        part = [self.time(action) / (count + 1) for action, count in zip(actions, left, strict=True)]
+        arrival, unfinished = [0.0] * len(actions), list(range(len(actions)))
+        clock = channel = waited = 0.0
+        while unfinished:
+            running = unfinished.pop(0)
+            waited += max(0.0, arrival[running] - clock)
+            clock = max(clock, arrival[running]) + part[running]
+            if left[running]:
+                left[running] -= 1
+                channel = arrival[running] = max(clock, channel) + self.exchange
+                unfinished.append(running)
+        return clock, waited
 
     def memory(self, action: Action) -> float:
         """What an action adds to (F) or frees from (B, I, W) the activations held by its rank."""
@@ -52,6 +91,10 @@ class StageCosts:
 def at_stage(value: PerStage, stage: int) -> float:
     """The entry of `stage`, or the one number that stands for all stages."""
     return value if isinstance(value, int | float) else value[stage]
+
+
+TIMED = COMPUTE | {Kind.FB}
+"""What takes time. FB has the time of the two that run in turns, which take none beside."""
 
 
 class Timed(NamedTuple):
@@ -69,6 +112,12 @@ class Simulation:
     timeline: list[list[Timed]]
     peak_activations: list[float]
 
+    exchanging: float = 0.0
+    """Time of all all-to-alls of experts."""
+
+    exposed: float = 0.0
+    """Part of it in which their rank computes nothing."""
+
     @property
     def spans(self) -> list[float]:
         """From the first start to the last end of each rank."""
@@ -76,7 +125,7 @@ class Simulation:
 
     @property
     def busy(self) -> list[float]:
-        """Time that each rank computes."""
+        """Time that each rank computes, or waits for an all-to-all of experts."""
         return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
 
     @property
@@ -93,7 +142,7 @@ class Simulation:
 
     @property
     def _compute(self) -> list[list[Timed]]:
-        return [[timed for timed in timeline if timed.action.kind in COMPUTE] for timeline in self.timeline]
+        return [[timed for timed in timeline if timed.action.kind in TIMED] for timeline in self.timeline]
 
 
 class DeadlockError(ValueError):
@@ -116,7 +165,8 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
     costs = costs or StageCosts()
     walk = _Walk(lists, costs, rendezvous)
     walk.run()
-    return Simulation(walk.timeline, [held_at_peak(actions, costs)[0] for actions in lists])
+    peaks = [held_at_peak(actions, costs)[0] for actions in lists]
+    return Simulation(walk.timeline, peaks, walk.exchanging, walk.exposed)
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
@@ -128,7 +178,7 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
     most: dict[int, int] = {}
     for action in actions:
         held += costs.memory(action)
-        inside[action.stage] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.I))
+        inside[action.stage] += (action.kind is Kind.F) - (action.kind in BACKWARDS)
         if held > peak:
             peak, most = held, dict(inside)
         if forward_only:
@@ -160,13 +210,16 @@ class _Walk:
         self.timeline: list[list[Timed]] = [[] for _ in lists]
         self.free = [0.0] * len(lists)
         self.waiting: dict[Action, list[int]] = defaultdict(list)
+        self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
+        self.paired = {action for pair in self.pairs.values() for action in pair}
+        self.exchanging = self.exposed = 0.0
 
     def run(self) -> None:
         ready = list(range(len(self.lists)))
         while ready:
             rank = ready.pop()
             while (action := self.head(rank)) is not None:
-                if action.kind not in COMPUTE and action not in self.done:
+                if action.kind not in TIMED and action not in self.done:
                     self.done[action] = self.free[rank]  # reached: the other end may go on
                     ready += self.waiting.pop(action, [])
                 needs = self.needs(action, rank)
@@ -175,11 +228,21 @@ class _Walk:
                     self.waiting[missing].append(rank)
                     break
                 start = max([self.free[rank]] + [self.done[need] + lag for need, lag in needs])
-                self.free[rank] = start + self.costs.time(action)
+                self.free[rank] = start + self.duration(action)
                 self.timeline[rank].append(Timed(action, start, self.free[rank]))
                 self.done[action] = self.free[rank]
                 ready += self.waiting.pop(action, [])
         self.check_finished()
+
+    def duration(self, action: Action) -> float:
+        """The time of an action; of those that run in turns, the time that FB stands for."""
+        if action.kind not in TIMED or action in self.paired:
+            return 0.0
+        actions = self.pairs.get(action, (action,))
+        time, waited = self.costs.duration(actions)
+        self.exchanging += self.costs.exchange * sum(map(self.costs.exchanges_of, actions))
+        self.exposed += waited
+        return time
 
     def head(self, rank: int) -> Action | None:
         position = len(self.timeline[rank])
@@ -188,6 +251,8 @@ class _Walk:
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
         """What must be done before an action starts, each with how long before."""
         kind, stage, microbatch = action
+        if kind is Kind.FB:
+            return [need for part in self.pairs[action] for need in self.needs(part, rank)]
         if kind is Kind.W:
             return [(Action(Kind.I, stage, microbatch), 0.0)]
         if kind is Kind.F:

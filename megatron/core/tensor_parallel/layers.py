@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import (
     Pending,
     Start,
@@ -92,6 +93,9 @@ class TPContext:
 
     fp8: Fp8Context | None = None
     """fp8 GEMMs of linear layers; None for GEMMs in `dtype`."""
+
+    overlap: BatchOverlap = field(default_factory=BatchOverlap)
+    """Runs the passes of two micro-batches in turns: what hands over to the other one."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""

@@ -250,7 +250,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
     costs = stage_costs(config.model, parallel)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group)
+    in_turns = parallel.overlap_moe_expert_parallel_comm
+    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group, in_turns)
     bubble = simulate(schedule, StageCosts(forward=costs, input_grad=costs, weight_grad=costs)).bubble
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
     return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.training.config.run_config import RunConfig
@@ -52,7 +53,9 @@ class Profiler(Callback):
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self._profile = profile(activities=activities, record_shapes=True)
+        # A pass that runs in turns with another one has a thread of its own.
+        threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.overlap_moe_expert_parallel_comm)
+        self._profile = profile(activities=activities, record_shapes=True, experimental_config=threads)
         self._profile.start()
 
     def _stop(self, run: RunView) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch, BatchContext
+from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
@@ -52,6 +53,7 @@ class GPTModel(nn.Module):
         embedding: Embedding | None = None,
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
+        overlap: BatchOverlap | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,
@@ -67,6 +69,7 @@ class GPTModel(nn.Module):
             dtype=getattr(torch, parallel.params_dtype),
             device=torch.device(device),
             queue=queue or WeightGradQueue(),
+            overlap=overlap or BatchOverlap(),
             cp=state.cp,
             cp_comm_type=parallel.cp_comm_type,
             attention_backend=parallel.attention_backend,

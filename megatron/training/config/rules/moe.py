@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron.core.config.moe import MoEConfig
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
@@ -35,11 +37,14 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "needs --sequence-parallel with TP, so that each rank routes its own tokens"
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
     yield from _expert_parallel(c, world_size)
+    yield from _overlap(c)
     yield from _router(c)
 
 
 def _without_experts(c: RunConfig) -> Iterator[Problem]:
     """Without experts, flags of experts have no effect."""
+    if c.parallel.overlap_moe_expert_parallel_comm:
+        yield Problem.no_effect(OVERLAP, None, "--num-experts")
     for field in fields(MoEConfig):
         value = getattr(c.model, field.name)
         if value != field.default:
@@ -68,6 +73,37 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
         legal = [n for n in range(1, stage // etp + 1) if stage % (n * etp) == 0]
         remedy = f"nearest: {min(legal, key=lambda n: abs(n - ep))}" if legal else "use --expert-tensor-parallel-size 1"
         yield Problem("--expert-model-parallel-size", ep, rule, remedy)
+
+
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+
+
+def _overlap(c: RunConfig) -> Iterator[Problem]:
+    """Passes of two micro-batches run in turns where all-to-alls are under way."""
+    m, p = c.model, c.parallel
+    if not p.overlap_moe_expert_parallel_comm:
+        return
+    if p.expert_model_parallel_size == 1:
+        yield Problem(OVERLAP, None, "needs --expert-model-parallel-size above 1, which has all-to-alls", "remove it")
+    if m.moe_token_dispatcher_type != "alltoall":
+        rule = f"cannot be combined with --moe-token-dispatcher-type {m.moe_token_dispatcher_type}"
+        yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
+    schedules = [name for name in PIPELINE_SCHEDULES if PIPELINE_SCHEDULES.facts(name).in_turns]
+    if p.schedule not in schedules:
+        rule = (
+            f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
+        )
+        yield Problem(OVERLAP, None, rule, f"use one of: {', '.join(schedules)}")
+    elif p.schedule == "interleaved" and _one_stage_a_rank(c):
+        rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
+        yield Problem(OVERLAP, None, rule, "use --num-virtual-stages-per-pipeline-rank 2")
+
+
+def _one_stage_a_rank(c: RunConfig) -> bool:
+    try:
+        return pipeline_layout(c.model, c.parallel).chunks == 1
+    except ValueError:  # a problem of its own
+        return False
 
 
 def _router(c: RunConfig) -> Iterator[Problem]:
