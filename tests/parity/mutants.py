@@ -43,7 +43,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from megatron.core.transformer import fused_norm, gated_delta_net, latent_attention, norm, rotary
+from megatron.core.transformer import activations, fused_norm, gated_delta_net, latent_attention, norm, rotary
 from megatron.core.transformer.parameters import DeltaNetParameters
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
@@ -107,6 +107,12 @@ def _without_values(grads: Sequence[Tensor], *rest: Any) -> Tensor:
     return _true_rotation_back((*grads[:-1], torch.zeros_like(grads[-1])), *rest)
 
 
+def _bias_gradient_of_some_rows(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    dx, _ = _true_biased_backward(x, *args)
+    return dx, dx[1:].sum((0, 1))
+
+
+_true_biased_backward = activations._biased_backward
 _true_rotation_back = rotary._rotated_back_and_joined
 _true_backward = fused_norm._backward
 
@@ -390,6 +396,10 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "update left out of the stream by the fused norm": (
         [(fused_norm, "_added_and_normalized", _normalized_without_the_sum)],
         [Combination.of(world="2", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
+    ),
+    "gradient of a bias before an activation from a part of the rows": (
+        [(activations, "_biased_backward", _bias_gradient_of_some_rows)],
+        [Combination.of(world="2", tp="2", regions="fused"), Combination.of(world="2", regions="fused", style="bloom")],
     ),
     "gradients of queries and keys rotated forward once more": (
         [(rotary, "_rotated_back_and_joined", _rotated_forward_again)],

@@ -16,7 +16,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.transformer.activations import squared_relu, swiglu
+from megatron.core.transformer.activations import FUNCTIONS, FusedActivation, gelu_tanh, squared_relu
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
@@ -68,6 +68,22 @@ def latent_heads(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
+def activated(x: Tensor, compiled: bool, kind: str, biased: bool = False) -> Tensor:
+    """Of the features of x, the last token is the bias."""
+    bias = x[-1, -1] if biased else None
+    if compiled:
+        return FusedActivation(kind, True)(x, bias)
+    plain = {
+        "gelu": F.gelu,
+        "gelu_tanh": gelu_tanh,
+        "squared_relu": squared_relu,
+        "swiglu": lambda z: F.silu(z[..., :20]) * z[..., 20:],
+        "geglu": lambda z: F.gelu(z[..., :20]) * z[..., 20:],
+        "geglu_tanh": lambda z: gelu_tanh(z[..., :20]) * z[..., 20:],
+    }
+    return plain[kind](x if bias is None else x + bias)
+
+
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
     """Sum and norm of the two halves of x, each multiplied, so that their gradients differ. `compiled` with a norm of
     1 + weight as well, which must be that of the weight below 1."""
@@ -97,8 +113,8 @@ def delta_net(x: Tensor, compiled: bool) -> Tensor:
 
 
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
-    "swiglu": swiglu,
-    "squared_relu": lambda x, compiled: region(squared_relu, compiled)(x),
+    **{kind: partial(activated, kind=kind) for kind in FUNCTIONS},
+    **{f"biased {kind}": partial(activated, kind=kind, biased=True) for kind in ("gelu", "squared_relu", "swiglu")},
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
     "split and rotary": lambda x, compiled: split_rotated(x, compiled, interleaved=False),

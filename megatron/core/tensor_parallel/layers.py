@@ -237,9 +237,10 @@ class ParallelLinear(nn.Module):
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, boundary
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
 
-    def forward(self, x: Tensor) -> Tensor:
-        saves = torch.is_grad_enabled()
-        return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, self.gemms, saves)
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """`add_bias` is false where the caller adds it, within a region that follows."""
+        saves, bias = torch.is_grad_enabled(), self.bias if add_bias else None
+        return LinearFunction.apply(x, self.weight, bias, self.boundary, self.axis, self.queue, self.gemms, saves)
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 Activation = Callable[[Tensor], Tensor]
 
+PARTIAL_SUMS = 32
+"""Groups of rows whose gradients of a bias are summed apart: parallel work for a GPU where there are few features."""
+
+
+class FusedActivation:
+    """An activation function of `FUNCTIONS`, which saves its input alone. Compiled, it can add the bias of the linear
+    layer before it: then the pass that makes the gradient of its input sums up that of the bias too."""
+
+    def __init__(self, kind: str, compiled: bool) -> None:
+        self.kind, self.compiled = kind, compiled
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """f(x + bias): x [..., f] -> [..., f], or [..., f / 2] of a gated function; bias of f elements, any shape"""
+        return _ActivationFunction.apply(x, None if bias is None else bias.flatten(), self.kind, self.compiled)
+
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
     """The model's activation function, its parameters under `name`. Gated ones halve the width."""
@@ -28,27 +44,27 @@ def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Ac
 
 
 def build_gelu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return F.gelu
+    return FusedActivation("gelu", True) if ctx.compiled else F.gelu
 
 
 def build_gelu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return gelu_tanh
+    return FusedActivation("gelu_tanh", True) if ctx.compiled else gelu_tanh
 
 
 def build_squared_relu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return region(squared_relu, ctx.compiled)
+    return FusedActivation("squared_relu", True) if ctx.compiled else squared_relu
 
 
 def build_swiglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return partial(swiglu, compiled=ctx.compiled)
+    return FusedActivation("swiglu", ctx.compiled)
 
 
 def build_geglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return partial(gated, kind="geglu", compiled=ctx.compiled)
+    return FusedActivation("geglu", ctx.compiled)
 
 
 def build_geglu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return partial(gated, kind="geglu_tanh", compiled=ctx.compiled)
+    return FusedActivation("geglu_tanh", ctx.compiled)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -59,6 +75,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (arXiv:2109.08668)"""
     return F.relu(x).square()
+
+
+def _gelu_backward(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+
+
+def _squared_relu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    return grad * F.relu(x) * 2
 
 
 def _swiglu_forward(x: Tensor) -> Tensor:
@@ -82,33 +106,55 @@ def _geglu_backward(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
     return torch.cat((of_gate, grad * F.gelu(gate, approximate=approximate)), dim=-1)
 
 
-GATED: dict[str, tuple[Callable[..., Tensor], ...]] = {
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "gelu": (F.gelu, partial(_gelu_backward, approximate="none")),
+    "gelu_tanh": (gelu_tanh, partial(_gelu_backward, approximate="tanh")),
+    "squared_relu": (squared_relu, _squared_relu_backward),
     "swiglu": (_swiglu_forward, _swiglu_backward),
-    "geglu": tuple(partial(f, approximate="none") for f in (_geglu_forward, _geglu_backward)),
-    "geglu_tanh": tuple(partial(f, approximate="tanh") for f in (_geglu_forward, _geglu_backward)),
+    "geglu": (partial(_geglu_forward, approximate="none"), partial(_geglu_backward, approximate="none")),
+    "geglu_tanh": (partial(_geglu_forward, approximate="tanh"), partial(_geglu_backward, approximate="tanh")),
 }
-"""Gated activation function -> forward(x) and backward(x, gradient of the output)."""
+"""Activation function -> forward(x) and backward(x, gradient of the output)."""
 
 
-class _GatedFunction(torch.autograd.Function):
-    """f(gate) * up that saves only its input for the backward."""
+def _biased_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return FUNCTIONS[kind][0](x + bias)
+
+
+def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """x [groups of rows, rows, f] -> gradients of x and of the bias. torch.compile makes one pass of both, which it
+    does not of x [rows, f]."""
+    dx = FUNCTIONS[kind][1](x + bias, grad)
+    wide = torch.promote_types(dx.dtype, torch.float32)
+    return dx, dx.sum(1, dtype=wide).sum(0).to(bias.dtype)
+
+
+class _ActivationFunction(torch.autograd.Function):
+    """f(x + bias) that saves only its input for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, compiled: bool) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
         ctx.kind, ctx.compiled = kind, compiled
-        return region(GATED[kind][0], compiled)(x)
+        if bias is None:
+            return region(FUNCTIONS[kind][0], compiled)(x)
+        return region(_biased_forward, compiled)(x, bias, kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return region(GATED[ctx.kind][1], ctx.compiled)(x, grad), None, None
+        x, bias = ctx.saved_tensors
+        if bias is None:
+            return region(FUNCTIONS[ctx.kind][1], ctx.compiled)(x, grad), None, None, None
+        groups = gcd(x.numel() // x.shape[-1], PARTIAL_SUMS)
+        x_rows, grad_rows = (rows.reshape(groups, -1, rows.shape[-1]) for rows in (x, grad))
+        dx, of_bias = region(_biased_backward, ctx.compiled)(x_rows, bias, grad_rows, ctx.kind)
+        return dx.view(x.shape), of_bias, None, None
 
 
 def gated(x: Tensor, kind: str, compiled: bool = False) -> Tensor:
     """x [..., 2f], gate before up -> [..., f] (arXiv:2002.05202)"""
-    return _GatedFunction.apply(x, kind, compiled)
+    return FusedActivation(kind, compiled)(x)
 
 
 def swiglu(x: Tensor, compiled: bool = False) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.activations import build_activation
+from megatron.core.transformer.activations import FusedActivation, build_activation
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
@@ -22,6 +25,8 @@ class MLP(nn.Module):
         self.linear_fc1 = column_parallel(fc1, ctx)
         self.activation = build_activation(f"{name}.activation", config, ctx)
         self.linear_fc2 = row_parallel(fc2, ctx)
+        fuses = isinstance(self.activation, FusedActivation) and self.activation.compiled
+        self.activation_adds_bias = fuses and self.linear_fc1.bias is not None
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
@@ -29,10 +34,13 @@ class MLP(nn.Module):
         return recomputed(self._run, x) if self.recompute and self.training else self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
-        x = self.linear_fc1(x)
+        activate: Callable[..., Tensor] = self.activation
+        if self.activation_adds_bias:
+            activate = partial(activate, bias=self.linear_fc1.bias)
+        x = self.linear_fc1(x, add_bias=not self.activation_adds_bias)
         if self.recompute_activation and self.training:
-            return with_input_recomputed(self.activation, x, self.linear_fc2)
-        return self.linear_fc2(self.activation(x))
+            return with_input_recomputed(activate, x, self.linear_fc2)
+        return self.linear_fc2(activate(x))
 
 
 class SharedExpert(MLP):
