@@ -41,6 +41,15 @@ DEEPSEEK = SIZES | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+MIXTURE = SIZES | {
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}
 NEOX = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"use_parallel_residual": False}
 GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
@@ -137,6 +146,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v2": ("deepseek_v2", {**DEEPSEEK, "num_experts_per_tok": 3}),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {**SIZES, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            **MIXTURE,
+            "layer_types": None,
+            "first_k_dense_replace": 0,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "afmoe": (
+        "afmoe",
+        {**MIXTURE, "num_dense_layers": 2, "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True},
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         {

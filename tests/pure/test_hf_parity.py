@@ -22,7 +22,7 @@ from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
-from tests.hf_models import CASES, GPT2_SIZES, SIZES, YARN, weights_in
+from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN, weights_in
 from tests.moe_cases import MIXTRAL
 
 transformers = pytest.importorskip("transformers")
@@ -62,13 +62,19 @@ def random_model(case: str) -> Any:
             module.forward = partial(rms_norm, 1 + module.weight, module.eps)
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__ == "MiniMaxM2TopKRouter":
+            module.forward = partial(route_by_bias, module.weight, module.top_k, 1.0)
+        elif type(module).__name__ == "AfmoeTokenChoiceRouter":
+            module.forward = partial(route_by_bias, module.gate.weight, module.top_k, module.route_scale)
+        elif type(module).__name__.endswith("TopKRouter"):
             module.forward = partial(route, module.weight, module.top_k, getattr(module, "norm_topk_prob", True))
-        if type(module).__name__ == "DeepseekV3TopkRouter":
-            module.e_score_correction_bias.copy_(torch.randn(module.num_experts).float() * 0.1)
-            module.forward = partial(route_in_groups, module)
+        for name in ("e_score_correction_bias", "expert_bias"):
+            if (bias := getattr(module, name, None)) is not None:
+                bias.copy_(torch.randn(len(bias)).float() * 0.1)
         if type(module).__name__ == "DeepseekV2TopkRouter":
             module.forward = partial(route, module.weight, module.top_k, False)
+        elif type(module).__name__.endswith("TopkRouter"):
+            module.forward = partial(route_in_groups, module)
         if type(module).__name__ == "BloomGelu":
             module.forward = partial(F.gelu, approximate="tanh")
             sys.modules[type(module).__module__].F = ExactFunctions()
@@ -79,6 +85,13 @@ def route(weight: Tensor, k: int, normalized: bool, x: Tensor) -> tuple[Tensor, 
     logits = x.reshape(-1, x.shape[-1]) @ weight.T
     weights, experts = logits.softmax(-1).topk(k, dim=-1)
     return logits, weights / weights.sum(-1, keepdim=True) if normalized else weights, experts
+
+
+def route_by_bias(weight: Tensor, k: int, scale: float, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = x.reshape(-1, x.shape[-1]) @ weight.T
+    experts = (logits.sigmoid() + bias).topk(k, dim=-1).indices
+    weights = logits.sigmoid().gather(1, experts)
+    return logits, weights / weights.sum(-1, keepdim=True) * scale, experts
 
 
 def route_in_groups(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +136,9 @@ def test_logits(case: str) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3-yarn", "llama-yarn"])
+@pytest.mark.parametrize(
+    "case", ["deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"]
+)
 def test_gradients(case: str) -> None:
     """The loss's gradients of all weights, in their names and layouts."""
     theirs, tokens = random_model(case), torch.randint(83, (2, 24))
@@ -136,7 +151,7 @@ def test_gradients(case: str) -> None:
     assert all((p.grad is not None) == p.requires_grad for p in mine.parameters())
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.copy_(parameter.grad)
+            parameter.copy_(parameter.grad if parameter.requires_grad else torch.zeros_like(parameter))
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.zero_()
@@ -241,6 +256,9 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
             {"rope_scaling": {**YARN, "attention_factor": 1.0}},
             "attention_factor = 1.0 is not supported; it must be 1.13",
         ),
+        ({"model_type": "minimax_m2", "num_local_experts": 4, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"model_type": "afmoe", **MIXTURE, "sliding_window": None}, "sliding_window = None is not supported"),
+        ({"model_type": "exaone_moe", **MIXTURE, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 4"),
         ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
         ({"model_type": "own"}, "'own' is not supported; known are gpt2, bloom, llama"),
     ],

@@ -143,18 +143,27 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["num_query_groups"] = None
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
     if "first_k_dense_replace" in hf:
-        fields["moe_layer_freq"] = _dense_first(hf["first_k_dense_replace"], fields["num_layers"])
+        fields["moe_layer_freq"] = _experts_from_hf(hf)
         fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = _no_rope_from_hf(hf)
+    if family.rotary_layers == "windows":
+        fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
     return TransformerConfig(**_window_from_hf(hf) | fields)
 
 
-def _dense_first(dense: int, layers: int) -> str:
-    """--moe-layer-freq of experts in all layers but the first `dense` ones."""
-    return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
+def _experts_from_hf(hf: Mapping[str, Any]) -> str:
+    """--moe-layer-freq: by a list of all layers if there is one, else all but the first layers have experts."""
+    dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    if not (kinds := hf.get("mlp_layer_types")):
+        return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
+    if unknown := set(kinds) - {"dense", "sparse"}:
+        raise ValueError(f"config.json: mlp_layer_types has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(kinds) != layers:
+        raise ValueError(f"config.json: mlp_layer_types has {len(kinds)} entries for {layers} layers")
+    return _pattern([kind == "sparse" for kind in kinds], usual=True) or "1"
 
 
 def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     kind = merged.get("rope_type", merged.get("type", "default"))
     fields: dict[str, Any] = {
         "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
-        "rotary_percent": float(merged.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))),
+        "rotary_percent": float(merged.get("partial_rotary_factor", _rotated_fraction(hf))),
         "window_rotary_base": local_base,
     }
     if kind == "llama3":
@@ -186,6 +195,12 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         known = "default, linear, llama3, yarn"
         raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
     return fields
+
+
+def _rotated_fraction(hf: Mapping[str, Any]) -> float:
+    """Fraction of a head's channels that are rotated; MiniMax M2 counts them."""
+    counted = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0
+    return hf.get("partial_rotary_factor", counted)
 
 
 def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,22 +225,37 @@ def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str
 
 def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding window, and the layers that have it."""
-    window, layers = hf.get("sliding_window"), hf.get("num_hidden_layers", 0)
+    window = hf.get("sliding_window")
     if not window or not hf.get("use_sliding_window", True):
         return {"window_size": None}
     if rule := _broken_rule(window, int):
         raise ValueError(f"config.json: sliding_window = {window!r} must be {rule}")
+    kinds = _kinds_of_layers(hf)
+    if LOCAL not in kinds:
+        return {"window_size": None}
+    return {"window_size": window, "window_attn_skip_freq": _pattern([kind == LOCAL for kind in kinds], usual=True)}
+
+
+def _kinds_of_layers(hf: Mapping[str, Any]) -> list[str]:
+    """Which layers of a model with a sliding window have it: layer_types, or what follows from a period."""
+    layers = hf.get("num_hidden_layers", 0)
     first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
-    period = hf.get("sliding_window_pattern") or 0
-    usual = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
-    kinds = list(hf.get("layer_types") or usual)
+    kinds = list(hf.get("layer_types") or ())
+    if not kinds:
+        period = hf.get("sliding_window_pattern") or 0
+        kinds = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
     if unknown := set(kinds) - {"full_attention", LOCAL}:
         raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
     if len(kinds) != layers:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
-    if LOCAL not in kinds:
-        return {"window_size": None}
-    return {"window_size": window, "window_attn_skip_freq": _pattern([kind == LOCAL for kind in kinds], usual=True)}
+    return kinds
+
+
+def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers without rotary embedding, where only layers with a sliding window have it."""
+    if not hf.get("sliding_window"):
+        raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
+    return _pattern([kind != LOCAL for kind in _kinds_of_layers(hf)], usual=False)
 
 
 def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
@@ -264,18 +294,20 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if "first_k_dense_replace" in family.defaults and config.moe_layers:
         hf["first_k_dense_replace"] = config.moe_layers[0]
         hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
+    if "mlp_layer_types" in family.defaults:
+        hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
     if family.fixed["position_embedding_type"] == "rope":
-        hf |= {family.spelling.get(key, key): value for key, value in _rotary_to_hf(config, family).items()}
+        hf |= _rotary_to_hf(config, family)
     if "window_size" not in family.fixed:
         hf["sliding_window"] = config.window_size
         if "use_sliding_window" in family.defaults:
             hf["use_sliding_window"] = config.window_size is not None
             hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
-        if 0 < sum(config.local_pattern) < config.num_layers:
+        if 0 < sum(config.local_pattern) < config.num_layers or "sliding_window_pattern" in family.defaults:
             hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
-    return hf
+    return {family.spelling.get(key, key): value for key, value in hf.items()}
 
 
 def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
@@ -310,6 +342,8 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf: dict[str, Any] = {"rope_theta": config.rotary_base}
     if config.rotary_percent != 1 or "partial_rotary_factor" in family.defaults:
         hf["partial_rotary_factor"] = config.rotary_percent
+    if "rotary_dim" in family.defaults:
+        hf["rotary_dim"] = config.rotary_dim
     if config.use_rope_scaling:
         hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
         hf["rope_scaling"]["rope_type"] = "llama3"

@@ -64,13 +64,20 @@ SANDWICH_NORMS = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
+AFMOE_NORMS = {norm: norm for norm in SANDWICH_NORMS}
+
+
+def _layer_norms(norms: Mapping[str, str]) -> Iterator[Rule]:
+    """Rules of the norms of a layer: ours -> theirs."""
+    for ours, theirs in norms.items():
+        yield Rule(f"{OUR_LAYER}.{ours}.weight", (f"{_HF_LAYER}.{theirs}.weight",))
 
 
 def _decoder(norms: Mapping[str, str]) -> tuple[Rule, ...]:
     """Rules of Llama and what is like it; `norms` are our norms of a layer and theirs."""
     return (
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "VocabularyRows"),
-        *(Rule(f"{OUR_LAYER}.{ours}.weight", (f"{_HF_LAYER}.{theirs}.weight",)) for ours, theirs in norms.items()),
+        *_layer_norms(norms),
         *_linear("self_attention.linear_qkv", _HEADS, "QueryGroups"),
         Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.self_attn.q_norm.weight",)),
         Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.self_attn.k_norm.weight",)),
@@ -136,10 +143,31 @@ STARCODER2_RULES = (
 )
 
 
-def _latents(moe: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Rules of DeepSeek: multi-latent attention, dense layers before those with experts, and shared experts."""
-    ours, theirs = f"{OUR_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
+def _bias(theirs: str) -> Rule:
+    """The rule of the bias by which experts are chosen."""
+    return Rule(f"{OUR_LAYER}.mlp.router.expert_bias", (f"{_HF_LAYER}.{theirs}",))
+
+
+def _dense_and_shared(moe: tuple[Rule, ...], bias: str) -> tuple[Rule, ...]:
+    """Rules of a model whose first layers are dense, and whose others have shared experts and a bias of experts."""
     shared = f"{_HF_LAYER}.mlp.shared_experts"
+    return (
+        *moe,
+        *(rule for rule in LLAMA_RULES if ".mlp." in rule.ours),
+        _bias(bias),
+        *_linear("mlp.shared_experts.linear_fc1", f"{shared}.gate_proj {shared}.up_proj", "Stacked"),
+        *_linear("mlp.shared_experts.linear_fc2", f"{shared}.down_proj", "Same"),
+    )
+
+
+def _changed(rules: tuple[Rule, ...], *changed: Rule) -> tuple[Rule, ...]:
+    """Rules of which some are others."""
+    return tuple({rule.ours: rule for rule in (*rules, *changed)}.values())
+
+
+def _latents(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules of DeepSeek: multi-latent attention."""
+    ours, theirs = f"{OUR_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
     pairs = {
         "linear_q_proj": ("q_proj", "Heads"),
         "linear_q_down_proj": ("q_a_proj", "Same"),
@@ -151,12 +179,8 @@ def _latents(moe: tuple[Rule, ...]) -> tuple[Rule, ...]:
         "linear_proj": ("o_proj", "Same"),
     }
     return (
-        *(rule for rule in moe if ".self_attention." not in rule.ours),
-        *(rule for rule in LLAMA_RULES if ".mlp." in rule.ours),
+        *(rule for rule in rules if ".self_attention." not in rule.ours),
         *(Rule(f"{ours}.{x}.weight", (f"{theirs}.{y}.weight",), layout) for x, (y, layout) in pairs.items()),
-        Rule(f"{OUR_LAYER}.mlp.router.expert_bias", (f"{_HF_LAYER}.mlp.gate.e_score_correction_bias",)),
-        *_linear("mlp.shared_experts.linear_fc1", f"{shared}.gate_proj {shared}.up_proj", "Stacked"),
-        *_linear("mlp.shared_experts.linear_fc2", f"{shared}.down_proj", "Same"),
     )
 
 
@@ -190,7 +214,10 @@ class Family:
     """Other spellings of keys of config.json."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a rotary setting -> its key in this family's config.json."""
+    """Usual name of a key that has rules of its own -> its name in this family's config.json."""
+
+    rotary_layers: str = "all"
+    """Layers with a rotary embedding: "all", or those with sliding "windows"."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key whose value it must have, where it is given."""
@@ -246,5 +273,26 @@ OLMOE = _family("olmoe", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
 STARCODER2 = _family("starcoder2", STARCODER2_RULES)
 GPT_NEOX = _family("gpt_neox", GPT_NEOX_RULES)
 BLOOM = _family("bloom", BLOOM_RULES)
-DEEPSEEK_V2 = _family("deepseek_v2", _latents(_experts("mlp", "gate_proj", "up_proj", "down_proj")))
-DEEPSEEK_V3 = _family("deepseek_v3", _latents(_experts("mlp", "gate_proj", "up_proj", "down_proj")))
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = _dense_and_shared(_EXPERTS, "mlp.gate.e_score_correction_bias")
+DEEPSEEK_V2 = _family("deepseek_v2", _latents(_SHARED))
+DEEPSEEK_V3 = _family("deepseek_v3", _latents(_SHARED))
+GLM4_MOE = _family("glm4_moe", _SHARED)
+EXAONE_MOE = _family("exaone_moe", _dense_and_shared(_EXPERTS, "mlp.e_score_correction_bias"))
+MINIMAX_M2 = _family(
+    "minimax_m2",
+    (*_experts("block_sparse_moe", "w1", "w3", "w2"), _bias("block_sparse_moe.e_score_correction_bias")),
+)
+AFMOE = _family(
+    "afmoe",
+    _changed(
+        _dense_and_shared(_EXPERTS, "mlp.expert_bias"),
+        *_layer_norms(AFMOE_NORMS),
+        Rule(f"{OUR_LAYER}.mlp.router.weight", (f"{_HF_LAYER}.mlp.router.gate.weight",)),
+        Rule(
+            f"{OUR_LAYER}.self_attention.linear_qkv.weight",
+            tuple(f"{_HF_LAYER}.self_attn.{part}_proj.weight" for part in ("q", "gate", "k", "v")),
+            "GatedQueryGroups",
+        ),
+    ),
+)

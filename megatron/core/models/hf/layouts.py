@@ -103,22 +103,33 @@ class StackedExperts(Layout):
 class QueryGroups(Layout):
     """Theirs: q [heads * d, ...], k and v [groups * d, ...]. Ours: [groups, q_per_group + 2, d, ...]."""
 
+    def counts(self, config: TransformerConfig) -> tuple[int, ...]:
+        """Heads of a query group in each of their tensors."""
+        return config.queries_per_group, 1, 1
+
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         return self.join(tensors, config.query_groups, config.head_dim)
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        parts = parameter.split((config.queries_per_group, 1, 1), dim=1)
+        parts = parameter.split(self.counts(config), dim=1)
         return tuple(part.flatten(0, 2).contiguous() for part in parts)
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
         groups, heads, channels, *rest = box
-        rows = [n * config.head_dim for n in (config.queries_per_group, 1, 1)]
+        rows = [n * config.head_dim for n in self.counts(config)]
         cut = [slice(groups.start * row, groups.stop * row) for row in rows]
         parts = [tensor[(rows, *rest)] for tensor, rows in zip(tensors, cut, strict=True)]
         return self.join(parts, groups.stop - groups.start, config.head_dim)[:, heads, channels]
 
     def join(self, tensors: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
         return cat([x.unflatten(0, (groups, -1, head_dim)) for x in tensors], dim=1)
+
+
+class GatedQueryGroups(QueryGroups):
+    """Theirs: q and gates of the output [heads * d, ...], k and v [groups * d, ...]; ours has them side by side."""
+
+    def counts(self, config: TransformerConfig) -> tuple[int, ...]:
+        return config.queries_per_group, config.queries_per_group, 1, 1
 
 
 class Heads(Layout):
@@ -177,6 +188,6 @@ LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
     for kind in (
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
-        *(QueryGroups, Heads, JointHeads, GroupByGroup),
+        *(QueryGroups, GatedQueryGroups, Heads, JointHeads, GroupByGroup),
     )
 }

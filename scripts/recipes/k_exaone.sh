@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# K-EXAONE (arXiv 2601.01739): 48 layers of width 6144 of which three of four see a window of 128 tokens with a rotary
+# embedding, and each fourth all tokens without positions; norms of the heads' queries and keys; after one dense layer
+# sigmoid scores choose 8 of 128 experts by a bias, beside a shared one. Trained with Muon.
+#
+#   DATA_PATH=corpus_text_document TOKENIZER_MODEL=/path/to/tokenizer.json \
+#       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/k_exaone.sh
+#   bash scripts/recipes/k_exaone.sh --dry-run
+#
+# Shapes are those of the published config.json (236B parameters, 23B active). From the report: 11T tokens of 8,192-token
+# sequences, Muon, a peak learning rate of 3e-4 in a WSD schedule, a balancing loss of 1e-4 within sequences, and a rate of
+# the bias of 1e-4. Batch, warm-up, length of the decay and weight decay are ours. Training is in bf16 here, in fp8 there,
+# and there is no module of multi-token prediction: theirs has a dense MLP where the last layer has experts.
+set -euo pipefail
+# shellcheck source=scripts/recipes/recipe.sh
+source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
+
+if [[ "${SIZE:=236b-a23b}" != 236b-a23b ]]; then
+    unknown_size "$SIZE" 236b-a23b
+fi
+PP="${PP:-8}" EP="${EP:-32}" GPUS=512
+model=(
+    --num-layers 48 --hidden-size 6144 --ffn-hidden-size 18432 --kv-channels 128
+    --num-attention-heads 64 --group-query-attention --num-query-groups 8 --qk-layernorm
+    --window-size 128 --window-attn-skip-freq 4 --no-rope-freq 4
+    --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000
+    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
+    --num-experts 128 --moe-layer-freq "([0]+[1]*47)" --moe-ffn-hidden-size 2048 --moe-router-topk 8
+    --moe-shared-expert-intermediate-size 2048
+    --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-4
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+)
+# In samples of 8,192 tokens: 11T tokens, the last 2T with a falling learning rate.
+training=(
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2
+    --global-batch-size 4096 --train-samples 1342773438 --lr-warmup-samples 8192000
+    --lr 3e-4 --min-lr 3e-5
+    --lr-decay-style WSD --lr-wsd-decay-style linear --lr-decay-samples 1342773438 --lr-wsd-decay-samples 244140625
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0
+)
+run_recipe k_exaone 153600 "$@"
