@@ -1,0 +1,46 @@
+"""The models that tools/bench/train_step.py compares with are the same model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.planner.parameters import count_parameters
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve
+from tools.bench.peers import PEERS, STYLES, build_peer
+from tools.bench.train_step import flags
+
+REQUIREMENTS = Path(__file__).parents[2] / "tools/bench/requirements.txt"
+
+
+def test_every_package_is_pinned() -> None:
+    lines = REQUIREMENTS.read_text().splitlines()
+    pinned = [line.partition("==")[0] for line in lines if "==" in line]
+    assert set(PEERS) <= set(pinned)
+    assert not [line for line in lines if line.startswith("-")], "this program's own pins differ from those of litgpt"
+
+
+def test_our_model_has_as_many_parameters() -> None:
+    style = STYLES["llama"]
+    config = resolve(parse_args([*flags(style, "float32", False), "--make-vocab-size-divisible-by", "128"]), 1)
+    assert count_parameters(config.model).total == style.parameters
+
+
+def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' model has as many parameters as the style says, and gives a loss; with a wider MLP it has not."""
+    pytest.importorskip("transformers")
+    import torch
+
+    style = replace(STYLES["llama"], layers=1, hidden=32, heads=4, groups=2, ffn=96, seq=8, vocab=64)
+    model, loss_of = build_peer("transformers", style, "float32")
+    tokens = torch.randint(64, (2, 8))
+    loss = loss_of(model, tokens, tokens)
+    loss.backward()
+    assert loss.dim() == 0 and all(parameter.grad is not None for parameter in model.parameters())
+    wider = PEERS["transformers"](replace(style, ffn=128), torch.float32)
+    monkeypatch.setitem(PEERS, "transformers", lambda style, dtype: wider)
+    with pytest.raises(ValueError, match=r"transformers's model has \d+ parameters, not \d+"):
+        build_peer("transformers", style, "float32")
