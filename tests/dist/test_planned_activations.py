@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from megatron.core import compiled_regions
-from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
-from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
-from megatron.core.fp8.recipes import DelayedGemms
-from megatron.core.batch import Batch
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.planner.activations import ActivationPlan
 from megatron.planner.fake_stage import MicroBatch
+from megatron.planner.live_memory import LiveMemory
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world
-from megatron.planner.live_memory import LiveMemory
 
 SAMPLES = 3
 WHOLE, FIRST, MIDDLE, LAST = (
@@ -73,17 +73,25 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     return sum(size for key, size in live.sizes.items() if key not in given)
 
 
-def compare(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, int, int]]:
-    """(case, planned, measured) of those that differ."""
+def differing(world_size: int, cases: list[Case]) -> list[tuple[str, int, int]]:
+    """(case, planned, measured) of those that differ on some rank."""
+    plans = [
+        ActivationPlan(MicroBatch(model, parallel, SAMPLES, "cpu")).stage(stage).kept
+        for _, model, parallel, stage in cases
+    ]
+    return [case for found in run_world(world_size, compare, cases, plans) for case in found]
+
+
+def compare(rank: int, world_size: int, cases: list[Case], plans: list[int]) -> list[tuple[str, int, int]]:
+    """(case, planned, measured) of those that differ on this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
-    for name, model, parallel, stage in cases:
+    for (name, model, parallel, stage), planned in zip(cases, plans, strict=True):
         sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         if sizes not in states:
             tp, cp = sizes
             states[sizes] = ParallelState() if world_size == 1 else initialize_model_parallel(tp, 1, cp)
-        batch = MicroBatch(model, parallel, SAMPLES, "cpu")
-        planned, measured = ActivationPlan(batch).stage(stage).kept, kept_by(batch, stage, states[sizes])
+        measured = kept_by(MicroBatch(model, parallel, SAMPLES, "cpu"), stage, states[sizes])
         if planned != measured:
             found.append((name, planned, measured))
     return found
@@ -108,7 +116,7 @@ def test_one_process() -> None:
         for number, ((style, model), (kind, more)) in enumerate(product(styles(), RECOMPUTE.items()))
         for dtype, stage in [PLACES[number % 4]]
     ]
-    assert run_world(1, compare, cases[::7]) == [[]]
+    assert differing(1, cases[::11]) == []
 
 
 def test_fused_regions() -> None:
@@ -120,7 +128,7 @@ def test_fused_regions() -> None:
         for stage in [(WHOLE, LAST, MIDDLE)[number % 3]]
     ][::9]
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
-        assert run_world(1, compare, cases) == [[]]
+        assert differing(1, cases) == []
     for _, model, parallel, stage in cases[:2]:
         plain, fused = (
             ActivationPlan(MicroBatch(model, parallel, SAMPLES, device)).stage(stage).kept
@@ -142,7 +150,7 @@ def test_experts_in_one_process() -> None:
         (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
         for (name, model), kind in product(models.items(), EXPERT_KINDS)
     ]
-    assert run_world(1, compare, cases[::2]) == [[]]
+    assert differing(1, cases[::2]) == []
 
 
 EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")
@@ -197,7 +205,7 @@ def test_fp8() -> None:
         for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
         for recipe in [("delayed", "tensorwise", "blockwise", "rowwise")[number % 4]]
     ]
-    assert run_world(1, compare, cases[::7]) == [[]]
+    assert differing(1, cases[::11]) == []
 
 
 LAYOUTS = {
@@ -216,7 +224,12 @@ LAYOUTS = {
 def test_layouts(layout: str) -> None:
     cases = [
         (f"{layout} {style} {kind} {stage}", replace(model, **more), LAYOUTS[layout], stage)
-        for style, model in (("gpt", with_dropout(GPT)), ("llama", LLAMA), ("qwen3", STYLES["qwen3"]), ("bloom", STYLES["bloom"]))
+        for style, model in (
+            ("gpt", with_dropout(GPT)),
+            ("llama", LLAMA),
+            ("qwen3", STYLES["qwen3"]),
+            ("bloom", STYLES["bloom"]),
+        )
         for kind, more, stage in (
             ("none", {}, WHOLE),
             ("core_attn", RECOMPUTE["core_attn"], MIDDLE),
@@ -229,8 +242,7 @@ def test_layouts(layout: str) -> None:
         cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
     if LAYOUTS[layout].context_parallel_size == 1 and LAYOUTS[layout].fp8_format is None:
         cases.append((f"{layout} delta net", STYLES["delta-net"], LAYOUTS[layout], WHOLE))
-    for different in run_world(2, compare, cases):
-        assert different == []
+    assert differing(2, cases) == []
 
 
 def test_recomputed_heads_leave_latents() -> None:
