@@ -194,6 +194,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+CASES["qwen3-next"] = (
+    "qwen3_next",
+    {
+        **SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+    },
+)
+CASES["qwen3-next-list"] = (
+    "qwen3_next",
+    {**CASES["qwen3-next"][1], "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
+)
+
+
 def save_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Writes the random model of a case as a Hugging Face folder. No weight is left at a special value such as 1."""
     import transformers

@@ -64,6 +64,10 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
+    if any(m.linear_pattern):
+        keys, values = f"{m.linear_num_key_heads} key heads of {m.linear_key_head_dim}", m.linear_num_value_heads
+        linear = f"{sum(m.linear_pattern)} layers with {m.experimental_attention_variant}"
+        yield f"{linear}, {keys}, {values} value heads of {m.linear_value_head_dim}"
     tied = "tied to" if m.tied_embeddings else "not tied to"
     source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
     yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"

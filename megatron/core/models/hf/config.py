@@ -57,6 +57,10 @@ LOCAL = "sliding_attention"
 """In layer_types of config.json, a layer with a sliding window."""
 
 
+LINEAR = "linear_attention"
+"""In layer_types of config.json, a layer with linear attention."""
+
+
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")
@@ -151,6 +155,8 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["no_rope_freq"] = _no_rope_from_hf(hf)
     if family.rotary_layers == "windows":
         fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
+    if "full_attention_interval" in family.defaults:
+        fields["linear_attention_freq"] = _linear_from_hf(hf)
     return TransformerConfig(**_window_from_hf(hf) | fields)
 
 
@@ -244,11 +250,16 @@ def _kinds_of_layers(hf: Mapping[str, Any]) -> list[str]:
     if not kinds:
         period = hf.get("sliding_window_pattern") or 0
         kinds = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
-    if unknown := set(kinds) - {"full_attention", LOCAL}:
+    return _checked_kinds(kinds, layers, LOCAL)
+
+
+def _checked_kinds(kinds: Sequence[str], layers: int, other: str) -> list[str]:
+    """The kinds of layers, of which there are full attention and another one."""
+    if unknown := set(kinds) - {"full_attention", other}:
         raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
     if len(kinds) != layers:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
-    return kinds
+    return list(kinds)
 
 
 def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
@@ -256,6 +267,13 @@ def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
     if not hf.get("sliding_window"):
         raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
     return _pattern([kind != LOCAL for kind in _kinds_of_layers(hf)], usual=False)
+
+
+def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers with linear attention."""
+    layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    kinds = hf.get("layer_types") or [LINEAR if (n + 1) % interval else "full_attention" for n in range(layers)]
+    return _pattern([kind == LINEAR for kind in _checked_kinds(kinds, layers, LINEAR)], usual=True)
 
 
 def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
@@ -305,6 +323,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
             hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
         if 0 < sum(config.local_pattern) < config.num_layers or "sliding_window_pattern" in family.defaults:
             hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
+    if "full_attention_interval" in family.defaults:
+        hf["layer_types"] = [LINEAR if linear else "full_attention" for linear in config.linear_pattern]
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
     return {family.spelling.get(key, key): value for key, value in hf.items()}
@@ -382,6 +402,8 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "moe_layer_freq": _pattern(config.expert_pattern, usual=True) or "1",
         "window_attn_skip_freq": _pattern(config.local_pattern, usual=True) if any(config.local_pattern) else None,
         "no_rope_freq": _pattern([not rotated for rotated in config.rope_pattern], usual=False),
+        "experimental_attention_variant": config.experimental_attention_variant if any(config.linear_pattern) else None,
+        "linear_attention_freq": _pattern(config.linear_pattern, usual=True) if any(config.linear_pattern) else None,
         "moe_router_num_groups": config.moe_router_num_groups or 1,
         "moe_router_group_topk": config.moe_router_group_topk or 1,
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
@@ -408,6 +430,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
+    idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += ["window_rotary_base"] if not any(config.local_pattern) else []
     idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
     return {name: value for name, value in fields.items() if name not in idle}

@@ -184,6 +184,25 @@ def _latents(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     )
 
 
+def _delta_nets(moe: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules of Qwen3-Next: gated delta nets beside gated attention, and a gated shared expert."""
+    ours, theirs = f"{OUR_LAYER}.self_attention", f"{_HF_LAYER}.linear_attn"
+    shared = f"{_HF_LAYER}.mlp.shared_expert"
+    mixed = (f"{theirs}.in_proj_qkvz.weight", f"{theirs}.in_proj_ba.weight")
+    return (
+        *(rule for rule in moe if ".linear_qkv." not in rule.ours),
+        *_linear("self_attention.linear_qkv", _HEADS, "QueryGatePairs"),
+        Rule(f"{ours}.in_proj.weight", mixed, "KeyHeads"),
+        Rule(f"{ours}.conv1d.weight", (f"{theirs}.conv1d.weight",), "ConvolvedHeads"),
+        *(Rule(f"{ours}.{name}", (f"{theirs}.{name}",)) for name in ("dt_bias", "A_log")),
+        Rule(f"{ours}.out_norm.weight", (f"{theirs}.norm.weight",)),
+        Rule(f"{ours}.out_proj.weight", (f"{theirs}.out_proj.weight",)),
+        Rule(f"{OUR_LAYER}.mlp.shared_experts.gate_weight", (f"{_HF_LAYER}.mlp.shared_expert_gate.weight",)),
+        *_linear("mlp.shared_experts.linear_fc1", f"{shared}.gate_proj {shared}.up_proj", "Stacked"),
+        *_linear("mlp.shared_experts.linear_fc2", f"{shared}.down_proj", "Same"),
+    )
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face."""
@@ -209,6 +228,9 @@ class Family:
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Suffixes of names of tensors that are not weights."""
+
+    left_out: Sequence[str] = ()
+    """Prefixes of names of tensors of modules that their class does not have either."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys of config.json."""
@@ -296,3 +318,4 @@ AFMOE = _family(
         ),
     ),
 )
+QWEN3_NEXT = _family("qwen3_next", _delta_nets(_EXPERTS))

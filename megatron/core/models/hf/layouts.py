@@ -132,6 +132,56 @@ class GatedQueryGroups(QueryGroups):
         return config.queries_per_group, config.queries_per_group, 1, 1
 
 
+class QueryGatePairs(QueryGroups):
+    """As `GatedQueryGroups`, with theirs [heads * 2 * d, ...], each head's query before the gate of its output, and k
+    and v."""
+
+    def counts(self, config: TransformerConfig) -> tuple[int, ...]:
+        return 2 * config.queries_per_group, 1, 1
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        pairs, k, v = parameter.split(self.counts(config), dim=1)
+        pairs = pairs.unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 3)
+        return pairs.contiguous(), *(x.flatten(0, 2).contiguous() for x in (k, v))
+
+    def join(self, tensors: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
+        pairs, *rest = tensors
+        q, gates = pairs.unflatten(0, (-1, 2, head_dim)).transpose(0, 1).flatten(1, 2)
+        return super().join((q, gates, *rest), groups, head_dim)
+
+
+class KeyHeads(Layout):
+    """Theirs: several tensors [key heads * n, ...]. Ours: [key heads, sum of n, ...], side by side in each head."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return cat([x.unflatten(0, (config.linear_num_key_heads, -1)) for x in tensors], dim=1)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        *projected, beta, decay = config.linear_channels
+        parts = parameter.split((sum(projected), beta + decay), dim=1)
+        return tuple(part.flatten(0, 1).contiguous() for part in parts)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        heads, channels, *rest = box
+        widths = [tensor.shape[0] // config.linear_num_key_heads for tensor in tensors]
+        cut = [slice(heads.start * width, heads.stop * width) for width in widths]
+        parts = [tensor[(rows, *rest)] for tensor, rows in zip(tensors, cut, strict=True)]
+        return cat([x.unflatten(0, (heads.stop - heads.start, -1)) for x in parts], dim=1)[:, channels]
+
+
+class ConvolvedHeads(Layout):
+    """Theirs: [channels, 1, taps], those of all queries, keys and values. Ours: [key heads, channels of each, taps]."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        heads, widths = config.linear_num_key_heads, config.linear_channels[:3]
+        parts = tensors[0].squeeze(1).split([heads * width for width in widths])
+        return cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        parts = parameter.split(config.linear_channels[:3], dim=1)
+        return (cat([part.flatten(0, 1) for part in parts]).unsqueeze(1),)
+
+
 class Heads(Layout):
     """Theirs: [heads * d, ...]. Ours: [heads, d, ...]."""
 
@@ -188,6 +238,7 @@ LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
     for kind in (
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
-        *(QueryGroups, GatedQueryGroups, Heads, JointHeads, GroupByGroup),
+        *(QueryGroups, GatedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
+        *(KeyHeads, ConvolvedHeads),
     )
 }

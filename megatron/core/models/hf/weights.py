@@ -180,7 +180,7 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
     return {
         family.prefix + name if bare and name != _head(family) else name: tensor
         for name, tensor in tensors.items()
-        if not name.endswith(tuple(family.ignored))
+        if not name.endswith(tuple(family.ignored)) and not name.startswith(tuple(family.left_out))
     }
 
 
