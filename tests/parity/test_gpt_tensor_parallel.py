@@ -77,7 +77,7 @@ def test_dropout_masks_do_not_depend_on_the_layout(style: str, tp: int, sequence
     assert_layout_equals_one_process(config, tp, sequence_parallel, random_batch(config))
 
 
-@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("style", ["gpt", "llama", "delta-net"])
 @pytest.mark.parametrize("granularity", ["selective", "full"])
 def test_packed_documents_with_recomputation(style: str, granularity: str) -> None:
     config = replace(with_dropout(STYLES[style]), recompute_granularity=granularity)

@@ -13,7 +13,7 @@ from megatron.training.config.rules.model import pattern_of
 from megatron.training.config.rules.precision import FP8_ALIGNMENT
 from megatron.training.config.run_config import RunConfig
 
-VARIANT = "--experimental-attention-variant"
+VARIANT, DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
 
 
 def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -22,6 +22,11 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _without_variant(c)
         return
     yield from _pattern(c)
+    if p.context_parallel_size > 1:
+        why = "its state goes from token to token, and is not passed from rank to rank"
+        yield Problem.exclusive("--context-parallel-size", p.context_parallel_size, given, why)
+    if m.experimental_attention_variant != DELTA_NET:
+        return
     keys, values, tp = m.linear_num_key_heads, m.linear_num_value_heads, p.tensor_model_parallel_size
     if keys > 0 and not divides(keys, values):
         rule = f"must be a multiple of --linear-num-key-heads {keys}"
@@ -29,9 +34,6 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not divides(tp, keys):
         rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
         yield Problem("--linear-num-key-heads", keys, rule, multiples(keys, tp))
-    if p.context_parallel_size > 1:
-        why = "its state goes from token to token, and is not passed from rank to rank"
-        yield Problem.exclusive("--context-parallel-size", p.context_parallel_size, given, why)
     if p.cuda_graph_impl != "none":
         why = "its triangular solves have not been recorded"
         yield Problem.exclusive("--cuda-graph-impl", p.cuda_graph_impl, given, why)
@@ -77,7 +79,7 @@ def linear_attention_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Each rank's fp8 matrices of a gated delta net must have aligned dimensions."""
     m, p = c.model, c.parallel
     keys, tp = m.linear_num_key_heads, p.tensor_model_parallel_size
-    if p.fp8_format is None or m.experimental_attention_variant is None or tp < 1 or keys < 1 or keys % tp:
+    if p.fp8_format is None or m.experimental_attention_variant != DELTA_NET or tp < 1 or keys < 1 or keys % tp:
         return
     values, width, step = m.linear_num_value_heads // tp, m.linear_value_head_dim, FP8_ALIGNMENT * tp
     rule = f"under --fp8-format, a rank's {{}} must be a multiple of {FP8_ALIGNMENT}"
