@@ -118,7 +118,7 @@ def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
     fc1, fc2 = (mappings.local_slice(weight, expt_tp, 2).contiguous() for weight in (fc1, fc2))
     cut, segments = size > 1, Segments.of_sizes([9, 0, 11], torch.device("cpu"))
     one, two = (
-        Fp8GroupedGemms(fp8, expt_tp, cuts, torch.device("cpu"), False, add_each_product_)
+        Fp8GroupedGemms(fp8, expt_tp, cuts, False, False, add_each_product_)
         for cuts in (Cuts(outputs=cut), Cuts(inputs=cut))
     )
     hidden = one.forward(x, fc1, segments)

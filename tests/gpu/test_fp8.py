@@ -40,7 +40,9 @@ from megatron.core.kernels.cast_transpose import cast_transpose_noting_amax
 from megatron.core.tensor_parallel.layers import LOCAL, LinearFunction
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.fp8.build import build_gemms
+from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.fp8.recipes import Fp8Context, WeightCasts
+from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 torch.manual_seed(1)
@@ -67,6 +69,23 @@ for recipe in ("tensorwise", "delayed", "rowwise", *blocks):
                 error = ((value.cpu().double() - plain[key].double()).norm() / plain[key].double().norm()).item()
                 # The same casts; sums in another order, in Hopper's forward to 14 bits or so, rounded to bf16.
                 assert error < 0.01, (recipe, name, compiled, key, error)
+
+def experts(recipe, device, compiled, x, w, dy):
+    context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), WeightCasts())
+    device, one = torch.device(device), has_grouped_fp8_kernel(recipe, torch.device(device))
+    gemms = Fp8GroupedGemms(context, Axis(), Cuts(), one, compiled, add_each_product_)
+    segments = Segments.of_counts(torch.tensor([50, 0, 37, 9], device=device), spare=True)
+    x, w, dy = (value.to(device) for value in (x, w, dy))
+    return {"y": gemms.forward(x, w, segments), "dx": gemms.input_grad(dy, w, segments)}
+
+
+x, w, dy = (torch.randn(shape).bfloat16() for shape in ((100, 256), (4, 2, 96, 256), (100, 192)))
+for recipe in ("delayed", *blocks):
+    plain = experts(recipe, "cpu", False, x, w, dy)
+    for compiled in (False, True):
+        for key, value in experts(recipe, "cuda", compiled, x, w, dy).items():
+            error = ((value.cpu().double() - plain[key].double()).norm() / plain[key].double().norm()).item()
+            assert error < 0.01 and not value[96:].any(), (recipe, compiled, key, error)
 
 bad = torch.randn(32, 64).bfloat16().cuda()
 bad[3, 5] = torch.inf

@@ -215,9 +215,9 @@ def rates(
             plant(kind, run)
         found, inner = [], run.optimizer.step
 
-        def step(lr: float, weight_decay: float, *rest: Any) -> Any:
+        def step(lr: float, weight_decay: float, *rest: Any, **more: Any) -> Any:
             found.append((lr, weight_decay, run.progress.next_step(run.batch_sizes).samples))
-            return inner(lr, weight_decay, *rest)
+            return inner(lr, weight_decay, *rest, **more)
 
         run.optimizer.step = step  # type: ignore[method-assign]
         for _ in range(steps):

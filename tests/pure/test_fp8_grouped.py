@@ -41,7 +41,7 @@ def test_each_row_meets_the_matrix_of_its_expert(recipe: str) -> None:
     weight = torch.randn(len(SIZES), 2, OUT // 2, IN).bfloat16()
     casts, blocks = WeightCasts(), recipe == "blockwise"
     context = Fp8Context(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), range(1), casts)
-    gemms = Fp8GroupedGemms(context, Axis(), Cuts(), CPU, False, add_each_product_)
+    gemms = Fp8GroupedGemms(context, Axis(), Cuts(), False, False, add_each_product_)
     segments = Segments.of_counts(torch.tensor(SIZES), spare=True)
     with casts.kept():
         for _ in range(2):

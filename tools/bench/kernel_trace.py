@@ -216,7 +216,9 @@ def _indexed(given: list[Tensor], made: list[Tensor], mutated: list[Tensor], add
 
 
 PRODUCTS: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), lambda args: args[:2]),
+    **dict.fromkeys(
+        ("mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm"), lambda args: args[:2]
+    ),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), lambda args: args[1:3]),
 }
 """Name -> the two factors among the arguments."""

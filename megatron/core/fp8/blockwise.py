@@ -12,21 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.compiled_regions import Region, region
-from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled, by_block
+from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled
 from megatron.core.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
 from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transposed
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
 
 
-def amax_of_blocks(x: Tensor, rows: int) -> Tensor:
-    """Largest absolute value of each block of `rows` x 128: [n, k] -> [n / rows, k / 128], rounded up, fp32.
-
-    The last blocks of a matrix may be smaller.
-    """
+def in_blocks(x: Tensor, rows: int) -> Tensor:
+    """x [n, k] -> [blocks of rows, rows, blocks of columns, 128], with zeros behind the last rows and columns."""
     n, k = x.shape
-    padded = F.pad(x.abs(), (0, -k % TILE, 0, -n % rows))
-    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // TILE, TILE)
-    return blocks.amax(dim=(1, 3)).to(torch.float32)
+    if n % rows or k % TILE:
+        x = F.pad(x, (0, -k % TILE, 0, -n % rows))
+    return x.view(x.shape[0] // rows, rows, x.shape[1] // TILE, TILE)
+
+
+def amax_of_blocks(blocks: Tensor) -> Tensor:
+    """Largest absolute value of each block: [n, rows, m, 128] -> [n, m], fp32."""
+    return blocks.abs().amax(dim=(1, 3)).to(torch.float32)
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
@@ -37,9 +39,12 @@ def power_of_two(multiplier: Tensor) -> Tensor:
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Casts x [n, k] by blocks of `rows` x 128: one row (a tile) or 128."""
-    multiplier = power_of_two(multiplier_of(amax_of_blocks(x, rows), torch.finfo(dtype).max))
-    return Scaled(round_scaled(x, by_block(multiplier, x.shape), dtype), multiplier.reciprocal())
+    """Casts x [n, k] by blocks of `rows` x 128: one row (a tile) or 128. The last blocks may be smaller."""
+    n, k = x.shape
+    blocks = in_blocks(x, rows)
+    multiplier = power_of_two(multiplier_of(amax_of_blocks(blocks), torch.finfo(dtype).max))
+    values = round_scaled(blocks, multiplier[:, None, :, None], dtype).flatten(2).flatten(0, 1)
+    return Scaled(values[:n, :k].contiguous(), multiplier.reciprocal())
 
 
 def cast_along_columns(x: Tensor, dtype: torch.dtype) -> Scaled:

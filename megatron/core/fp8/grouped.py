@@ -91,6 +91,7 @@ class Fp8GroupedGemms:
     """The products of a grouped linear layer with rows, y = x Wᵀ and dX = dY W, in fp8. W [experts, ..., in].
 
     `cuts` says which features are sharded over `expt_tp`: the scale of a row that is cut follows from the whole row.
+    With `in_one_kernel` GPUs multiply all experts at once (`has_grouped_fp8_kernel`), else one by one.
     `add_weight_grad_` computes the third product, in 16 bits: it sums over tokens, and scales along them would depend
     on which tokens an expert is given at once.
     """
@@ -100,14 +101,14 @@ class Fp8GroupedGemms:
         fp8: Fp8Context,
         expt_tp: Axis,
         cuts: Cuts,
-        device: torch.device,
+        in_one_kernel: bool,
         compiled: bool,
         add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Any], None],
     ) -> None:
         self.add_weight_grad_ = add_weight_grad_
         self.casts, self.expt_tp, self.cuts, self.compiled = fp8.casts, expt_tp, cuts, compiled
         self.in_blocks = fp8.config.fp8_recipe == "blockwise"
-        self.in_one_kernel = has_grouped_fp8_kernel(fp8.config.fp8_recipe, device)
+        self.in_one_kernel = in_one_kernel
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in] -> [n, out]"""

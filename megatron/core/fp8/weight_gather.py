@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks
+from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
 from megatron.core.fp8.casts import E4M3, TILE, by_block
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
 from megatron.core.kernels.cast_transpose import round_scaled
@@ -46,7 +46,7 @@ class Part:
             return 0, self.values.abs().amax().to(torch.float32).view(1, 1)
         first, before, matrix_shape = self._blocks()
         behind = matrix_shape[0] * matrix_shape[1] - before - len(self.values)
-        return first, amax_of_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE)
+        return first, amax_of_blocks(in_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE))
 
     def cast_(self) -> None:
         """Casts the part into `sent`, by the amax of the whole weight."""

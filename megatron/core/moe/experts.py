@@ -197,7 +197,7 @@ def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
     if ctx.fp8 is None:
         return plain
     axis = ctx.experts.expt_tp
-    return Fp8GroupedGemms(ctx.fp8, axis, cuts, ctx.device, ctx.compiled, plain.add_weight_grad_)
+    return Fp8GroupedGemms(ctx.fp8, axis, cuts, grouped, ctx.compiled, plain.add_weight_grad_)
 
 
 def _matrices(weight: Tensor) -> Tensor:
