@@ -43,7 +43,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from megatron.core.transformer import activations, fused_norm, gated_delta_net, latent_attention, norm, rotary
+from megatron.core.transformer import activations, fused_norm, gated_delta_net, latent_attention, norm, split_heads
 from megatron.core.transformer.parameters import DeltaNetParameters
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
@@ -92,19 +92,27 @@ def _backward_of_the_norm_alone(x: Tensor, of_total: Tensor | None, *args: Any) 
 
 def _weight_gradient_of_plain_rows(x: Tensor, of_total: Tensor | None, dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     dx, _, *of_bias = _true_backward(x, of_total, dy, *args)
-    return dx, (dy * x).sum(0), *of_bias
+    return dx, (dy * x).sum((0, 1)), *of_bias
 
 
 def _normalized_without_the_sum(x: Tensor, update: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return x, *fused_norm._normalized(x + update, *args)
 
 
-def _rotated_forward_again(grads: Sequence[Tensor], groups: int, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
-    return _true_rotation_back(grads, groups, cos, -sin, *rest)
+def _rotated_forward_again(grads: Sequence[Tensor], tables: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return _true_parts(grads, [tables[0], -tables[1]], *rest)
 
 
-def _without_values(grads: Sequence[Tensor], *rest: Any) -> Tensor:
-    return _true_rotation_back((*grads[:-1], torch.zeros_like(grads[-1])), *rest)
+def _without_values(grads: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return _true_parts((*grads[:-1], torch.zeros_like(grads[-1])), *rest)
+
+
+def _bias_gradient_of_some_tokens(grads: Sequence[Tensor], *args: Any) -> tuple[Tensor, Tensor]:
+    joined, _ = _true_joined(grads, *args)
+    return joined, joined[1:].sum((0, 1))
+
+
+_true_joined = split_heads._joined_and_summed
 
 
 def _bias_gradient_of_some_rows(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +121,7 @@ def _bias_gradient_of_some_rows(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 _true_biased_backward = activations._biased_backward
-_true_rotation_back = rotary._rotated_back_and_joined
+_true_parts = split_heads._parts
 _true_backward = fused_norm._backward
 
 
@@ -402,11 +410,15 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
         [Combination.of(world="2", tp="2", regions="fused"), Combination.of(world="2", regions="fused", style="bloom")],
     ),
     "gradients of queries and keys rotated forward once more": (
-        [(rotary, "_rotated_back_and_joined", _rotated_forward_again)],
+        [(split_heads, "_parts", _rotated_forward_again)],
         [Combination.of(world="2", style="gptj"), Combination.of(world="2", style="gemma", heads="gqa")],
     ),
+    "gradient of the bias of queries, keys and values from a part of the tokens": (
+        [(split_heads, "_joined_and_summed", _bias_gradient_of_some_tokens)],
+        [Combination.of(world="2", tp="2sp", regions="fused", style=style) for style in ("gptj", "bloom", "gpt")],
+    ),
     "gradient of values lost where queries and keys are rotated": (
-        [(rotary, "_rotated_back_and_joined", _without_values)],
+        [(split_heads, "_parts", _without_values)],
         [Combination.of(world="2", style="gptj"), Combination.of(world="2", style="gemma", heads="gqa")],
     ),
     "rotary keys' gradient not summed over tp": (

@@ -20,11 +20,8 @@ from megatron.core.transformer.activations import FUNCTIONS, FusedActivation, ge
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
-from megatron.core.transformer.rotary import (
-    rotate_queries_and_keys,
-    rotate_queries_and_keys_interleaved,
-    split_and_rotate,
-)
+from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.split_heads import split_heads
 from megatron.training.initialize import check_compiler
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
@@ -42,23 +39,25 @@ def rotated(
     return torch.cat(rotate(q, k, ANGLES.cos().to(x.dtype), ANGLES.sin().to(x.dtype)), 2)
 
 
-def split_rotated(x: Tensor, compiled: bool, interleaved: bool) -> Tensor:
-    """Of 4 channels, 2 rotary ones: a group has three heads of queries, as many gates, a key and a value."""
+def split(x: Tensor, compiled: bool, rotates: bool, interleaved: bool = False, biased: bool = False) -> Tensor:
+    """Of 4 channels, 2 rotary ones: a group has three heads of queries, as many gates, a key and a value. The first
+    token's are the bias."""
     x, counts = torch.cat((x, x.sin()), -1).unflatten(-1, (2, 8, 5))[..., :4], (3, 3, 1, 1)
-    tables = ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)
+    bias = x[0, 0] * 2 if biased else None
+    tables = (ANGLES[..., :1].cos().to(x.dtype), ANGLES[..., :1].sin().to(x.dtype)) if rotates else ()
     if compiled:
-        parts = split_and_rotate(x, counts, *tables, interleaved=interleaved, compiled=True)
-        plain = split_and_rotate(x, counts, *tables, interleaved=interleaved, compiled=False)
-        assert all(
-            part is not None and part.is_contiguous() and part.shape == twin.shape
-            for part, twin in zip(parts, plain, strict=True)
-        )
+        with_bias = x if bias is None or rotates else x + bias.detach()
+        parts = split_heads(with_bias, counts, tables, bias, interleaved=interleaved, compiled=True)
+        plain = split_heads(with_bias, counts, tables, bias, interleaved=interleaved)
+        for part, twin in zip(parts, plain, strict=True):
+            assert part is not None and twin is not None and part.shape == twin.shape
+            assert part.is_contiguous() or not rotates
     else:
-        q, gate, k, v = (part.flatten(2, 3) for part in x.split(counts, 3))
+        q, gate, k, v = (part.flatten(2, 3) for part in (x if bias is None else x + bias).split(counts, 3))
         rotate = rotate_queries_and_keys_interleaved if interleaved else rotate_queries_and_keys
-        parts = *rotate(q, k, *tables), gate, v
-        parts = parts[0], parts[2], parts[1], parts[3]
-    return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)
+        q, k = rotate(q, k, *tables) if rotates else (q, k)
+        parts = q, gate, k, v
+    return torch.cat([part.flatten(2) * n for n, part in enumerate(parts, 1)], -1)  # type: ignore[union-attr]
 
 
 def latent_heads(x: Tensor, compiled: bool) -> Tensor:
@@ -117,8 +116,10 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     **{f"biased {kind}": partial(activated, kind=kind, biased=True) for kind in ("gelu", "squared_relu", "swiglu")},
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
-    "split and rotary": lambda x, compiled: split_rotated(x, compiled, interleaved=False),
-    "split and interleaved rotary": lambda x, compiled: split_rotated(x, compiled, interleaved=True),
+    "split": partial(split, rotates=False, biased=True),
+    "split and rotary": partial(split, rotates=True),
+    "split, biased rotary": partial(split, rotates=True, biased=True),
+    "split and interleaved rotary": partial(split, rotates=True, interleaved=True),
     "heads of latents": latent_heads,
     "norm": lambda x, compiled: with_norm(x, compiled, centered=False),
     "centered norm": lambda x, compiled: with_norm(x, compiled, centered=True),

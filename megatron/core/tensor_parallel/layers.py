@@ -237,10 +237,17 @@ class ParallelLinear(nn.Module):
         self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, boundary
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
 
-    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """`add_bias` is false where the caller adds it, within a region that follows."""
-        saves, bias = torch.is_grad_enabled(), self.bias if add_bias else None
+    def forward(self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True) -> Tensor:
+        """`add_bias` is false where a region that follows adds the bias, `bias_gradient` where its backward sums up the
+        gradient."""
+        saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
         return LinearFunction.apply(x, self.weight, bias, self.boundary, self.axis, self.queue, self.gemms, saves)
+
+    def used_bias(self, add_bias: bool, bias_gradient: bool) -> Tensor | None:
+        """The bias as `forward` is to use it."""
+        if self.bias is None or not add_bias:
+            return None
+        return self.bias if bias_gradient else self.bias.detach()
 
 
 class ColumnParallelLinear(ParallelLinear):

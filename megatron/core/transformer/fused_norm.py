@@ -40,17 +40,15 @@ class _FusedNorm(torch.autograd.Function):
         centered: bool,
         one_plus: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, settings = x.reshape(-1, x.shape[-1]), (weight, bias, eps, centered, one_plus)
+        settings = weight, bias, eps, centered, one_plus
         if update is None:
-            total, (normed, *statistics) = x, region(_normalized, True, static=True)(rows, *settings)
+            total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, *settings)
         else:
-            both = region(_added_and_normalized, True, static=True)
-            total, normed, *statistics = both(rows, update.reshape(rows.shape), *settings)
-            total = total.view(x.shape)
+            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, *settings)
         ctx.save_for_backward(total, weight, *statistics)
         ctx.has_bias, ctx.one_plus = bias is not None, one_plus
         ctx.set_materialize_grads(False)
-        return total, normed.view(x.shape)
+        return total, normed
 
     @staticmethod
     @once_differentiable
@@ -59,16 +57,8 @@ class _FusedNorm(torch.autograd.Function):
         if of_normed is None:
             return of_total, of_total, None, None, None, None, None
         total, weight, *statistics = ctx.saved_tensors
-        rows = total.reshape(-1, total.shape[-1])
-        dx, *of_parameters = region(_backward, True, static=True)(
-            rows,
-            None if of_total is None else of_total.reshape(rows.shape),
-            of_normed.reshape(rows.shape),
-            weight,
-            tuple(statistics),
-            ctx.one_plus,
-        )
-        dx = dx.view(total.shape)
+        backward = region(_backward, True, static=True)
+        dx, *of_parameters = backward(total, of_total, of_normed, weight, tuple(statistics), ctx.one_plus)
         of_weight, of_bias = of_parameters if ctx.has_bias else (of_parameters[0], None)
         return dx, dx if ctx.needs_input_grad[1] else None, of_weight, of_bias, None, None, None
 
@@ -121,5 +111,6 @@ def _backward(
     dx = g - z * (g * z).mean(-1, keepdim=True)
     dx = (dx - g.mean(-1, keepdim=True) if means else dx) * inverse
     dx = dx if of_total is None else dx + of_total
-    of_weight = (dy * z).sum(0).to(weight.dtype)
-    return (dx.to(x.dtype), of_weight, dy.sum(0).to(weight.dtype)) if means else (dx.to(x.dtype), of_weight)
+    rows = tuple(range(x.ndim - 1))
+    of_weight = (dy * z).sum(rows).to(weight.dtype)
+    return (dx.to(x.dtype), of_weight, dy.sum(rows).to(weight.dtype)) if means else (dx.to(x.dtype), of_weight)

@@ -35,10 +35,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, update: Tensor | None = None, residual: bool = False) -> Any:
         """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
-        if residual and self.fuses():
-            return fused_norm(
+        if self.fuses():
+            found = fused_norm(
                 x, update, self.weight, self.bias, self.eps, centered=self.centered, one_plus=self.one_plus
             )
+            return found if residual else found[1]
         x = x if update is None else x + update
         return (x, self.normalized(x)) if residual else self.normalized(x)
 

@@ -6,14 +6,10 @@ Frequencies can be scaled as in Llama 3.1 or by YaRN, and positions interpolated
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.core.compiled_regions import region
 from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 
@@ -95,62 +91,6 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
 def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The same with pairs of neighbouring channels."""
     return apply_rotary_interleaved(q, cos, sin), apply_rotary_interleaved(k, cos, sin)
-
-
-def split_and_rotate(
-    qkv: Tensor, counts: Sequence[int], cos: Tensor, sin: Tensor, *, interleaved: bool, compiled: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """qkv [s, b, groups, sum(counts), d] -> rotated queries [s, b, heads, d], gates [s, b, heads * d] or None, rotated
-    keys and values [s, b, groups, d], each in memory of its own. `counts` are the `head_counts` of a group.
-
-    The backward writes one gradient of qkv; autograd would make one of its size for each part, and add them.
-    """
-    static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
-    q, gate, k, v = _SplitAndRotate.apply(qkv, tuple(counts), cos, sin, interleaved, compiled, static)
-    return q, gate.flatten(2) if gate.shape[2] else None, k, v
-
-
-class _SplitAndRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        counts: tuple[int, ...],
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        compiled: bool,
-        static: bool,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.compiled, ctx.groups = interleaved, compiled, qkv.shape[2]
-        return region(_split_and_rotated, compiled, static)(qkv, counts, cos, sin, interleaved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        joined = region(_rotated_back_and_joined, ctx.compiled, static=True)
-        return joined(grads, ctx.groups, cos, sin, ctx.interleaved), None, None, None, None, None, None
-
-
-def _split_and_rotated(
-    qkv: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
-) -> tuple[Tensor, ...]:
-    rotate = apply_rotary_interleaved if interleaved else apply_rotary
-    q, gate, k, v = (part.flatten(2, 3) for part in qkv.split(counts, dim=3))
-    gate, v = (part.clone(memory_format=torch.contiguous_format) for part in (gate, v))
-    return rotate(q, cos, sin), gate, rotate(k, cos, sin), v
-
-
-def _rotated_back_and_joined(
-    grads: tuple[Tensor, ...], groups: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Tensor:
-    """A rotation's transpose is the rotation by the opposite angle, times the same factor."""
-    rotate = apply_rotary_interleaved if interleaved else apply_rotary
-    dq, of_gate, dk, dv = grads
-    parts = rotate(dq, cos, -sin), of_gate, rotate(dk, cos, -sin), dv
-    return torch.cat([part.unflatten(2, (groups, -1)) for part in parts if part.shape[2]], dim=3)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

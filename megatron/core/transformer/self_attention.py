@@ -14,11 +14,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import attention_linears, head_counts, sinks_metas
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import (
-    rotate_queries_and_keys,
-    rotate_queries_and_keys_interleaved,
-    split_and_rotate,
-)
+from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.split_heads import Heads, split_heads
 
 
 class SelfAttention(nn.Module):
@@ -39,7 +36,9 @@ class SelfAttention(nn.Module):
         self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")
         self.rotation = config.layer(ctx.layer).rotation
-        self.rotates_all = self.rotation is not None and not config.qk_layernorm
+        rotates = self.rotation is not None
+        sums_bias = ctx.compiled and self.linear_qkv.bias is not None
+        self.splits_at_once = (rotates or sums_bias) and not config.qk_layernorm
         self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
         self.gated = region(gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
@@ -55,14 +54,14 @@ class SelfAttention(nn.Module):
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate))
 
-    def _project(self, x: Tensor, context: BatchContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """x -> q [s, b, heads/tp, d], gates of the output [s, b, heads/tp * d] or None, k and v [s, b, groups/tp, d]"""
-        qkv = self.linear_qkv(x).unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
+    def _project(self, x: Tensor, context: BatchContext) -> Heads:
         tables = () if self.rotation is None else context.rotary[self.rotation]
-        if self.rotates_all:
-            return split_and_rotate(
-                qkv, self.head_counts, *tables, interleaved=self.rotary_interleaved, compiled=self.compiled
-            )
+        bias = self.linear_qkv.bias if self.splits_at_once and self.compiled else None
+        y = self.linear_qkv(x, add_bias=bias is None or not tables, bias_gradient=bias is None)
+        qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
+        if self.splits_at_once:
+            settings = {"interleaved": self.rotary_interleaved, "compiled": self.compiled}
+            return split_heads(qkv, self.head_counts, tables, bias, **settings)
         q, gate, k, v = qkv.split(self.head_counts, dim=-2)
         gate = gate.flatten(2) if gate.shape[-2] else None
         q, k = self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3))

@@ -1,0 +1,110 @@
+"""The projection of attention split into queries, gates, keys and values: their rotation, and in the backward one
+gradient of the projection, written in one pass with the rotation back and the sums of the bias's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.compiled_regions import region
+from megatron.core.transformer.activations import PARTIAL_SUMS
+from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
+
+Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Queries [s, b, heads, d], gates of the output [s, b, heads * d] or None, keys and values [s, b, groups, d]."""
+
+
+def split_heads(
+    qkv: Tensor,
+    counts: Sequence[int],
+    tables: Sequence[Tensor] = (),
+    bias: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    compiled: bool = False,
+) -> Heads:
+    """qkv [s, b, groups, sum(counts), d] -> the heads. `counts` are the `head_counts` of a group.
+
+    With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have memory of
+    their own: views would keep the rest of qkv. Without, they are views where that is possible, and qkv must have the
+    bias in it already: only its gradient is summed up here.
+    """
+    static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
+    q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(counts), tuple(tables), interleaved, compiled, static)
+    return q, gate[0].flatten(2) if gate else None, k, v
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        bias: Tensor | None,
+        counts: tuple[int, ...],
+        tables: tuple[Tensor, ...],
+        interleaved: bool,
+        compiled: bool,
+        static: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tables)
+        ctx.settings, ctx.compiled, ctx.bias = (qkv.shape[2], interleaved), compiled, bias
+        if not tables:
+            return _split(qkv, counts)
+        return region(_split_and_rotated, compiled, static)(qkv, bias, counts, tables, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.bias is None:
+            joined, of_bias = region(_joined, ctx.compiled, static=True)(grads, ctx.saved_tensors, *ctx.settings), None
+        else:
+            with_sums = region(_joined_and_summed, ctx.compiled, static=True)
+            joined, of_bias = with_sums(grads, ctx.saved_tensors, *ctx.settings)
+            of_bias = of_bias.view(ctx.bias.shape)
+        return joined, of_bias, None, None, None, None, None
+
+
+def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Parts without heads, as gates may be, are left out."""
+    return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
+
+
+def _split_and_rotated(
+    qkv: Tensor, bias: Tensor | None, counts: tuple[int, ...], tables: tuple[Tensor, ...], interleaved: bool
+) -> tuple[Tensor, ...]:
+    q, *gate, k, v = _split(qkv if bias is None else qkv + bias.view(qkv.shape[2:]), counts)
+    rotate = apply_rotary_interleaved if interleaved else apply_rotary
+    *gate, v = (part.clone(memory_format=torch.contiguous_format) for part in (*gate, v))
+    return rotate(q, *tables), *gate, rotate(k, *tables), v
+
+
+def _joined(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> Tensor:
+    """Gradients of the heads -> that of qkv. The transpose of a rotation is that by the opposite angle."""
+    return torch.cat(_parts(grads, tables, groups, interleaved), dim=3)
+
+
+def _joined_and_summed(
+    grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """`_joined`, and its sum over tokens, first over each of a few parts of the sequence, as one pass needs it."""
+    parts = _parts(grads, tables, groups, interleaved)
+    split = gcd(parts[0].shape[0], PARTIAL_SUMS)
+    joined = torch.cat([part.unflatten(0, (split, -1)) for part in parts], dim=4)
+    wide = torch.promote_types(joined.dtype, torch.float32)
+    return joined.flatten(0, 1), joined.sum((1, 2), dtype=wide).sum(0).to(joined.dtype)
+
+
+def _parts(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> list[Tensor]:
+    """[s, b, groups, heads of the part, d]"""
+    dq, *of_gate, dk, dv = grads
+    if tables:
+        cos, sin = tables
+        rotate = apply_rotary_interleaved if interleaved else apply_rotary
+        dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
+    return [part.unflatten(2, (groups, -1)) for part in (dq, *of_gate, dk, dv)]
