@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.freeze import freeze_parameters
@@ -125,6 +127,20 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     return choice.winner or "auto"
 
 
+def choose_weight_grads(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
+    """Chooses the kernels of fp8 weight gradients, on GPUs unless nothing may depend on timings. Collective over the
+    ranks of a pipeline stage."""
+    parallel = config.parallel
+    if runtime.device.type != "cuda" or config.training.deterministic or parallel.fp8_format is None:
+        return
+    tokens = config.training.micro_batch_size * config.model.seq_length // parallel.context_parallel_size
+    stage, device = runtime.state.axis("stage"), runtime.device
+    found = choose_weight_grad_kernels(stages.values(), tokens, parallel.fp8_recipe, stage, device)
+    for shape, choice in found.items():
+        name = f"{shape.outputs} x {shape.inputs}"
+        runtime.say(f" kernel of fp8 weight gradients {name}: {choice.winner or 'torch'} ({choice.times})")
+
+
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -135,6 +151,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("model"):
         stages = build_stages(config, runtime, queue, casts, overlap, choose_attention(config, runtime))
         freeze_parameters(stages.values(), config.optimizer, state.world)
+        choose_weight_grads(config, runtime, stages)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
         ddp = DistributedDataParallel(

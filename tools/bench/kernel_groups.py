@@ -133,6 +133,7 @@ REGIONS = {
     "fp8": "fp8 casts",
     "quantiz": "fp8 casts",
     "cast": "fp8 casts",
+    "amax": "fp8 casts",
     "cross_entropy": "loss",
     "activations": "activation",
     "swiglu": "activation",

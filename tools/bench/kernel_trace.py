@@ -167,9 +167,9 @@ class KernelCounter(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = PRODUCTS[name](args)
             return list(_product(name, a, b, args, kwargs, made[0]))
-        if name == "add_grouped_products_":
-            out, dy, x = args[:3]
-            return list(_product(name, dy.t(), x, args, kwargs, out))
+        if name in ADDED_PRODUCTS:
+            out, a, b = ADDED_PRODUCTS[name](args)
+            return list(_product(name, a, b, args, kwargs, out))
         if name == "clear_rows_behind_":  # only the device knows how few there are
             return [Kernel("experts", name, 0, 0)]
         if "scaled_dot_product" in name or "flash_attention" in name:
@@ -222,6 +222,12 @@ PRODUCTS: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), lambda args: args[1:3]),
 }
 """Name -> the two factors among the arguments."""
+
+ADDED_PRODUCTS: dict[str, Callable[[Any], tuple[Tensor, Tensor, Tensor]]] = {
+    "add_grouped_products_": lambda args: (args[0], args[1].t(), args[2]),
+    "add_fp8_product_": lambda args: (args[0], args[1], args[2].t()),
+}
+"""Kernels of our own: name -> their sums, and the two factors."""
 
 
 def _product(name: str, a: Tensor, b: Tensor, args: Any, kwargs: dict[str, Any], out: Tensor) -> Iterator[Kernel]:

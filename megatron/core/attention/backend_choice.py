@@ -79,12 +79,16 @@ class Choice:
         name = min(self.seconds, key=self.seconds.__getitem__)
         return name if math.isfinite(self.seconds[name]) else None
 
-    def __str__(self) -> str:
-        shown = ", ".join(
+    @property
+    def times(self) -> str:
+        """All times, for a log."""
+        return ", ".join(
             f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable"
             for name, seconds in self.seconds.items()
         )
-        return f"attention kernel: {self.winner or 'torch default'} (forward and backward of a layer: {shown})"
+
+    def __str__(self) -> str:
+        return f"attention kernel: {self.winner or 'torch default'} (forward and backward of a layer: {self.times})"
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:

@@ -18,6 +18,7 @@ from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
+from megatron.core.fp8.weight_grads import WeightGradProducts
 from megatron.core.kernels.cast_transpose import (
     CastPair,
     amax_of,
@@ -140,6 +141,7 @@ class Fp8Gemms(nn.Module):
         assert fp8.config.fp8_format is not None
         self.tp, self.cuts, self.casts, self.compiled = tp, cuts, fp8.casts, compiled
         self.grad_format = formats(fp8.config.fp8_format)[1]
+        self.products = WeightGradProducts()
 
     def format_of(self, which: int) -> torch.dtype:
         """Format of INPUT, WEIGHT or GRAD."""
@@ -177,7 +179,7 @@ class Fp8Gemms(nn.Module):
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
         columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
-        out.add_(scaled_mm(Scaled(*dy), columns, out.dtype))
+        self.products.add_(out, Scaled(*dy), columns)
 
     def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
         rows, *columns = self.cast(rows_of(x), which, BOTH if needs_dw else ROWS)

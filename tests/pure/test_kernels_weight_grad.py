@@ -1,0 +1,213 @@
+"""Products in fp8 that are added where they are computed: Triton's against its definition, cuBLASLt's calls, and the
+choice between them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.precision import PrecisionConfig
+from megatron.core.fp8 import weight_grad_choice
+from megatron.core.fp8.casts import E4M3, E5M2, Scaled
+from megatron.core.fp8.recipes import Fp8Context, WeightCasts
+from megatron.core.fp8.weight_grads import ProductShape
+from megatron.core.kernels import cublaslt
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.param_meta import Init
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.parameters import ColumnLinear
+from tests.harness import tp_context
+from tests.triton_cases import compiled, run_apart
+
+CPU = torch.device("cpu")
+
+
+def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
+    size = {"matrix": (), "rows": (rows, 1), "tiles": (rows, -(-tokens // 128))}[scales]
+    return Scaled(torch.randn(rows, tokens).to(dtype), torch.rand(size) + 0.5)
+
+
+def check_sums() -> None:
+    """Sizes that are no multiples of a tile, more tiles than a group has, and nothing to sum."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from megatron.core.kernels import fp8_weight_grad_triton as kernels
+
+    # The interpreter multiplies fp16 and fp32 alone.
+    formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+
+    def dot(builder: object, a: object, b: object, total: object, precision: object, inexact: object) -> object:
+        def numbers(x: object) -> Tensor:
+            values = torch.from_numpy(x.data).view(formats[x.dtype.scalar])  # type: ignore[attr-defined]
+            return values.to(torch.float32)
+
+        sums = (numbers(a) @ numbers(b)).numpy() + total.data  # type: ignore[attr-defined]
+        return interpreter.TensorHandle(sums, total.dtype.scalar)  # type: ignore[attr-defined]
+
+    interpreter.InterpreterBuilder.create_dot = dot
+    torch.manual_seed(2)
+    for (o, i, n), scales in product(((130, 50, 300), (1100, 136, 64), (16, 256, 128)), ("matrix", "rows", "tiles")):
+        a, b = operand(o, n, E5M2, scales), operand(i, n, E4M3, scales)
+        out = torch.randn(o, i)
+        expected = out.double() + a.dequantized(torch.float64) @ b.dequantized(torch.float64).t()
+        kernels.add_product_(out, a.values, b.values, a.scale, b.scale)
+        terms = a.dequantized(torch.float64).abs() @ b.dequantized(torch.float64).abs().t() + expected.abs()
+        assert ((out.double() - expected).abs() <= (n + 8) * 2.0**-24 * terms).all(), (o, i, n, scales)
+    out = torch.randn(16, 32)
+    before, empty = out.clone(), torch.empty(16, 0).to(E4M3)
+    kernels.add_product_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()))
+    assert torch.equal(out, before)
+
+
+def test_interpreted_sums_are_the_definition() -> None:
+    run_apart(check_sums, interpret=True)
+
+
+def check_compiled() -> None:
+    from megatron.core.kernels import fp8_weight_grad_triton as kernels
+
+    types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}
+    types |= dict.fromkeys(("outputs", "inputs", "n"), "i32")
+    for name, scales in product(("fp8e5", "fp8e4nv"), (kernels.OF_MATRIX, kernels.OF_ROWS, kernels.OF_TILES)):
+        options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
+        built = compiled(
+            kernels.add_product_kernel, types | {"a": f"*{name}"}, kernels.TILE | {"SCALES": scales}, 90, **options
+        )
+        a_format = "e5m2" if name == "fp8e5" else "e4m3"
+        assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{a_format}.e4m3" in built.asm["ptx"]
+        assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
+        assert built.metadata.shared <= 227 * 1024
+
+
+def test_sums_compile_for_hopper() -> None:
+    """Ada and Hopper alone have the formats."""
+    run_apart(check_compiled, interpret=False)
+
+
+class CublasLt:
+    """cuBLASLt's interface on CPU memory: D = alpha scale_A scale_B op(A) op(B) + beta C of column-major matrices."""
+
+    def __init__(self) -> None:
+        self.objects: list[dict[Any, Any]] = [{}]
+
+    def new(self, handle: Any, **content: Any) -> int:
+        self.objects.append(content)
+        handle._obj.value = len(self.objects) - 1
+        return 0
+
+    def cublasLtCreate(self, handle: Any) -> int:
+        return self.new(handle)
+
+    def cublasLtMatmulDescCreate(self, handle: Any, compute: Any, scale: Any) -> int:
+        assert (compute.value, scale.value) == (68, 0), "CUBLAS_COMPUTE_32F and CUDA_R_32F"
+        return self.new(handle)
+
+    def cublasLtMatmulPreferenceCreate(self, handle: Any) -> int:
+        return self.new(handle)
+
+    def cublasLtMatmulPreferenceDestroy(self, handle: Any) -> int:
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, handle: Any, kind: Any, rows: Any, columns: Any, leading: Any) -> int:
+        return self.new(handle, kind=kind.value, size=(rows.value, columns.value), leading=leading.value)
+
+    def cublasLtMatmulDescSetAttribute(self, target: Any, attribute: Any, value: Any, size: Any) -> int:
+        assert size.value == ctypes.sizeof(value._obj)
+        self.objects[target.value][attribute.value] = value._obj.value
+        return 0
+
+    cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, *args: Any) -> int:
+        preference, count, found = self.objects[args[5].value], args[6], args[8]
+        assert all(preference[alignment] == 16 for alignment in range(5, 9)) and count.value == 1
+        found._obj.value = 1
+        return 0
+
+    def matrix(self, layout: Any, address: Any) -> Tensor:
+        """The column-major matrix at an address, a view."""
+        found = self.objects[layout.value]
+        dtype = {0: torch.float32, 28: E4M3, 29: E5M2}[found["kind"]]
+        (rows, columns), leading = found["size"], found["leading"]
+        count = leading * columns * dtype.itemsize
+        memory = (ctypes.c_uint8 * count).from_address(address.value)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+        return flat.view(columns, leading)[:, :rows].t()
+
+    def cublasLtMatmul(self, handle: Any, product: Any, alpha: Any, *args: Any) -> int:
+        a, b, c, d = (self.matrix(args[i + 1], args[i]) for i in (0, 2, 5, 7))
+        beta, settings = args[4]._obj.value, self.objects[product.value]
+        assert settings[25] == 0, "sums of all bits"
+        scales = [ctypes.c_float.from_address(settings[key]).value for key in (17, 18)]
+        a, b = (x.float() * scale for x, scale in zip((a, b), scales, strict=True))
+        d.copy_(alpha._obj.value * ((a.t() if settings.get(3) else a) @ (b.t() if settings.get(4) else b)) + beta * c)
+        return 0
+
+
+def test_cublaslt_is_asked_for_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stand-in by cuBLAS' documentation. The library itself needs a GPU."""
+    monkeypatch.setattr(cublaslt, "_library", _one(CublasLt()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    torch.manual_seed(4)
+    cublaslt._handle.cache_clear()
+    cublaslt._prepared.cache_clear()
+    try:
+        for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
+            a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
+            out = torch.randn(o, i)
+            expected = out + a.dequantized() @ b.dequantized().t()
+            cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+        rows = operand(o, n, E5M2, "rows")
+        with pytest.raises(RuntimeError, match="one scale for each operand"):
+            cublaslt.add_product_(out, rows.values, b.values, rows.scale, rows.scale)
+    finally:
+        cublaslt._handle.cache_clear()
+        cublaslt._prepared.cache_clear()
+
+
+def _one(library: CublasLt) -> Callable[[], CublasLt]:
+    return lambda: library
+
+
+def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every layer of a shape. Triton's is there in neither: it has no CPU kernel."""
+    config = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
+    ctx = tp_context(ParallelState(), False, torch.bfloat16, fp8=Fp8Context(config, range(1), WeightCasts()))
+    sizes = ((16, 32), (32, 16), (16, 32))
+    net = nn.ModuleList(
+        [
+            ColumnParallelLinear(ColumnLinear(f"l{n}", i, (o,), False, Init("zeros")), ctx)
+            for n, (o, i) in enumerate(sizes)
+        ]
+    )
+    right = weight_grad_choice.add_product_
+
+    def add(kernel: str, out: Tensor, dy: Scaled, x: Scaled) -> None:
+        right("triton" if kernel == "triton" else "torch", out, dy, x)
+        if kernel == "cublaslt" and out.shape == (32, 16):
+            out[-1, -1] += 100.0
+
+    monkeypatch.setattr(weight_grad_choice, "add_product_", add)
+    seconds = iter([0.1, 0.2, 0.3])
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return next(seconds)
+
+    found = weight_grad_choice.choose_kernels([net], 64, "tensorwise", Axis(), CPU, clock)
+    small, large = ProductShape(16, 32, 64), ProductShape(32, 16, 64)
+    assert list(found) == [small, large]
+    inf = float("inf")
+    assert found[small].seconds == {"triton": inf, "cublaslt": 0.1, "torch": 0.2}
+    assert found[large].seconds == {"triton": inf, "cublaslt": inf, "torch": 0.3}
+    for layer in net:
+        assert layer.gemms.products.chosen == {small: "cublaslt", large: "torch"}  # type: ignore[union-attr, attr-defined]
