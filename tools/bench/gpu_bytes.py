@@ -139,7 +139,7 @@ def traced(shape: Shape, samples: int, flags: str, device: DeviceFile, attention
 
 
 def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
-    """The kernels of a run's second step: the first one has more to make."""
+    """The kernels of a run's first step."""
     import torch
 
     from megatron.training.initialize import StartupPhases, initialize
@@ -154,11 +154,9 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
     ):
         run = build_run(config, initialize(config, Launch(), StartupPhases()))
     counter.prepare(run.stages.values(), fp8=config.parallel.fp8_format is not None)
-    interval = Interval()
-    train_step(run, interval)
     trace.restart()
     with counter:
-        train_step(run, interval)
+        train_step(run, Interval())
     run.data.close()
     return trace.kernels
 
@@ -193,12 +191,21 @@ def say_regions(regions: Sequence[Region]) -> None:
     print(f"  regions that ran eager: {', '.join(eager) or 'none'}")
 
 
+def say_missing(step: Table, config: RunConfig, matmul_flops_per_token: float) -> None:
+    """Says so if the products that were found cannot be all."""
+    training = config.training
+    tokens = training.micro_batch_size * (training.num_microbatches or 1) * config.model.seq_length
+    share = total(step, ["GEMMs"]).flops / (tokens * matmul_flops_per_token)
+    if share < 0.99:
+        print(f"\nWARNING: the GEMMs found have {share:.1%} of the model's FLOPs: operations are missing above")
+
+
 def say_prediction(found: Prediction, device: DeviceFile, attention: str) -> None:
     bound = "host" if found.host_ms > found.device_ms else "device"
     print(
         f"\npredicted for {device.name} with {attention} attention: {found.layers} layers, {found.micro_batches} "
         f"micro-batches of {found.micro_batch_size} a step\n"
-        f"  predicted step {found.step_ms:,.1f} ms, bound by the {bound} (launches alone: {found.host_ms:,.1f} ms)\n"
+        f"  predicted step {found.step_ms:,.1f} ms, bound by the {bound} (predicted launches: {found.host_ms:,.1f} ms)\n"
         f"  predicted {found.tokens_per_second:,.0f} tokens/s, predicted {found.tflops:.0f} TFLOP/s (causal), "
         f"predicted MFU {found.mfu:.1%} (causal)"
     )
@@ -249,7 +256,7 @@ def predicted_config(args: argparse.Namespace, device: DeviceFile) -> tuple[RunC
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_args()
     args = parser.parse_args(argv)
-    from megatron.planner.flops import flops_per_token
+    from megatron.planner.flops import model_flops
     from tools.bench.fake_cuda import unavailable
 
     if (problem := unavailable()) is not None:
@@ -260,12 +267,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, flags = predicted_config(args, device)
     except ValueError as error:
         parser.error(str(error))
-    flops = flops_per_token(config.model)
+    flops = model_flops(config.model)
     tables, regions = traced(SHAPES[args.config], config.training.micro_batch_size, flags, device, args.attention)
     parts = parts_of(tables)
     assert config.training.num_microbatches is not None
     step = whole_step(parts, config.model.num_layers, config.training.num_microbatches)
-    found = predicted(step, config, device, flops)
+    found = predicted(step, config, device, flops.total)
     precision = args.precision if args.precision != "fp8" else f"fp8 {args.recipe}"
     print(f"{args.config} {precision}: kernels and bytes of a trace on fake tensors; all times are predicted")
     for part, title in PARTS.items():
@@ -277,9 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.precision == "fp8":
         print(f"fp8 casts, transposes and gradient sums of a layer: {total(layer, OF_FP8).moved / 1e9:.2f} GB")
     say_regions(regions)
+    say_missing(step, config, flops.matmul)
     say_prediction(found, device, args.attention)
     if args.json is not None:
         figures = {
+            "note": "times (us, ms) and speeds are predicted, not measured",
             "config": args.config,
             "precision": precision,
             "device": args.device,
@@ -287,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "flags": args.flags,
             "parts": as_json(parts),
             "regions": [asdict(region) for region in regions],
-            "predicted": {**asdict(found), "step_ms": found.step_ms, "flops_per_token": flops},
+            "predicted": {**asdict(found), "step_ms": found.step_ms, "flops_per_token": flops.total},
         }
         args.json.write_text(json.dumps(figures, indent=1))
     return 0

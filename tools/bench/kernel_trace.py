@@ -217,7 +217,8 @@ def _indexed(given: list[Tensor], made: list[Tensor], mutated: list[Tensor], add
 
 PRODUCTS: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
     **dict.fromkeys(
-        ("mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm"), lambda args: args[:2]
+        ("mm", "bmm", *(f"{kind}_mm{v}" for kind in ("_scaled", "_grouped", "_scaled_grouped") for v in ("", "_v2"))),
+        lambda args: args[:2],
     ),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), lambda args: args[1:3]),
 }
