@@ -205,7 +205,7 @@ def say_prediction(found: Prediction, device: DeviceFile, attention: str) -> Non
     print(
         f"\npredicted for {device.name} with {attention} attention: {found.layers} layers, {found.micro_batches} "
         f"micro-batches of {found.micro_batch_size} a step\n"
-        f"  predicted step {found.step_ms:,.1f} ms, bound by the {bound} (predicted launches: {found.host_ms:,.1f} ms)\n"
+        f"  predicted step {found.step_ms:,.1f} ms, bound by the {bound} (launches: predicted {found.host_ms:,.1f})\n"
         f"  predicted {found.tokens_per_second:,.0f} tokens/s, predicted {found.tflops:.0f} TFLOP/s (causal), "
         f"predicted MFU {found.mfu:.1%} (causal)"
     )
