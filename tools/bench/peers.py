@@ -70,7 +70,13 @@ def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., 
     found = sum(parameter.numel() for parameter in model.parameters())
     if style.llama and found != style.parameters:
         raise ValueError(f"{name}'s model has {found} parameters, not {style.parameters}")
-    return model.to(kind).train(), loss_of
+    # `to` would make complex rotary tables (torchtitan's) real.
+    tables = [(part, key, x) for part in model.modules() for key, x in part._buffers.items() if x is not None]
+    model = model.to(kind).train()
+    for part, key, x in tables:
+        if x.is_complex():
+            part._buffers[key] = x
+    return model, loss_of
 
 
 def transformers_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]:
