@@ -7,10 +7,11 @@
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/deepseek_v3.sh
 #   bash scripts/recipes/deepseek_v3.sh --dry-run
 #
-# Unlike in the paper, training is in bf16, whole layers are recomputed, the factor of the second token's loss stays at
-# 0.3 (there 0.1 for the last 4.8T tokens), and so does the rate of the bias (there 0 for the last 0.5T). The batch grows
-# from 3,072 to 15,360 sequences over 469B tokens; the learning rate is constant up to 10T tokens, then falls to a tenth
-# over 4.3T and stays there.
+# Unlike in the paper, training is in bf16; --fp8-format e4m3 --fp8-recipe blockwise adds its fp8 on Hopper, but for the
+# weight gradients of experts. Whole layers are recomputed, the factor of the second token's loss stays at 0.3 (there 0.1
+# for the last 4.8T tokens), and so does the rate of the bias (there 0 for the last 0.5T). The batch grows from 3,072 to
+# 15,360 sequences over 469B tokens; the learning rate is constant up to 10T tokens, then falls to a tenth over 4.3T and
+# stays there.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

@@ -221,6 +221,7 @@ def test_experts_have_no_histories() -> None:
     assert histories == {f"{name}.amax_history" for name in (*linears, *shared)}
 
 
+IN_TURNS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
 WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 --swiglu"
 
 
@@ -231,6 +232,7 @@ WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 
         ("rowwise", 2, f"{EXPERTS} --ep 2 --moe-token-dispatcher-type alltoall", 1e-3),
         ("tensorwise", 2, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2", 0.05),
         ("blockwise", 2, f"{WIDE_EXPERTS} --ep 2", 1e-3),
+        ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
         ("blockwise", 4, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2 --ep 2", 0.05),
     ],
 )

@@ -10,7 +10,7 @@ from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.rules.model import pattern_of
-from megatron.training.config.rules.precision import FP8_ALIGNMENT
+from megatron.training.config.rules.precision import fp8_alignment
 from megatron.training.config.run_config import RunConfig
 
 VARIANT, DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -81,12 +81,13 @@ def linear_attention_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     keys, tp = m.linear_num_key_heads, p.tensor_model_parallel_size
     if p.fp8_format is None or m.experimental_attention_variant != DELTA_NET or tp < 1 or keys < 1 or keys % tp:
         return
-    values, width, step = m.linear_num_value_heads // tp, m.linear_value_head_dim, FP8_ALIGNMENT * tp
-    rule = f"under --fp8-format, a rank's {{}} must be a multiple of {FP8_ALIGNMENT}"
-    if values * width % FP8_ALIGNMENT:
-        near = multiples(width, FP8_ALIGNMENT // gcd(FP8_ALIGNMENT, values))
+    alignment, under = fp8_alignment(c, tp)
+    values, width, step = m.linear_num_value_heads // tp, m.linear_value_head_dim, alignment * tp
+    rule = f"under {under}, a rank's {{}} must be a multiple of {alignment}"
+    if values * width % alignment:
+        near = multiples(width, alignment // gcd(alignment, values))
         yield Problem("--linear-value-head-dim", width, rule.format(f"{values} value heads"), near)
     rows = keys // tp * sum(m.linear_channels)
-    if rows % FP8_ALIGNMENT:
+    if rows % alignment:
         near = multiples(keys, lcm(step // gcd(step, sum(m.linear_channels)), tp))
         yield Problem("--linear-num-key-heads", keys, rule.format(f"{rows} rows of the projection"), near)
