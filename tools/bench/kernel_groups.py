@@ -125,6 +125,10 @@ OPERATIONS = {
     "_to_copy": "rotary, copies",
     "copy_": "rotary, copies",
     "slice_backward": "rotary, copies",
+    "gelu_backward": "activation",
+    "silu_backward": "activation",
+    "_softmax_backward_data": "experts",
+    "scatter_add": "experts",
 }
 """Groups of operations that autograd calls."""
 
@@ -139,6 +143,7 @@ REGIONS = {
     "swiglu": "activation",
     "norm": "norm",
     "residual": "norm",
+    "split_heads": "rotary, copies",
     "rotary": "rotary, copies",
     "rotate": "rotary, copies",
     "attention": "rotary, copies",
