@@ -121,6 +121,33 @@ def test_products_are_those_of_the_cpu() -> None:
     assert done.stdout.endswith("agree\n")
 
 
+KERNELS = """
+from itertools import product
+import torch
+from megatron.core.fp8.weight_grad_choice import runs_of
+from megatron.core.fp8.weight_grads import ProductShape
+from tests.pure.test_kernels_cast import FORMATS, WANTED, check_operators, matrices
+
+for x, dtype, wanted in product(matrices(), FORMATS, WANTED):
+    check_operators(x.cuda(), dtype, wanted)
+for recipe in ("delayed", "rowwise", "blockwise"):
+    for shape in (ProductShape(384, 256, 512), ProductShape(144, 1040, 192)):
+        runs = runs_of(shape, torch.float8_e5m2, recipe, torch.device("cuda"))
+        for name in ("triton", "torch", *(["cublaslt"] if recipe == "delayed" else [])):
+            runs[name]()  # compares its sums
+print("agree")
+"""
+
+
+def test_kernels_are_their_twins() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("agree\n")
+
+
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("bf16") / "metrics.jsonl", 1, "--bf16")

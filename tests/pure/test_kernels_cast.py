@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from megatron.core.kernels import cast_transpose as twins
-from megatron.core.kernels.cast_transpose import CastPair
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,36 +40,42 @@ def matrices() -> Iterator[Tensor]:
 
 
 def check_casts() -> None:
-    from megatron.core.kernels import cast_transpose_triton as kernels
-
+    """Through the operators, run on CPU tensors for this once."""
     round_to_fp8_as_torch()
+    twins.runs_triton = lambda x: True
+    for operator in (twins._by_amax, twins._noting_amax, twins._amax, twins._transposed):
+        operator.register_kernel("cpu", operator._init_fn)
     for x, dtype, wanted in product(matrices(), FORMATS, WANTED):
-        case = (tuple(x.shape), x.dtype, dtype, wanted)
-        by_rows, by_columns = twins.amax_of_rows_and_columns_twin(x, wanted)
-        expected = [amax for amax in (by_rows, by_columns) if amax is not None]
-        found = kernels.amax_of_rows_and_columns(x, *wanted)
-        assert len(found) == sum(wanted) and all(map(same_bits, found, expected)), case
-        whole = tuple(twins.amax_of(x) if wants else None for wants in wanted)
-        for amax in (whole, (by_rows, by_columns)):
-            pair = twins.cast_transpose_twin(x, *amax, dtype)
-            if x.numel():
-                assert_made(kernels.cast_by_amax(x, *amax, dtype, twins.SMALLEST_AMAX), pair, case)
-        for multiplier, before in ((3.7, 0.5), (0.01, 1e30), (1.0, torch.nan)):
-            noted, note = torch.tensor([before]).expand(3).clone(), torch.tensor(before)
-            by = torch.tensor(multiplier)
-            pair, amax = twins.cast_transpose_with_amax_twin(x, by, wanted, dtype)
-            *values, scale = kernels.cast_noting_amax(x, by, noted[1], *wanted, dtype)
-            assert_made([part for value in values for part in (value, scale)], pair, case)
-            assert noted[1].isnan() if amax.isnan() or note.isnan() else noted[1] == torch.maximum(note, amax), case
-            assert same_bits(noted[::2], note.expand(2))
-            unnoted = kernels.cast_noting_amax(x, by, None, *wanted, dtype)
-            assert all(map(same_bits, unnoted, [*values, scale])), case
+        check_operators(x, dtype, wanted)
 
 
-def assert_made(found: list[Tensor], pair: CastPair, case: object) -> None:
-    wants = (pair.rows, pair.row_scale) if pair.rows is not None else ()
-    wants += (pair.columns, pair.column_scale) if pair.columns is not None else ()
-    assert len(found) == len(wants) and all(map(same_bits, found, wants)), case
+def check_operators(x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
+    """The operators against the twins, on the device of x. Twins run on CPU."""
+    case, own = (tuple(x.shape), x.dtype, dtype, wanted), x.cpu()
+    by = twins.amax_of_rows_and_columns_twin(own, wanted)
+    assert_same(twins.amax_of_rows_and_columns(x, wanted, True), by, case)
+    whole = tuple(twins.amax_of(own) if wants else None for wants in wanted)
+    for amax in (whole, by):
+        given = (None if one is None else one.to(x.device) for one in amax)
+        assert_same(twins.cast_transpose(x, *given, dtype, True), twins.cast_transpose_twin(own, *amax, dtype), case)
+    for multiplier, before in ((3.7, 0.5), (0.01, 1e30), (1.0, torch.nan)):
+        by_one, noted = torch.tensor(multiplier), torch.full((3,), before, device=x.device)
+        pair, largest = twins.cast_transpose_with_amax_twin(own, by_one, wanted, dtype)
+        found = twins.cast_transpose_noting_amax(x, by_one.to(x.device), noted[1], wanted, dtype, True)
+        assert_same(found, pair, case)
+        now = torch.maximum(torch.tensor(before), largest)
+        assert same_bits(noted.cpu(), torch.stack([torch.tensor(before), now, torch.tensor(before)])), case
+        if before == 0.5:
+            unnoted = twins.cast_transpose_noting_amax(x, by_one.to(x.device), None, wanted, dtype, True)
+            assert_same(unnoted, pair, case)
+    values = own.to(dtype)
+    assert same_bits(twins.transpose(values.to(x.device), True).cpu(), twins.transposed(values)), case
+
+
+def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None], case: object) -> None:
+    for one, two in zip(found, expected, strict=True):
+        assert (one is None) == (two is None), case
+        assert one is None or two is None or same_bits(one.cpu(), two), case
 
 
 def test_interpreted_casts_are_the_twins() -> None:
@@ -107,8 +112,14 @@ def check_compiled() -> None:
             if capability == 90:
                 rounds = "e4m3" if dtype == tl.float8e4nv else "e5m2"
                 assert f"cvt.rn.satfinite.{rounds}x2.f32" in ptx, "to nearest, ties to even"
+    bytes_ = {"x": "*u8", "out": "*u8"}
     for capability in (80, 90):
         assert compiled(kernels.amax_tiles, types, both, capability, num_warps=kernels.WARPS).asm["cubin"]
+        alone = {"TILE": kernels.TILE, "x_stride_k": 1}
+        turned = compiled(kernels.transpose_tiles, types | bytes_, alone, capability, num_warps=kernels.WARPS).asm[
+            "ptx"
+        ]
+        assert len(re.findall(r"(?:ld|st)\.global\.v4\.b32", turned)) == 8
         notes = {"NOTES": True, "PARTS": kernels.PARTS}
         assert compiled(kernels.scale_and_note, types, notes, capability).asm["cubin"]
 

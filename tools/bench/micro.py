@@ -95,6 +95,9 @@ def gemms(config: RunConfig) -> Iterator[Part]:
             yield Part("GEMM fp8", f"{name} forward, {kind}", product_in_fp8(*size, fast, "bfloat16"), work, operands)
         to_fp32 = product_in_fp8(out, size_in, rows, False, "float32")
         yield Part("GEMM fp8", f"{name} weight gradient, exact to fp32", to_fp32, work, operands + 2 * weights)
+        for kernel in ("cublaslt", "triton", "torch"):
+            added, once = added_in_fp8(*size, kernel), operands / 2 + 7 * weights
+            yield Part("GEMM fp8", f"{name} weight gradient += fp32, {kernel}", added, work, once)
 
 
 def product(rows: int, out: int, size_in: int) -> Callable[[RunConfig, Any], Call]:
@@ -131,6 +134,20 @@ def product_in_fp8(rows: int, out: int, size_in: int, fast: bool, dtype: str) ->
         a, b = (random(device, n, size_in).to(torch.float8_e4m3fn) for n in (rows, out))
         to = getattr(torch, dtype)
         return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=to, use_fast_accum=fast)
+
+    return make
+
+
+def added_in_fp8(rows: int, out: int, size_in: int, kernel: str) -> Callable[[RunConfig, Any], Call]:
+    """As fp8 layers do it, with one scale for each operand."""
+
+    def make(config: RunConfig, device: Any) -> Call:
+        import torch
+
+        from megatron.core.fp8.weight_grad_choice import runs_of
+        from megatron.core.fp8.weight_grads import ProductShape
+
+        return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[kernel]
 
     return make
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.compiled_regions import Region, region
 from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled
 from megatron.core.fp8.recipes import INPUT, WEIGHT, Fp8Gemms, Wanted
-from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transposed
+from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transpose
 from megatron.core.tensor_parallel.linear_gemms import Operand, rows_of
 
 
@@ -71,7 +71,7 @@ class BlockwiseGemms(Fp8Gemms):
         x, dtype = x.detach(), self.format_of(which)
         if which == WEIGHT:
             blocks = self._by_rows(x, TILE, dtype)
-            columns = Scaled(region(transposed, self.compiled, static=True)(blocks.values), blocks.scale.t())
+            columns = Scaled(transpose(blocks.values, self.compiled), blocks.scale.t())
             return [made for made, wants in zip((blocks, columns), wanted, strict=True) if wants]
         if which == INPUT:
             rows = self._by_rows(x, 1, dtype)

@@ -26,7 +26,7 @@ from megatron.core.kernels.cast_transpose import (
     cast_transpose,
     cast_transpose_noting_amax,
     multiplier_of,
-    transposed,
+    transpose,
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
@@ -204,7 +204,7 @@ class Fp8Gemms(nn.Module):
         rows = Scaled(gathered.values, self.scale_of_weight(gathered.amax))
         if not wanted.columns:
             return [rows]
-        values, scale = region(transposed, self.compiled, static=True)(rows.values), rows.scale
+        values, scale = transpose(rows.values, self.compiled), rows.scale
         columns = Scaled(values, scale if scale.ndim == 0 else scale.t())
         return [rows, columns] if wanted.rows else [columns]
 
@@ -244,7 +244,7 @@ class PerTensorGemms(Fp8Gemms):
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         values = rows_of(x[0]).view(E4M3)
         if wanted.columns:
-            values = region(transposed, self.compiled, static=True)(values)
+            values = transpose(values, self.compiled)
         return Scaled(values, x[1])
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels, each beside a torch twin that gives the same bits.
+"""Triton kernels, each beside a torch twin that gives the same bits; of products, the same but for the order of sums.
 
 A kernel is worth its lines where torch.compile does not make one good kernel of a region (`compiled_regions.py`). For
 a subject S, `S.py` holds the twin, the operator `megatron::...` with a fake implementation, and the function that

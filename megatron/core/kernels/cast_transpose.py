@@ -33,11 +33,10 @@ def cast_transpose(
 ) -> CastPair:
     """Casts x [n, k] scaled by an amax: by rows with `row_amax`, [] or [n, 1], by columns with `column_amax`, [] or
     [1, k]. None asks for no cast. An amax [] is that of the whole tensor, so that both casts have the same values."""
-    if runs_triton(x):
+    if runs_triton(x) and x.numel():
+        wanted = row_amax is not None, column_amax is not None
         made = _by_amax(x, row_amax, column_amax, dtype)
-        rows = made[:2] if row_amax is not None else (None, None)
-        columns = made[-2:] if column_amax is not None else (None, None)
-        return CastPair(*rows, *columns)
+        return _pair(made[: sum(wanted)], made[sum(wanted) :], wanted)
     return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
 
 
@@ -49,7 +48,7 @@ def cast_transpose_noting_amax(
     hidden that."""
     if runs_triton(x):
         *values, scale = _noting_amax(x, multiplier, noted, *wanted, dtype)
-        return CastPair(values[0] if wanted[0] else None, scale, values[-1] if wanted[1] else None, scale)
+        return _pair(values, [scale], wanted)
     pair, amax = region(cast_transpose_with_amax_twin, compiled, static=True)(x, multiplier, wanted, dtype)
     if noted is not None:
         torch.maximum(noted, amax, out=noted)
@@ -64,6 +63,13 @@ def amax_of_rows_and_columns(
         found = _amax(x, *wanted)
         return found[0] if wanted[0] else None, found[-1] if wanted[1] else None
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
+
+
+def transpose(values: Tensor, compiled: bool) -> Tensor:
+    """The transpose [k, n] of fp8 values [n, k], row-major."""
+    if runs_triton(values):
+        return _transposed(values.view(torch.uint8)).view(values.dtype)
+    return region(transposed, compiled, static=True)(values)
 
 
 def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> CastPair:
@@ -89,8 +95,9 @@ def cast_transpose_with_amax_twin(
     amax = amax_of(x)
     scale = multiplier.reciprocal() + 0.0 * amax
     values = round_scaled(x, multiplier, dtype)
-    rows, columns = values if wanted[0] else None, transposed(values) if wanted[1] else None
-    return CastPair(rows, scale, columns, scale), amax
+    by_rows = (values, scale) if wanted[0] else (None, None)
+    by_columns = (transposed(values), scale) if wanted[1] else (None, None)
+    return CastPair(*by_rows, *by_columns), amax
 
 
 def amax_of_rows_and_columns_twin(x: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
@@ -114,7 +121,7 @@ def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def transposed(values: Tensor) -> Tensor:
-    """The transpose [k, n] of fp8 values [n, k], row-major."""
+    """`transpose` in torch."""
     return values.view(torch.uint8).t().contiguous().view(values.dtype)
 
 
@@ -128,26 +135,33 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
-# The operators return what is wanted, by rows first.
+def _pair(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
+    rows, columns = wanted
+    return CastPair(
+        values[0] if rows else None,
+        scales[0] if rows else None,
+        values[-1] if columns else None,
+        scales[-1] if columns else None,
+    )
+
+
+# The operators return what is wanted, by rows first; each tensor once, as an operator must.
 
 
 @torch.library.custom_op("megatron::cast_transpose", mutates_args=(), device_types="cuda")
 def _by_amax(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     from megatron.core.kernels import cast_transpose_triton
 
-    if x.numel() == 0:
-        return [made for made in cast_transpose_twin(x, row_amax, column_amax, dtype) if made is not None]
     return cast_transpose_triton.cast_by_amax(x, row_amax, column_amax, dtype, SMALLEST_AMAX)
 
 
 @_by_amax.register_fake
 def _(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    made = []
-    for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])):
-        if amax is not None:
-            scale = x.new_empty((shape[0], 1) if amax.ndim else (), dtype=torch.float32)
-            made += [x.new_empty(shape, dtype=dtype), scale]
-    return made
+    wanted = [(amax, shape) for amax, shape in ((row_amax, x.shape), (column_amax, x.shape[::-1])) if amax is not None]
+    vector = wanted[0][0].ndim > 0
+    sizes = [(shape[0], 1) for _, shape in wanted] if vector else [()]
+    values = [x.new_empty(shape, dtype=dtype) for _, shape in wanted]
+    return values + [x.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
 @torch.library.custom_op("megatron::cast_transpose_noting_amax", mutates_args=("noted",), device_types="cuda")
@@ -178,3 +192,15 @@ def _amax(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
 def _(x: Tensor, rows: bool, columns: bool) -> list[Tensor]:
     shapes = [shape for shape, wants in (((x.shape[0], 1), rows), ((1, x.shape[1]), columns)) if wants]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+@torch.library.custom_op("megatron::transposed_bytes", mutates_args=(), device_types="cuda")
+def _transposed(x: Tensor) -> Tensor:
+    from megatron.core.kernels import cast_transpose_triton
+
+    return cast_transpose_triton.transposed(x)
+
+
+@_transposed.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[::-1])

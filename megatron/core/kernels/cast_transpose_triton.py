@@ -138,6 +138,17 @@ def amax_tiles(  # type: ignore[no-untyped-def]
         tl.atomic_max(column_bits + j, tl.max(bits, axis=0), mask=j < k, sem="relaxed")
 
 
+@triton.jit
+def transpose_tiles(x, out, n, k, x_stride_n, x_stride_k, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [n, k] -> out [k, n]"""
+    across = tl.cdiv(k, TILE)
+    i = ((tl.program_id(0) // across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    j = ((tl.program_id(0) % across) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    at = x + i[:, None] * x_stride_n + j[None, :] * x_stride_k
+    values = tl.load(at, mask=(i < n)[:, None] & (j < k)[None, :], other=0)
+    tl.store(out + j[:, None] * n + i[None, :], tl.trans(values), mask=(j < k)[:, None] & (i < n)[None, :])
+
+
 def _tiles(x: Tensor) -> int:
     return triton.cdiv(x.shape[0], TILE) * triton.cdiv(x.shape[1], TILE)
 
@@ -152,7 +163,8 @@ def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[
 def cast_by_amax(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, smallest_amax: float
 ) -> list[Tensor]:
-    """Returns values and scales by rows, then by columns, without those whose amax is None. x must not be empty."""
+    """Returns values by rows and by columns, without those whose amax is None, then their scales: one for both if the
+    amax is []. x must not be empty."""
     wanted = row_amax is not None, column_amax is not None
     given = row_amax if row_amax is not None else column_amax
     assert given is not None
@@ -182,8 +194,9 @@ def cast_by_amax(
         TILE,
         num_warps=WARPS,
     )
-    made = ((rows, row_scale), (columns, column_scale))
-    return [tensor for pair, wants in zip(made, wanted, strict=True) if wants for tensor in pair]
+    values = [made for made, wants in zip((rows, columns), wanted, strict=True) if wants]
+    scales = [made for made, wants in zip((row_scale, column_scale), wanted, strict=True) if wants]
+    return values + (scales if vector else [row_scale])
 
 
 def cast_noting_amax(
@@ -225,8 +238,18 @@ def cast_noting_amax(
 def amax_of_rows_and_columns(x: Tensor, wants_rows: bool, wants_columns: bool) -> list[Tensor]:
     """Returns the largest sizes of rows [n, 1] and of columns [1, k], as wanted."""
     n, k = x.shape
-    rows, columns = torch.zeros(n + k, dtype=torch.int32, device=x.device).split((n, k))
+    sizes = n if wants_rows else 0, k if wants_columns else 0
+    rows, columns = (torch.zeros(size, dtype=torch.int32, device=x.device) for size in sizes)
     if _tiles(x):
         amax_tiles[(_tiles(x),)](x, rows, columns, n, k, *x.stride(), wants_rows, wants_columns, TILE, num_warps=WARPS)
-    made = (rows.view(torch.float32).view(n, 1), wants_rows), (columns.view(torch.float32).view(1, k), wants_columns)
-    return [amax for amax, wants in made if wants]
+    found = [rows.view(torch.float32).view(n, 1)] if wants_rows else []
+    return found + ([columns.view(torch.float32).view(1, k)] if wants_columns else [])
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The transpose of bytes."""
+    n, k = x.shape
+    out = torch.empty(k, n, dtype=x.dtype, device=x.device)
+    if _tiles(x):
+        transpose_tiles[(_tiles(x),)](x, out, n, k, *x.stride(), TILE, num_warps=WARPS)
+    return out
