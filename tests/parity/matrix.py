@@ -36,6 +36,10 @@ COMMON = (
 )
 
 # What a choice adds to the flags. Model factors are part of the one-process reference too, layout factors are not.
+EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
+    " --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01"
+)
 MODEL_FACTORS: dict[str, dict[str, str]] = {
     "heads": {
         "mha": "",
@@ -72,8 +76,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
     },
     "mlp": {
         "dense": "",
-        "moe": "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24"
-        " --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01",
+        "moe": EXPERTS,
+        "drops": f"{EXPERTS} --moe-expert-capacity-factor 1.1",
     },
     "update": {
         "adam": "",
@@ -113,6 +117,11 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "alltoall": "--moe-token-dispatcher-type alltoall",
         "allgather": "--moe-token-dispatcher-type allgather",
     },
+    "expert messages": {
+        "plain": "",
+        "padded": "--moe-pad-expert-input-to-capacity",
+        "in turns": "--overlap-moe-expert-parallel-comm",
+    },
     "optimizer": {
         "zero1": "",
         "replicated": "--no-use-distributed-optimizer",
@@ -130,6 +139,8 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "regions": {"plain": "", "fused": "--compile"},
 }
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
+OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages")
+"""Factors of the layout that only models with experts have."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +170,8 @@ class Combination:
         return self._flags(tuple(MODEL_FACTORS))
 
     def _flags(self, names: Sequence[str]) -> list[str]:
-        moe = self["mlp"] == "moe"
-        named = [FACTORS[name][self[name]] for name in names if moe or name not in ("ep", "etp", "dispatcher")]
+        moe = self["mlp"] != "dense"
+        named = [FACTORS[name][self[name]] for name in names if moe or name not in OF_EXPERTS]
         return " ".join([COMMON, *named]).split()
 
     def __getitem__(self, factor: str) -> str:
@@ -182,9 +193,17 @@ def legal(combination: Combination) -> bool:
 
 
 def _distinct(combination: Combination) -> bool:
-    """Without experts, their layout is not varied; nor is a plain schedule without a pipeline."""
+    """Without experts, their layout is not varied; nor are messages that do not travel, or a plain schedule without a
+    pipeline."""
     if combination["mlp"] == "dense":
-        return all(combination[name] == next(iter(FACTORS[name])) for name in ("ep", "etp", "dispatcher"))
+        return all(combination[name] == next(iter(FACTORS[name])) for name in OF_EXPERTS)
+    if combination["expert messages"] == "padded" and (combination["mlp"], combination["dispatcher"]) != (
+        "drops",
+        "alltoall",
+    ):
+        return False
+    if combination["expert messages"] != "plain" and combination["ep"] == "1":
+        return False
     return combination["pp"] != "1" or combination["schedule"] in ("1f1b", "interleaved2", "zb-v")
 
 
@@ -225,12 +244,17 @@ def pairwise(tries: int = 60) -> tuple[Combination, ...]:
 def _complete(pair: Pair, random: Random) -> Combination:
     """A random combination with `pair` in it."""
     fixed = dict(pair)
-    if "mlp" not in fixed and any(name in fixed for name in ("ep", "etp", "dispatcher")):
-        fixed["mlp"] = "moe"
-    moe = fixed.setdefault("mlp", random.choice(list(FACTORS["mlp"]))) == "moe"
-    for name in ("ep", "etp", "dispatcher"):
-        if not moe:
+    if "mlp" not in fixed and any(name in fixed for name in OF_EXPERTS):
+        fixed["mlp"] = random.choice(("moe", "drops"))
+    if fixed.setdefault("mlp", random.choice(list(FACTORS["mlp"]))) == "dense":
+        for name in OF_EXPERTS:
             fixed.setdefault(name, next(iter(FACTORS[name])))
+    messages = fixed.setdefault("expert messages", random.choice(("plain", "plain", *FACTORS["expert messages"])))
+    if messages != "plain":
+        fixed.setdefault("ep", random.choice(("2", "4")))
+        fixed.setdefault("dispatcher", "alltoall")
+    if messages == "in turns":
+        fixed.setdefault("schedule", random.choice(("interleaved2", "interleaved3", "zb-h2")))
     return Combination(tuple(fixed.get(name) or random.choice(list(options)) for name, options in FACTORS.items()))
 
 
@@ -246,6 +270,15 @@ NAMED = {
     "loss under context and data parallelism": Combination.of(world="8", cp="2ulysses", tp="2sp"),
     "experts and data parallelism": Combination.of(world="8", mlp="moe", ep="4", tp="2sp", etp="1"),
     "experts and pipeline parallelism": Combination.of(world="8", mlp="moe", ep="2", pp="2", schedule="zb-h1"),
+    "experts whose messages are hidden, interleaved": Combination.of(
+        world="4", mlp="moe", ep="2", pp="2", schedule="interleaved2", expert_messages="in turns"
+    ),
+    "experts whose messages are hidden, with sequence parallelism": Combination.of(
+        world="8", mlp="drops", ep="2", pp="2", tp="2sp", schedule="zb-h2", expert_messages="in turns"
+    ),
+    "experts whose messages are padded": Combination.of(
+        world="8", mlp="drops", ep="2", tp="2sp", etp="2", cp="2ring", expert_messages="padded"
+    ),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "fused norms, recomputed": Combination.of(
         world="2", tp="2sp", regions="fused", style="llama", recompute="latents", optimizer="overlapped"

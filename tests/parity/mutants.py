@@ -237,6 +237,22 @@ def _reversed_on_last_stage(self: Any, batches: Any, seed: Any, training: bool) 
 _true_begin = executor.PipelineExecutor._begin
 
 
+def _rows_before_they_arrive(self: dispatcher.Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What is received is read while the all-to-all is under way."""
+    started = [dispatcher.start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
+    early = [pending.result.clone() for pending in started]
+    self.overlap.hand_over()
+    for pending in started:
+        pending.wait()
+    return early
+
+
+def _sum_of_all_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
+    """A token gets another one's row for each expert that dropped it."""
+    index = slots if valid is None else torch.where(valid, slots, 0)
+    return y.index_select(0, index).unflatten(0, (-1, k)).sum(1)
+
+
 def _own_rows_only(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> collectives.Pending:
     """In place of the exchange of matrices: of each one there is what this rank holds of it, and zeros."""
     result, sent, kept = x.new_zeros(sum(incoming)), sum(outgoing[: axis.rank]), sum(incoming[: axis.rank])
@@ -459,6 +475,17 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
             Combination.of(world="2", tp="2sp", mlp="moe"),
             Combination.of(world="4", ep="4", mlp="moe", dispatcher="allgather"),
         ],
+    ),
+    "experts' rows read before they have arrived": (
+        [(dispatcher.Exchange, "_run", _rows_before_they_arrive)],
+        [
+            Combination.of(world="4", pp="2", ep="2", mlp="moe", schedule="interleaved2", expert_messages="in turns"),
+            Combination.of(world="2", ep="2", mlp="moe"),
+        ],
+    ),
+    "padding of experts' messages summed": (
+        [(dispatcher, "sum_of_slots", _sum_of_all_slots)],
+        [Combination.of(world="2", ep="2", mlp="drops", expert_messages="padded")],
     ),
     "a ZeRO shard orthogonalized by itself": (
         [(matrix_exchange, "start_all_to_all", _own_rows_only)],

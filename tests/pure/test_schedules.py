@@ -75,8 +75,12 @@ def test_passes_in_turns_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
     assert apart.exposed == pytest.approx(apart.exchanging)
     assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
-    held = zip(second.peak_activations, apart.peak_activations, strict=True)
-    assert all(mine - other <= 1 for mine, other in held), "one more in flight"
+    if schedule == "interleaved":  # which is one forward further ahead, where others hold one while a backward starts
+        assert second.peak_activations == apart.peak_activations
+    else:
+        assert all(
+            mine == other + 1 for mine, other in zip(second.peak_activations, apart.peak_activations, strict=True)
+        )
 
 
 @settings(max_examples=30, deadline=None)

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import (
@@ -53,6 +54,10 @@ class RowMap:
         return RowMap(lambda x: after.forward(self.forward(x)), lambda y: self.adjoint(after.adjoint(y)))
 
 
+WAIT = "wait for all-to-all of experts"
+"""A range of profiles: the time in which a rank waits and does not compute. On GPUs that of the host, which is none."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """All-to-all of rows, and its adjoint. Differentiable. Tensors that travel together are under way together."""
@@ -80,7 +85,8 @@ class Exchange:
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         started = [start_all_to_all(x, list(self.send), list(self.receive), self.axis) for x in tensors]
         self.overlap.hand_over()
-        return [pending.wait() for pending in started]
+        with record_function(WAIT):
+            return [pending.wait() for pending in started]
 
 
 @dataclass(frozen=True)

@@ -170,15 +170,17 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
-    """The most activations that a rank holds at once, and the micro-batches of each stage that are between their
-    forward and their backward then. A list without a backward holds the activations of one action."""
+    """The most activations that a rank holds between two actions, and the micro-batches of each stage that are between
+    their forward and their backward then. A list without a backward holds the activations of one action. Two passes
+    that run in turns are one action: while they run, one more is held in part."""
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0
     inside: Counter[int] = Counter()
     most: dict[int, int] = {}
-    for action in actions:
-        held += costs.memory(action)
-        inside[action.stage] += (action.kind is Kind.F) - (action.kind in BACKWARDS)
+    for unit in units(actions):
+        for action in unit:
+            held += costs.memory(action)
+            inside[action.stage] += (action.kind is Kind.F) - (action.kind in BACKWARDS)
         if held > peak:
             peak, most = held, dict(inside)
         if forward_only:

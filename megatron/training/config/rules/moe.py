@@ -44,7 +44,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _without_experts(c: RunConfig) -> Iterator[Problem]:
     """Without experts, flags of experts have no effect."""
     if c.parallel.overlap_moe_expert_parallel_comm:
-        yield Problem.no_effect(OVERLAP, None, "--num-experts")
+        yield Problem(OVERLAP, None, "needs --num-experts: all-to-alls are those of experts", "remove it")
     for field in fields(MoEConfig):
         value = getattr(c.model, field.name)
         if value != field.default:
