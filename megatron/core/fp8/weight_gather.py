@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.compiled_regions import region
 from megatron.core.fp8.blockwise import BlockwiseGemms, amax_of_blocks, in_blocks
 from megatron.core.fp8.casts import E4M3, TILE, by_block
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, TensorwiseGemms
-from megatron.core.kernels.cast_transpose import round_scaled
+from megatron.core.kernels.cast_transpose import amax_of, round_scaled
 from megatron.core.parallel_state import Axis
 
 
@@ -43,7 +44,7 @@ class Part:
     def amax(self) -> tuple[int, Tensor]:
         """(first, amax [rows, columns]): the amax of this part in rows of the weight's amax from `first` on."""
         if not isinstance(self.gemms, BlockwiseGemms):
-            return 0, self.values.abs().amax().to(torch.float32).view(1, 1)
+            return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
         behind = matrix_shape[0] * matrix_shape[1] - before - len(self.values)
         return first, amax_of_blocks(in_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE))
@@ -55,9 +56,10 @@ class Part:
             first, before, shape = self._blocks()
             multiplier = by_block(multiplier[first : first + -(-shape[0] // TILE)], torch.Size(shape))
             multiplier = multiplier.expand(shape).flatten()[before : before + len(self.values)]
+            values = round_scaled(self.values, multiplier, E4M3)
         else:
-            multiplier = multiplier.view(())
-        self.sent.copy_(round_scaled(self.values, multiplier, E4M3).view(torch.uint8))
+            values = region(round_scaled, self.gemms.compiled)(self.values, multiplier.view(()), E4M3)
+        self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
         """(first row of blocks, elements of it before this part, shape of whole rows from there to its end)"""
