@@ -71,28 +71,30 @@ def gated_delta_chunks(
     length, samples, heads, values = v.shape
     chunk = min(chunk, length)
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-    q, k, v, g, beta = (_chunked(x.to(wide), chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+    q, k, v, g, beta = (_chunked(x, wide, chunk, groups) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
     decay, reach, left = _decays(g.squeeze(-1), None if number is None else _chunked_numbers(number, chunk))
     mixed = (k @ k.mT) * decay * beta
     rows = torch.eye(chunk, dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed.tril(-1), rows, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads what is below
     written, read = solved @ (v * beta), solved @ (k * (beta * reach))
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
     folded = (x.flatten(1, 3) for x in (written, read, k * left, reach[..., -1:, :]))
     written, states, final = _Scan.apply(*folded, state.to(wide).flatten(0, 1))
     written, states = (x.unflatten(1, (samples, groups, -1)) for x in (written, states))
-    out = (q * reach) @ states + ((q @ k.mT) * decay).tril() @ written
+    out = (q * reach) @ states + ((q @ k.mT) * decay) @ written
     out = out.permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(2, 3)[:length]
     return out, final.unflatten(0, (samples, heads))
 
 
-def _chunked(x: Tensor, chunk: int, groups: int) -> Tensor:
-    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1], filled up with zeros: tokens that
-    write nothing and let nothing decay"""
+def _chunked(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
+    """x [s, b, n, d] or [s, b, n] -> [chunks, b, groups, n / groups, chunk, d or 1] in `dtype`, contiguous, filled up
+    with zeros: tokens that write nothing and let nothing decay"""
     x = x if x.ndim == 4 else x.unsqueeze(-1)
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -len(x) % chunk))
-    return x.unflatten(0, (-1, chunk)).unflatten(3, (groups, -1)).permute(0, 2, 3, 4, 1, 5)
+    if len(x) % chunk:
+        x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -len(x) % chunk))
+    x = x.unflatten(0, (-1, chunk)).unflatten(3, (groups, -1)).permute(0, 2, 3, 4, 1, 5)
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _chunked_numbers(number: Tensor, chunk: int) -> Tensor:
@@ -127,24 +129,28 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, written: Tensor, read: Tensor, keys: Tensor, carried: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states = written.new_empty(*read.shape[:2], read.shape[-1], written.shape[-1])
+        states = written.new_empty(len(read) + 1, *state.shape)
+        states[0] = state
         new = torch.empty_like(written)
         for c in range(len(written)):
-            states[c] = state
-            torch.baddbmm(written[c], read[c], state, alpha=-1, out=new[c])
-            state = torch.baddbmm(state * carried[c], keys[c].mT, new[c])
+            torch.baddbmm(written[c], read[c], states[c], alpha=-1, out=new[c])
+            behind = torch.mul(states[c], carried[c], out=states[c + 1])
+            torch.baddbmm(behind, keys[c].mT, new[c], out=behind)
+        states, final = states[:-1], states[-1].clone()
         ctx.save_for_backward(read, keys, carried, new, states)
-        return new, states, state
+        return new, states, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         read, keys, carried, new, states = ctx.saved_tensors
-        grad_written, behind = torch.empty_like(new), torch.empty_like(states)
+        grad_written, grads = torch.empty_like(new), states.new_empty(len(new) + 1, *grad.shape)
+        grads[-1] = grad
         for c in reversed(range(len(new))):
-            behind[c] = grad
-            torch.baddbmm(grad_new[c], keys[c], grad, out=grad_written[c])
-            grad = torch.baddbmm(grad_states[c] + grad * carried[c], read[c].mT, grad_written[c], alpha=-1)
+            torch.baddbmm(grad_new[c], keys[c], grads[c + 1], out=grad_written[c])
+            before = torch.addcmul(grad_states[c], grads[c + 1], carried[c], out=grads[c])
+            torch.baddbmm(before, read[c].mT, grad_written[c], alpha=-1, out=before)
+        behind = grads[1:]
         grad_read = -(grad_written @ states.mT)
         grad_carried = (behind * states).sum((-1, -2), keepdim=True)
-        return grad_written, grad_read, new @ behind.mT, grad_carried, grad
+        return grad_written, grad_read, new @ behind.mT, grad_carried, grads[0]
