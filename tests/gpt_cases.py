@@ -76,6 +76,7 @@ STYLES = {
     "gemma": replace(
         LLAMA, swiglu=False, activation_func="geglu_tanh", apply_layernorm_1p=True, scale_word_embeddings=True
     ),
+    "apertus": replace(LLAMA, swiglu=False, activation_func="xielu", qk_layernorm=True),
     "layernorm-1p": replace(GPT, apply_layernorm_1p=True, qk_layernorm=True),
     "bloom": replace(GPT, position_embedding_type="alibi", embed_layernorm=True),
     "alibi-gqa": replace(LLAMA, position_embedding_type="alibi", window_size=9),

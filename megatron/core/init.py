@@ -54,10 +54,11 @@ def initialize_parameters_(
             drawn.append(_blocks(param, meta, offset))
         elif meta.init.kind in ("zeros", "ones"):
             param.fill_(float(meta.init.kind == "ones"))
+        elif meta.init.kind == "constant":
+            param.fill_(meta.init.value)
         else:
-            raise ValueError(
-                f"{meta.name}: Init kind {meta.init.kind!r} is none of normal, uniform, log_of_uniform, zeros, ones"
-            )
+            known = "normal, uniform, log_of_uniform, zeros, ones, constant"
+            raise ValueError(f"{meta.name}: Init kind {meta.init.kind!r} is none of {known}")
 
     def draw(block: Block) -> Tensor:
         return _block_values(seed, block.meta.name, block.index, block.length, block.meta.init)

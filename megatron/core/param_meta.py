@@ -17,12 +17,13 @@ from types import MappingProxyType
 @dataclass(frozen=True)
 class Init:
     """How a parameter starts: `kind` is "normal" (mean 0, `std`), "uniform" (in [`low`, `high`)), "log_of_uniform" (the
-    logarithm of such numbers), "zeros" or "ones"."""
+    logarithm of such numbers), "zeros", "ones" or "constant" (`value`)."""
 
     kind: str = "normal"
     std: float = 0.0
     low: float = 0.0
     high: float = 1.0
+    value: float = 0.0
 
 
 @dataclass(frozen=True)

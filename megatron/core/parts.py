@@ -33,6 +33,7 @@ part of the width, so its parameters have `partial_over=("tp",)`."""
 ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
 ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
 ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
+ACTIVATIONS.register("xielu", "megatron.core.transformer.xielu:XIELU")
 for _gated in ("swiglu", "geglu", "geglu_tanh"):
     ACTIVATIONS.register(_gated, f"megatron.core.transformer.activations:build_{_gated}", gated=True)
 
@@ -161,7 +162,7 @@ HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
 for _family in (
     *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
     *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
 ):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")
 HF_FAMILIES.register("gemma3_text", "megatron.core.models.hf.families:GEMMA3")

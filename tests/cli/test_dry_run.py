@@ -139,7 +139,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
 
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:
     """Their backward takes gradients within a backward."""
-    experts = "--num-experts 4 --disable-bias-linear --extension examples/xielu.py --activation-func xielu"
+    experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     done = pretrain(f"{RIGHT} {experts} --sequence-parallel")
     assert done.returncode == 0, done.stderr
 

@@ -61,14 +61,14 @@ def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) 
     theirs = "--xielu --goldfish-loss --goldfish-k 50 --goldfish-h 5 --optimizer ademamix --ademamix-beta3-warmup 9"
     done = run_program("pretrain_gpt.py", *flags, *theirs.split())
     assert done.returncode == 0, done.stderr
-    for line in ("--xielu loads examples/xielu.py", "--goldfish-loss loads", "--optimizer ademamix loads"):
+    for line in ("--goldfish-loss loads examples/goldfish_loss.py", "--optimizer ademamix loads"):
         assert line in done.stderr
     again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
     assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
 
     # A part of the user's own by this name comes first.
-    (tmp_path / "own.py").write_text((ROOT / "examples" / "xielu.py").read_text())
-    done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--xielu", "--dry-run")
+    (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())
+    done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--goldfish-loss", "--dry-run")
     assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr
 
 

@@ -21,14 +21,14 @@ EXAMPLES = {
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
-    "xielu.py": "--activation-func xielu",
+    "trainable_swish.py": "--activation-func trainable_swish",
 }
 """Example -> the flags that choose what it registers."""
 
 PART = ["dp2", "tp2-sp-pp2-cp2", "dp2-to-tp2-sp-pp2-dp2"]
 """Rows of the default run, on two layers; those of --whole are all, on four."""
 
-DIFFERENTIABLE = ["goldfish_loss.py", "sandwich_norm.py", "xielu.py"]
+DIFFERENTIABLE = ["goldfish_loss.py", "sandwich_norm.py", "trainable_swish.py"]
 """Examples with gradients of their own, which are compared with finite differences too."""
 
 
@@ -75,15 +75,15 @@ def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
 
 def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:
     """The sum over tensor-parallel ranks forgotten, as is easily done."""
-    text = (ROOT / "examples" / "xielu.py").read_text()
+    text = (ROOT / "examples" / "trainable_swish.py").read_text()
     wrong = text.replace(', partial_over=("tp",)', "")
     assert wrong != text
-    (tmp_path / "wrong_xielu.py").write_text(wrong)
-    flags = "--activation-func xielu --num-layers 2"
-    code, found = parity(tmp_path / "wrong_xielu.py", flags, ["tp2-sp", "pp2-1f1b"], tmp_path)
+    (tmp_path / "wrong_swish.py").write_text(wrong)
+    flags = "--activation-func trainable_swish --num-layers 2"
+    code, found = parity(tmp_path / "wrong_swish.py", flags, ["tp2-sp", "pp2-1f1b"], tmp_path)
     assert code == 1
     assert (found["tp2-sp"]["verdict"], found["pp2-1f1b"]["verdict"]) == ("differs", "equal")
-    assert ".mlp.activation.alpha" in str(found["tp2-sp"]["why"])
+    assert ".mlp.activation.beta" in str(found["tp2-sp"]["why"])
 
 
 TINY = (

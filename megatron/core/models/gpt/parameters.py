@@ -15,6 +15,7 @@ from megatron.core.moe.parameters import expert_metas, router_meta, router_state
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
+    activation_metas,
     attention_linears,
     delta_net_parameters,
     latent_linears,
@@ -26,7 +27,7 @@ from megatron.core.transformer.parameters import (
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh"),
+    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "xielu"),
     "attention": ("self_attention", "multi_latent_attention"),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "mlp_module": ("mlp",),
@@ -169,6 +170,7 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
         return
     yield router_meta(f"{name}.router", config, sequence_parallel)
     yield from expert_metas(f"{name}.experts", config)
+    yield from activation_metas(f"{name}.experts.activation", config)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
         if config.moe_shared_expert_gate:
@@ -206,4 +208,4 @@ def _delta_net(name: str, config: TransformerConfig, sequence_parallel: bool) ->
 
 def _mlp(name: str, config: TransformerConfig, ffn: int, sequence_parallel: bool) -> list[ParamMeta]:
     fc1, fc2 = mlp_linears(name, config, ffn)
-    return fc1.metas() + fc2.metas(sequence_parallel)
+    return fc1.metas() + activation_metas(f"{name}.activation", config) + fc2.metas(sequence_parallel)

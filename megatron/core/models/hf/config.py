@@ -20,6 +20,8 @@ TRAINING_ONLY = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "loss_func",
+    "extension_options",  # of parts that other fields name
     "z_loss_coeff",
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
@@ -175,7 +177,7 @@ def _experts_from_hf(hf: Mapping[str, Any]) -> str:
 def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
     have them for each kind of layer."""
-    merged = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     local_base = hf.get("rope_local_base_freq")
     if "full_attention" in merged:
         if "rope_local_base_freq" not in family.defaults:
@@ -362,6 +364,8 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf: dict[str, Any] = {"rope_theta": config.rotary_base}
     if config.rotary_percent != 1 or "partial_rotary_factor" in family.defaults:
         hf["partial_rotary_factor"] = config.rotary_percent
+    if "rope_parameters" in family.defaults:
+        hf.setdefault("rope_scaling", {"rope_type": "default"})
     if "rotary_dim" in family.defaults:
         hf["rotary_dim"] = config.rotary_dim
     if config.use_rope_scaling:

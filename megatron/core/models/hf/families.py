@@ -64,6 +64,7 @@ SANDWICH_NORMS = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
+APERTUS_NORMS = {"input_layernorm": "attention_layernorm", "pre_mlp_layernorm": "feedforward_layernorm"}
 AFMOE_NORMS = {norm: norm for norm in SANDWICH_NORMS}
 
 
@@ -319,3 +320,17 @@ AFMOE = _family(
     ),
 )
 QWEN3_NEXT = _family("qwen3_next", _delta_nets(_EXPERTS))
+APERTUS = _family(
+    "apertus",
+    (
+        *(rule for rule in _decoder(APERTUS_NORMS) if ".mlp." not in rule.ours),
+        *_linear("mlp.linear_fc1", f"{_HF_LAYER}.mlp.up_proj", "Same"),
+        *_linear("mlp.linear_fc2", f"{_HF_LAYER}.mlp.down_proj", "Same"),
+        Rule(f"{OUR_LAYER}.mlp.activation.alpha_p", (f"{_HF_LAYER}.mlp.act_fn.alpha_p",)),
+        Rule(
+            f"{OUR_LAYER}.mlp.activation.alpha_n",
+            tuple(f"{_HF_LAYER}.mlp.act_fn.{part}" for part in ("alpha_n", "beta", "eps")),
+            "WithConstantsOfXIELU",
+        ),
+    ),
+)

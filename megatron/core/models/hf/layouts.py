@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, cat, stack
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.hf.safetensors_file import Sliceable
+from megatron.core.transformer.parameters import XIELU_BETA
 
 Box = tuple[slice, ...]
 """One slice with a start and a stop for each dim."""
@@ -234,11 +236,26 @@ class GroupByGroup(Layout):
         return rows.unflatten(0, (groups.stop - groups.start, -1, config.head_dim))[:, heads, channels]
 
 
+class WithConstantsOfXIELU(Layout):
+    """xIELU's second scalar, beside which they store its slope at zero and a bound of its exponent."""
+
+    constants = XIELU_BETA, -1e-6
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        for tensor, value in zip(tensors[1:], self.constants, strict=True):
+            if not tensor.is_meta and not torch.isclose(tensor.double(), torch.tensor(value).double(), rtol=0.01):
+                raise ValueError(f"xIELU with {tensor.item()} is not supported; it must be {value}")
+        return tensors[0]
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return parameter, *(parameter.new_tensor(value) for value in self.constants)
+
+
 LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
     for kind in (
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
         *(QueryGroups, GatedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
-        *(KeyHeads, ConvolvedHeads),
+        *(KeyHeads, ConvolvedHeads, WithConstantsOfXIELU),
     )
 }
