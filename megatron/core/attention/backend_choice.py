@@ -129,10 +129,10 @@ def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torc
 
 def _time(run: Callable[[], object], clock: Clock) -> float:
     """Seconds of a run; infinite if torch raises RuntimeError, which it does for unsupported shapes, or a package is
-    missing."""
+    missing or takes other arguments."""
     try:
         return clock(run)
-    except (RuntimeError, ImportError):
+    except (RuntimeError, ImportError, TypeError):
         return math.inf
 
 

@@ -23,7 +23,7 @@ CAUSAL: Window = (-1, 0)
 
 
 class Flash3:
-    """Forward and backward of the package. Raises ImportError where it is not installed.
+    """Forward and backward of the package. Raises ImportError where it is not installed, or has other functions.
 
     Operands are packed, q [rows, heads, d] with `lengths`, or else dense, q [b, n, heads, d]. The log-sum-exp is fp32,
     [heads, rows] or [b, heads, n].
@@ -31,7 +31,11 @@ class Flash3:
 
     def __init__(self, scale: float) -> None:
         package = importlib.import_module(MODULE)
-        self.scale, self._forward, self._backward = scale, package._flash_attn_forward, package._flash_attn_backward
+        try:
+            self._forward, self._backward = package._flash_attn_forward, package._flash_attn_backward
+        except AttributeError as error:
+            raise ImportError(f"{MODULE} is of a version that is not known here: {error}") from None
+        self.scale = scale
         self._forward_names, self._backward_names = _parameters(self._forward), _parameters(self._backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, window: Window) -> tuple[Tensor, ...]:
