@@ -6,7 +6,7 @@ synchronize between ranks, or to rewind for activation recomputation.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,20 @@ from megatron.core.compiled_regions import region
 
 HASH_CHUNK = 2**22
 """Elements hashed at a time. Bounds temporary memory, and keeps it in a GPU's cache."""
+
+
+class DropoutMask(NamedTuple):
+    """A mask of hidden states [s, b, h] with probability p, as a compiled kernel that applies it makes it."""
+
+    p: float
+    row_bits: Tensor
+    """[s * b] int32"""
+    column_bits: Tensor
+    """[h] int32"""
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Within a region: x [s, b, h], zeros where it is dropped, else times 1 / (1 - p)."""
+        return _drop_at_once(x, *self)
 
 
 def dropout(
@@ -29,13 +43,27 @@ def dropout(
     """
     if p == 0.0:
         return x
-    sample = _absorb(key, sample_index)
-    places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
-    rows = _absorb(sample, places[:, None])  # [s, b]
-    columns = _positions(0, x.shape[2], x)
+    rows, columns = _rows_and_columns(x, key, sample_index, seq_offset)
     if compiled:
         return _CompiledDropout.apply(x, p, *_row_and_column_bits(rows, columns))
     return _drop(x, p, rows, columns)
+
+
+def dropout_mask(x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
+    """The mask by which `dropout` of these arguments drops parts of x, for a region that does more than that."""
+    return DropoutMask(p, *_row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset)))
+
+
+def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
+    """x + dropout of `update` by a mask, in one kernel; x + update without a mask."""
+    return x + update if mask is None else _AddDropped.apply(x, update, mask)
+
+
+def _rows_and_columns(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Hashes of the rows [s, b], and the columns [h], of x [s, b, h]."""
+    sample = _absorb(key, sample_index)
+    places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
+    return _absorb(sample, places[:, None]), _positions(0, x.shape[2], x)
 
 
 def attention_dropout(
@@ -84,6 +112,25 @@ class _CompiledDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return region(_drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None, None, None
+
+
+class _AddDropped(torch.autograd.Function):
+    """x + update with dropout of the update."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor, mask: DropoutMask) -> Tensor:
+        ctx.save_for_backward(*mask[1:])
+        ctx.p = mask.p
+        return region(_added_dropped, True)(x, update, *mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, region(_drop_at_once, True)(grad, ctx.p, *ctx.saved_tensors), None
+
+
+def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    return x + _drop_at_once(update, p, row_bits, column_bits)
 
 
 def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:

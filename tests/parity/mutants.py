@@ -95,8 +95,13 @@ def _weight_gradient_of_plain_rows(x: Tensor, of_total: Tensor | None, dy: Tenso
     return dx, (dy * x).sum((0, 1)), *of_bias
 
 
-def _normalized_without_the_sum(x: Tensor, update: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _normalized_without_the_sum(x: Tensor, update: Tensor, mask: Any, *args: Any) -> tuple[Tensor, ...]:
     return x, *fused_norm._normalized(x + update, *args)
+
+
+def _update_as_if_all_were_kept(mask: Any, *args: Any) -> tuple[Tensor | None, ...]:
+    dx, *of_parameters = _true_backward(*args)
+    return dx, None, *of_parameters
 
 
 def _rotated_forward_again(grads: Sequence[Tensor], tables: Sequence[Tensor], *rest: Any) -> list[Tensor]:
@@ -416,6 +421,10 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradient of the fused norm's weight from rows that are not normalized": (
         [(fused_norm, "_backward", _weight_gradient_of_plain_rows)],
         [Combination.of(world="1", regions="fused", style="llama"), Combination.of(world="2", regions="fused")],
+    ),
+    "gradient of what dropout drops before the fused norm": (
+        [(fused_norm, "_backward_of_both", _update_as_if_all_were_kept)],
+        [Combination.of(world="2", tp="2sp", regions="fused"), Combination.of(world="1", regions="fused")],
     ),
     "update left out of the stream by the fused norm": (
         [(fused_norm, "_added_and_normalized", _normalized_without_the_sum)],

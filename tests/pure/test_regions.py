@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.dropout import dropout
+from megatron.core.dropout import add_update, dropout, dropout_mask
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, FusedActivation, gelu_tanh, squared_relu
@@ -83,6 +83,20 @@ def activated(x: Tensor, compiled: bool, kind: str, biased: bool = False) -> Ten
     return plain[kind](x if bias is None else x + bias)
 
 
+def with_dropout(x: Tensor, compiled: bool, normed: bool) -> Tensor:
+    """x + dropout of a half of it, and the norm of that."""
+    x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
+    arguments = 0.3, 1234567, SAMPLES, 7
+    if not compiled:
+        total = x + dropout(update, *arguments)
+        return torch.cat((total.sin(), F.rms_norm(total, (20,), weight, 1e-3)), -1) if normed else total.sin()
+    mask = dropout_mask(update, *arguments)
+    if not normed:
+        return add_update(x, update, mask).sin()
+    total, z = fused_norm(x, update, weight, None, 1e-3, centered=False, one_plus=False, mask=mask)
+    return torch.cat((total.sin(), z), -1)
+
+
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
     """Sum and norm of the two halves of x, each multiplied, so that their gradients differ. `compiled` with a norm of
     1 + weight as well, which must be that of the weight below 1."""
@@ -126,6 +140,8 @@ REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "norm alone": lambda x, compiled: with_norm(x, compiled, centered=False, added=False),
     "centered norm alone": lambda x, compiled: with_norm(x, compiled, centered=True, added=False),
     "delta net": delta_net,
+    "norm of dropout": partial(with_dropout, normed=True),
+    "sum with dropout": partial(with_dropout, normed=False),
     "dropout": lambda x, compiled: dropout(x, 0.3, 1234567, SAMPLES, 7, compiled),
     "cross_entropy": lambda x, compiled: vocab_parallel_cross_entropy(x * 1, LABELS, Axis(), 36, compiled),
 }

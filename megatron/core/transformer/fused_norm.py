@@ -14,18 +14,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
+from megatron.core.dropout import DropoutMask
 
 
 def fused_norm(
-    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool, one_plus: bool
+    x: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+    one_plus: bool,
+    mask: DropoutMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + update, its norm over the last dim): x, update [..., h], weight, bias [h] -> [..., h] twice, in fp32 for
     16-bit operands. Without an update (x, its norm): use that x in place of the given one, so that its gradient is
     added within the backward of the norm.
 
+    With a `mask` that is x + dropout of the update, for x [s, b, h].
+
     `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
     """
-    return _FusedNorm.apply(x, update, weight, bias, eps, centered, one_plus)
+    return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -36,6 +47,7 @@ class _FusedNorm(torch.autograd.Function):
         update: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        mask: DropoutMask | None,
         eps: float,
         centered: bool,
         one_plus: bool,
@@ -44,23 +56,27 @@ class _FusedNorm(torch.autograd.Function):
         if update is None:
             total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, *settings)
         else:
-            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, *settings)
-        ctx.save_for_backward(total, weight, *statistics)
-        ctx.has_bias, ctx.one_plus = bias is not None, one_plus
+            total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, *settings)
+        bits = () if mask is None else mask[1:]
+        ctx.save_for_backward(total, weight, *bits, *statistics)
+        ctx.p, ctx.has_bias, ctx.one_plus = None if mask is None else mask.p, bias is not None, one_plus
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient of x and of the update is that of their sum."""
+        total, weight, *kept = ctx.saved_tensors
+        mask = None if ctx.p is None else DropoutMask(ctx.p, *kept[:2])
+        statistics = tuple(kept if mask is None else kept[2:])
         if of_normed is None:
-            return of_total, of_total, None, None, None, None, None
-        total, weight, *statistics = ctx.saved_tensors
-        backward = region(_backward, True, static=True)
-        dx, *of_parameters = backward(total, of_total, of_normed, weight, tuple(statistics), ctx.one_plus)
-        of_weight, of_bias = of_parameters if ctx.has_bias else (of_parameters[0], None)
-        return dx, dx if ctx.needs_input_grad[1] else None, of_weight, of_bias, None, None, None
+            of_normed = torch.zeros_like(total)
+        backward = region(_backward_of_both, True, static=True)
+        dx, of_update, of_weight, *of_bias = backward(
+            mask, total, of_total, of_normed, weight, statistics, ctx.one_plus
+        )
+        of_update = dx if of_update is None else of_update
+        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 4
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -72,10 +88,17 @@ def _scale(weight: Tensor, one_plus: bool) -> Tensor:
 
 
 def _added_and_normalized(
-    x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
+    x: Tensor,
+    update: Tensor,
+    mask: DropoutMask | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    one_plus: bool,
 ) -> tuple[Tensor, ...]:
     """(x + update, and of it what `_normalized` returns)"""
-    total = x + update
+    total = x + (update if mask is None else mask.applied(update))
     return total, *_normalized(total, weight, bias, eps, centered, one_plus)
 
 
@@ -90,6 +113,12 @@ def _normalized(
     normed = wide * inverse * _scale(weight, one_plus)
     normed = normed if bias is None else normed + _wide(bias)
     return (normed.to(x.dtype), inverse) if mean is None else (normed.to(x.dtype), inverse, mean)
+
+
+def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
+    dx, *of_parameters = _backward(*args)
+    return dx, None if mask is None else mask.applied(dx), *of_parameters
 
 
 def _backward(

@@ -6,13 +6,16 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dropout import dropout
+from megatron.core.dropout import DropoutMask, add_update, dropout, dropout_mask
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import add_and_norm, build_norm
 from megatron.core.transformer.recompute import with_recomputed
+
+Update = tuple[Tensor, DropoutMask | None]
+"""What a sublayer adds to the residual stream, and a dropout mask that is still to be applied to it."""
 
 
 class HiddenDropout(nn.Module):
@@ -26,10 +29,17 @@ class HiddenDropout(nn.Module):
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism"""
-        if not self.training:
+        if not self.training or self.p == 0:
             return x
         places = context.places_of(x, self.sequence_rank)
         return dropout(x, self.p, self.key, context.sample_index, places, self.compiled)
+
+    def deferred(self, x: Tensor, context: BatchContext) -> Update:
+        """x with the mask that `add_update` is to apply, or x after dropout where nothing is compiled."""
+        if not (self.compiled and self.training and self.p > 0):
+            return self(x, context), None
+        places = context.places_of(x, self.sequence_rank)
+        return x, dropout_mask(x, self.p, self.key, context.sample_index, places)
 
 
 class TransformerLayer(nn.Module):
@@ -60,23 +70,23 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         x, normed = add_and_norm(self.input_layernorm, x)
-        update = self._attention(x, normed, context)
+        update, mask = self._attention(x, normed, context)
         if self.parallel:
             x, normed = add_and_norm(self.pre_mlp_layernorm, x)
-            return x + update + self._mlp(x, normed, context)
-        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update)
-        return x + self._mlp(x, normed, context)
+            return add_update(add_update(x, update, mask), *self._mlp(x, normed, context))
+        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update, mask)
+        return add_update(x, *self._mlp(x, normed, context))
 
-    def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Tensor:
+    def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
         y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
-        return self._scaled(self.attention_dropout(self.post_attention_layernorm(y), context))
+        return self._update(self.post_attention_layernorm(y), self.attention_dropout, context)
 
-    def _mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> Tensor:
+    def _mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
         y = self._of_normed(self.pre_mlp_layernorm, x, normed, self.mlp, context)
-        return self._scaled(self.mlp_dropout(self.post_mlp_layernorm(y), context))
+        return self._update(self.post_mlp_layernorm(y), self.mlp_dropout, context)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.multiplier == 1 else x * self.multiplier
+    def _update(self, y: Tensor, dropout: HiddenDropout, context: BatchContext) -> Update:
+        return dropout.deferred(y, context) if self.multiplier == 1 else (dropout(y, context) * self.multiplier, None)
 
     def _of_normed(
         self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: nn.Module, context: BatchContext

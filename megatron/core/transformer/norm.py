@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import copy_to, reduce_from
 from megatron.core.config.model import TransformerConfig
+from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
@@ -33,14 +34,16 @@ class LayerNorm(nn.Module):
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
 
-    def forward(self, x: Tensor, update: Tensor | None = None, residual: bool = False) -> Any:
+    def forward(
+        self, x: Tensor, update: Tensor | None = None, mask: DropoutMask | None = None, residual: bool = False
+    ) -> Any:
         """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
         if self.fuses():
             found = fused_norm(
-                x, update, self.weight, self.bias, self.eps, centered=self.centered, one_plus=self.one_plus
+                x, update, self.weight, self.bias, self.eps, centered=self.centered, one_plus=self.one_plus, mask=mask
             )
             return found if residual else found[1]
-        x = x if update is None else x + update
+        x = x if update is None else add_update(x, update, mask)
         return (x, self.normalized(x)) if residual else self.normalized(x)
 
     def fuses(self) -> bool:
@@ -102,14 +105,17 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     )
 
 
-def add_and_norm(norm: nn.Module, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(x + update, its norm), of any norm; in one kernel forward and backward by those that can.
+def add_and_norm(
+    norm: nn.Module, x: Tensor, update: Tensor | None = None, mask: DropoutMask | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its norm), of any norm; in one kernel forward and backward by those that can. With a `mask` it drops
+    parts of the update.
 
     Use the first result in place of x, without an update too: then the backward adds its gradient to the norm's.
     """
     if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward:
-        return norm(x, update, residual=True)
-    x = x if update is None else x + update
+        return norm(x, update, mask, residual=True)
+    x = x if update is None else add_update(x, update, mask)
     return x, norm(x)
 
 
