@@ -34,6 +34,10 @@ PUBLISHED = {
     ("apertus", "70b"): (2048, "apertus", 70_599_864_480),
     ("glm4_5", "355b-a32b"): (1024, "glm4_moe", 352_797_814_784),
     ("glm4_5", "106b-a12b"): (512, "glm4_moe", 106_852_245_504),
+    # Of Ling 2.0 transformers has no class; GLM's has the same layers.
+    ("ling", "mini"): (128, "glm4_moe", 16_255_638_528),
+    ("ling", "flash"): (512, "glm4_moe", 102_889_697_280),
+    ("ling", "1t"): (2048, "glm4_moe", 999_705_309_184),
     ("minimax_m2", "230b-a10b"): (512, "minimax_m2", 228_689_748_992),
     ("k_exaone", "236b-a23b"): (512, "exaone_moe", 236_571_150_336),
     ("trinity", "mini"): (512, "afmoe", 26_123_970_560),

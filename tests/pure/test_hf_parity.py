@@ -18,7 +18,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import config_from_hf, config_to_hf
-from megatron.core.models.hf.weights import copy_shards_, from_hf, to_hf
+from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
@@ -164,6 +164,52 @@ GRADIENTS = (
 )
 
 
+def ling(theirs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A model of GLM as one of Ling 2.0, of which transformers has no class: the same layers under other names."""
+    keys = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "attention_bias": "use_qkv_bias",
+    }
+    names = {
+        "model.embed_tokens": "model.word_embeddings",
+        ".self_attn.o_proj": ".attention.dense",
+        ".self_attn.q_norm": ".attention.query_layernorm",
+        ".self_attn.k_norm": ".attention.key_layernorm",
+        ".gate.e_score_correction_bias": ".gate.expert_bias",
+    }
+    settings = {keys.get(key, key): value for key, value in theirs.config.to_dict().items()}
+    tensors, found = weights(theirs), {}
+    for name, value in tensors.items():
+        if ".self_attn.q_proj" in name:
+            joined = torch.cat([tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            found[name.replace("self_attn.q_proj", "attention.query_key_value")] = joined
+        elif ".self_attn.k_proj" not in name and ".self_attn.v_proj" not in name:
+            old = next((old for old in names if old in name), "")
+            found[name.replace(old, names[old]) if old else name] = value
+    return settings | {"model_type": "bailing_moe", "score_function": "sigmoid"}, found
+
+
+def test_ling_has_the_layers_of_glm() -> None:
+    theirs, tokens = random_model("glm4-moe"), torch.randint(83, (2, 24))
+    settings, stored = ling(theirs)
+    config = config_from_hf(settings)
+    assert config_from_hf(config_to_hf(config, "bailing_moe")) == config
+    mine = GPTModel(config, FP64, initialize=False).eval()
+    read = from_hf(stored, config, "bailing_moe")
+    copy_shards_(mine.parameters(), read, ParallelState().coords)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), expected, rtol=1e-10, atol=1e-10)
+    back = to_hf(read, config, "bailing_moe")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
+    weights_of = HFWeights(stored, config, "bailing_moe")
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    box = (slice(1, 2), slice(1, 4), slice(3, 9), slice(8, 24))
+    assert torch.equal(weights_of.read(name, box), read[name][box])
+
+
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_gradients(case: str) -> None:
     """The loss's gradients of all weights, in their names and layouts."""
@@ -283,6 +329,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
             "attention_factor = 1.0 is not supported; it must be 1.13",
         ),
         ({"model_type": "minimax_m2", "num_local_experts": 4, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"model_type": "bailing_moe", **MIXTURE}, "score_function = 'softmax', supported: 'sigmoid'"),
         ({"model_type": "afmoe", **MIXTURE, "sliding_window": None}, "sliding_window = None is not supported"),
         ({"model_type": "exaone_moe", **MIXTURE, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 4"),
         ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),

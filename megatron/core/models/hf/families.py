@@ -334,3 +334,14 @@ APERTUS = _family(
         ),
     ),
 )
+BAILING_MOE = _family(
+    "bailing_moe",
+    _changed(
+        _dense_and_shared(_EXPERTS, "mlp.gate.expert_bias"),
+        Rule("embedding.word_embeddings.weight", ("model.word_embeddings.weight",), "VocabularyRows"),
+        *_linear("self_attention.linear_qkv", f"{_HF_LAYER}.attention.query_key_value", "JoinedQueryGroups"),
+        *_linear("self_attention.linear_proj", f"{_HF_LAYER}.attention.dense", "Same"),
+        Rule(f"{OUR_LAYER}.self_attention.q_layernorm.weight", (f"{_HF_LAYER}.attention.query_layernorm.weight",)),
+        Rule(f"{OUR_LAYER}.self_attention.k_layernorm.weight", (f"{_HF_LAYER}.attention.key_layernorm.weight",)),
+    ),
+)

@@ -184,6 +184,28 @@ class ConvolvedHeads(Layout):
         return (cat([part.flatten(0, 1) for part in parts]).unsqueeze(1),)
 
 
+class JoinedQueryGroups(QueryGroups):
+    """Ling: the rows of all queries, then those of all keys, then those of all values in one tensor."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        rows = [count * config.query_groups * config.head_dim for count in self.counts(config)]
+        return super().ours(config, tensors[0].split(rows))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (cat(super().theirs(config, parameter)),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        groups, heads, channels, *rest = box
+        widths = [count * config.head_dim for count in self.counts(config)]
+        first = [sum(widths[:at]) * config.query_groups for at in range(len(widths))]
+        cut = [
+            slice(start + groups.start * width, start + groups.stop * width)
+            for start, width in zip(first, widths, strict=True)
+        ]
+        parts = [tensors[0][(rows, *rest)] for rows in cut]
+        return self.join(parts, groups.stop - groups.start, config.head_dim)[:, heads, channels]
+
+
 class Heads(Layout):
     """Theirs: [heads * d, ...]. Ours: [heads, d, ...]."""
 
@@ -255,7 +277,7 @@ LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
     for kind in (
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
-        *(QueryGroups, GatedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
+        *(QueryGroups, GatedQueryGroups, JoinedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
         *(KeyHeads, ConvolvedHeads, WithConstantsOfXIELU),
     )
 }
