@@ -88,7 +88,7 @@ GROUPS = (
 )
 """In the order of a table."""
 
-ELEMENTWISE = ("norm", "residual adds", "activation", "rotary, copies")
+ELEMENTWISE = ("norm", "residual adds", "activation", "rotary, copies", "experts", "other")
 """What a layer does beside GEMMs and attention in every precision."""
 
 OF_FP8 = ("fp8 casts", "fp8 transposes", "fp8 weight-gradient adds")
