@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import product
 from unittest import mock
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -151,6 +153,17 @@ def test_experts_in_one_process() -> None:
         for (name, model), kind in product(models.items(), EXPERT_KINDS)
     ]
     assert differing(1, cases[::2]) == []
+
+
+@pytest.mark.parametrize("fp8", [{}, {"fp8_format": "hybrid"}, {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}])
+def test_grouped_products_of_gpus_can_be_planned(fp8: dict[str, Any]) -> None:
+    """There the numbers of rows are on the device, of which fake tensors have none. Offsets are kept in their place."""
+    even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
+    kept = [
+        ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, **fp8), SAMPLES, "cuda")).stage(MIDDLE).kept
+        for model in (even, replace(even, moe_grouped_gemm=True))
+    ]
+    assert kept[1] == pytest.approx(kept[0], rel=0.01)
 
 
 EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")

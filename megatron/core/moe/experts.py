@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.config.model import TransformerConfig
@@ -72,7 +73,9 @@ class Segments:
         return self._sizes
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [n, ...] -> the rows of each expert. Reads `sizes`."""
+        """x [n, ...] -> the rows of each expert. Reads `sizes`; fake tensors have none, and even parts."""
+        if self._sizes is None and isinstance(x, FakeTensor):
+            return x.tensor_split(self.ends.shape[0])
         return (x[: sum(self.sizes)] if self.spare else x).split(tuple(self.sizes))
 
     def clear_spare_(self, x: Tensor) -> Tensor:
