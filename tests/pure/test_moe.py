@@ -22,6 +22,8 @@ from megatron.core.moe.experts import (
     EACH,
     GROUPED,
     Segments,
+    _FusedWeightedActivation,
+    _WeightedActivation,
     add_each_product_,
     gemm_each,
     gemm_grouped,
@@ -32,6 +34,7 @@ from megatron.core.moe.load_balancing import RunningLoads, end_step
 from megatron.core.moe.router import within_capacity
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ExpertAxes
+from megatron.core.transformer.activations import FUNCTIONS, FusedActivation
 from megatron.planner.flops import model_flops
 from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
@@ -313,13 +316,25 @@ def test_no_grouped_kernel_for_fp64_and_odd_rows() -> None:
     assert has_grouped_kernel(torch.float32, CPU, 64, 20)
 
 
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_weights_within_an_activation_are_those_behind_it(kind: str) -> None:
+    """The gradients that are written out against autograd's, bit by bit."""
+    x, weights = torch.randn(7, 12, requires_grad=True), torch.rand(7, requires_grad=True)
+    within = _FusedWeightedActivation.apply(x, weights, kind, False)
+    behind = _WeightedActivation.apply(x, weights, FusedActivation(kind, False))
+    assert torch.equal(within, behind)
+    grad = torch.randn_like(behind)
+    found, expected = (torch.autograd.grad(y, (x, weights), grad) for y in (within, behind))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_layer_equals_the_other(dtype: torch.dtype) -> None:
     x = random_input(MIXTRAL).detach().to(dtype)
     results = []
     for grouped in (False, True):
         layer = build_layer(replace(MIXTRAL, moe_grouped_gemm=grouped), dtype=dtype)
-        assert layer.experts.linear_fc1.products is (GROUPED if grouped else EACH)
+        assert layer.experts.linear_fc1.gemms is (GROUPED if grouped else EACH)
         y = layer(x, context(B, SCALE))
         y.float().square().sum().backward()
         results.append([y, *(p.grad for p in layer.parameters() if p.requires_grad)])

@@ -70,6 +70,13 @@ LLAMA = (
     "--group-query-attention --num-query-groups 4 --position-embedding-type rope --swiglu --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
 )
+EXPERTS = (
+    "--disable-bias-linear --num-experts 8 --moe-router-load-balancing-type none --attention-dropout 0 "
+    "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
+    "--moe-pad-expert-input-to-capacity"
+)
+"""With messages of a fixed size, as what travels would depend on the router."""
+
 SELECTIVE = "--recompute-granularity selective"
 LAYOUTS: dict[str, tuple[int, str]] = {
     "1 process": (1, ""),
@@ -103,6 +110,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "llama TP 2 SP": (2, f"{LLAMA} --tp 2 --sequence-parallel"),
     "llama PP 2 zb-v": (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-v"),
     "llama CP 2": (2, f"{LLAMA} --cp 2"),
+}
+LAYOUTS |= {
+    f"experts EP 2 PP 2 {schedule}{name}": (4, f"{EXPERTS} --pp 2 --pipeline-schedule {schedule} {flags}")
+    for schedule in ("interleaved", "zb-h2")
+    for name, flags in (("", ""), (" in turns", "--overlap-moe-expert-parallel-comm"))
 }
 """Name -> world size, flags."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, integers_on
@@ -31,7 +32,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
-from megatron.core.transformer.activations import Activation, build_activation
+from megatron.core.transformer.activations import FUNCTIONS, Activation, FusedActivation, build_activation
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
@@ -234,6 +235,34 @@ class _WeightedActivation(torch.autograd.Function):
         return next(found), d_weights, None, *(next(found) if p.requires_grad else None for p in ctx.parameters)
 
 
+def _weighted_forward(x: Tensor, weights: Tensor, kind: str) -> Tensor:
+    return FUNCTIONS[kind][0](x) * weights[:, None].to(x.dtype)
+
+
+def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Gradients of x [n, f] and of the weights [n]."""
+    forward, backward = FUNCTIONS[kind]
+    d_weights = (grad * forward(x)).sum(-1, dtype=weights.dtype)
+    return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
+
+
+class _FusedWeightedActivation(torch.autograd.Function):
+    """`_WeightedActivation` of a function whose gradient is known: compiled, no product is written in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, kind: str, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.kind, ctx.compiled = kind, compiled
+        return region(_weighted_forward, compiled)(x, weights, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        dx, d_weights = region(_weighted_backward, ctx.compiled)(x, weights, grad, ctx.kind)
+        return dx, d_weights, None, None
+
+
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in]."""
 
@@ -271,6 +300,8 @@ class Experts(nn.Module):
         """rows [n, h], routing weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
 
         def activate(hidden: Tensor) -> Tensor:
+            if isinstance(self.activation, FusedActivation):
+                return _FusedWeightedActivation.apply(hidden, weights, self.activation.kind, self.activation.compiled)
             return _WeightedActivation.apply(hidden, weights, self.activation, *self.activation_parameters)
 
         hidden = self.linear_fc1(rows, segments)
