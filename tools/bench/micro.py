@@ -254,13 +254,13 @@ def regions(config: RunConfig) -> Iterator[Part]:
     rows = config.training.micro_batch_size * model.seq_length
     hidden = 2e-9 * rows * model.hidden_size
     inner = 2e-9 * rows * model.ffn_size
-    yield Part("regions", "norm", of_module("norm"), gigabytes=5 * hidden)
+    yield Part("regions", "addition and norm", of_module("norm"), gigabytes=(4 + 4) * hidden)
     yield Part("regions", "activation", of_module("activation"), gigabytes=(3 + 5) * inner)
     yield Part(
         "regions",
         "rotary",
         rotary,
-        gigabytes=4e-9 * 2 * rows * (model.query_projection_size + model.kv_projection_size),
+        gigabytes=4 * 2e-9 * rows * (model.query_projection_size + 2 * model.kv_projection_size),
     )
     yield Part("regions", "loss", loss, gigabytes=3 * 2e-9 * rows * model.padded_vocab_size)
     yield Part("regions", "layer", of_module("layer"), tflop=layer_tflop(config))
@@ -280,6 +280,7 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
 
         from megatron.core.batch import Batch
         from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer.norm import add_and_norm
 
         model, samples = config.model, config.training.micro_batch_size
         stage = GPTModel(model, config.parallel, layers=(0,), first=False, last=False, device=device, initialize=False)
@@ -289,8 +290,9 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
         layer: Any = stage.decoder.layers[0]
         batch = Batch.of_tokens(torch.zeros(samples, model.seq_length, dtype=torch.int64, device=device))
         width = model.ffn_size * (2 if model.gated else 1) if kind == "activation" else model.hidden_size
-        run: Callable[[Tensor], Tensor] = {
-            "norm": layer.input_layernorm,
+        update = random(device, model.seq_length, samples, width)
+        run: Callable[[Tensor], Tensor | tuple[Tensor, ...]] = {
+            "norm": lambda x: add_and_norm(layer.pre_mlp_layernorm, x, update),
             "activation": layer.mlp.activation,
             "layer": lambda x: stage(x, batch),
         }[kind]
@@ -302,21 +304,18 @@ def of_module(kind: str) -> Callable[[RunConfig, Any], Call]:
 def rotary(config: RunConfig, device: Any) -> Call:
     import torch
 
-    from megatron.core.compiled_regions import region
-    from megatron.core.transformer.rotary import rotate_queries_and_keys
+    from megatron.core.transformer.parameters import head_counts
+    from megatron.core.transformer.split_heads import split_heads
 
-    model = config.model
-    turn = region(rotate_queries_and_keys, config.parallel.compiles(device.type))
+    model, compiled = config.model, config.parallel.compiles(device.type)
     size = model.seq_length, config.training.micro_batch_size
     angles = torch.randn(size[0], 1, 1, model.head_dim // 2, device=device)
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    heads = model.num_attention_heads + model.query_groups
-    split = (model.num_attention_heads, model.query_groups)
+    tables, counts = (angles.cos().bfloat16(), angles.sin().bfloat16()), head_counts(model)
 
-    def both(x: Tensor) -> Tensor:
-        return torch.cat(turn(*x.split(split, 2), cos, sin), 2)
+    def heads(qkv: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part for part in split_heads(qkv, counts, tables, compiled=compiled) if part is not None)
 
-    return forward_and_backward(both, random(device, *size, heads, model.head_dim))
+    return forward_and_backward(heads, random(device, *size, model.query_groups, sum(counts), model.head_dim))
 
 
 def loss(config: RunConfig, device: Any) -> Call:
@@ -339,13 +338,15 @@ def forward_and_backward(function: Callable[[Any], Any], x: Tensor) -> Call:
     import torch
 
     x = x.detach().requires_grad_()
-    grad: list[Tensor] = []
+    grads: list[Tensor] = []
 
     def call() -> object:
+        x.grad = None  # or the next one would be added to it
         y = function(x)
-        if not grad:
-            grad.append(torch.ones_like(y))
-        return torch.autograd.backward(y, grad[0], inputs=None)
+        outputs = y if isinstance(y, tuple) else (y,)
+        if not grads:
+            grads.extend(torch.ones_like(output) for output in outputs)
+        return torch.autograd.backward(outputs, grads)
 
     return call
 
