@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.precision import PrecisionConfig
-from megatron.core.fp8 import weight_grad_choice
+from megatron.core.fp8 import weight_grad_choice, weight_grads
 from megatron.core.fp8.casts import E4M3, E5M2, Scaled
 from megatron.core.fp8.recipes import Fp8Context, WeightCasts
-from megatron.core.fp8.weight_grads import ProductShape
+from megatron.core.fp8.weight_grads import ProductShape, WeightGradProducts
 from megatron.core.kernels import cublaslt
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
@@ -211,3 +211,17 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     assert found[large].seconds == {"triton": inf, "cublaslt": inf, "torch": 0.3}
     for layer in net:
         assert layer.gemms.products.chosen == {small: "cublaslt", large: "torch"}  # type: ignore[union-attr, attr-defined]
+
+
+def test_sums_that_a_kernel_cannot_take_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(weight_grads, "runs_triton", lambda out: True)
+    monkeypatch.setattr(weight_grads, "add_product_", lambda kernel, *operands: used.append(kernel))
+    dy, x = operand(16, 32, E5M2, "matrix"), operand(8, 32, E4M3, "matrix")
+    memory = torch.zeros(16 * 8 + 8)
+    aligned, odd = (memory[start : start + 16 * 8].view(16, 8) for start in (0, 1))
+    chosen = WeightGradProducts({ProductShape(16, 8, 32): "cublaslt"})
+    for products in (chosen, WeightGradProducts()):
+        for out in (aligned, odd, torch.zeros(8, 16).t(), torch.zeros(16, 8, dtype=torch.bfloat16)):
+            products.add_(out, dy, x)
+    assert used == ["cublaslt", "torch", "torch", "torch", "triton", "triton", "torch", "torch"]
