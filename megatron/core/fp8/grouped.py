@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce_
 from megatron.core.compiled_regions import region
 from megatron.core.fp8.blockwise import cast_by_blocks
-from megatron.core.fp8.casts import E4M3, TILE, Scaled, scaled_mm
+from megatron.core.fp8.casts import E4M3, LARGEST, TILE, Scaled, scaled_mm
 from megatron.core.fp8.recipes import Fp8Context
-from megatron.core.kernels.cast_transpose import amax_of_rows_and_columns_twin, cast_transpose_twin, transposed
+from megatron.core.kernels.cast_transpose import multiplier_of, round_scaled, transposed
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 
@@ -69,21 +69,18 @@ def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch
 
 
 def amax_of_rows(x: Tensor) -> Tensor:
-    """Largest absolute value of each row: x [n, k] -> [n, 1], fp32."""
-    amax, _ = amax_of_rows_and_columns_twin(x, (True, False))
-    assert amax is not None
-    return amax
+    """Largest absolute value of each row: x [..., k] -> [..., 1], fp32."""
+    return x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
 
 
 def cast_by_row_amax(x: Tensor, amax: Tensor) -> Scaled:
-    """Casts x [n, k] to e4m3, each row scaled by its `amax` [n, 1]."""
-    pair = cast_transpose_twin(x, amax, None, E4M3)
-    assert pair.rows is not None and pair.row_scale is not None
-    return Scaled(pair.rows, pair.row_scale)
+    """Casts x [..., k] to e4m3, each row scaled by its `amax` [..., 1]."""
+    multiplier = multiplier_of(amax, LARGEST[E4M3])
+    return Scaled(round_scaled(x, multiplier, E4M3), multiplier.reciprocal())
 
 
 def cast_by_rows(x: Tensor) -> Scaled:
-    """Casts x [n, k] to e4m3, each row scaled by its largest value."""
+    """Casts x [..., k] to e4m3, each row scaled by its largest value."""
     return cast_by_row_amax(x, amax_of_rows(x))
 
 
@@ -125,6 +122,9 @@ class Fp8GroupedGemms:
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)
+        return self._by_rows(x, cut)
+
+    def _by_rows(self, x: Tensor, cut: bool) -> Scaled:
         if not cut:
             return region(cast_by_rows, self.compiled)(x)
         amax = all_reduce_(region(amax_of_rows, self.compiled)(x), self.expt_tp, dist.ReduceOp.MAX)
@@ -139,6 +139,5 @@ class Fp8GroupedGemms:
                 blocks = [Scaled(transposed(block.values), block.scale.t()) for block in blocks]
             values, scales = zip(*blocks, strict=True)
             return Scaled(torch.stack([part.view(torch.uint8) for part in values]).view(E4M3), torch.stack(scales))
-        matrices = matrices.transpose(1, 2) if transpose else matrices
-        rows = self._rows(matrices.flatten(0, 1), self.cuts.outputs if transpose else self.cuts.inputs)
-        return Scaled(rows.values.view(matrices.shape), rows.scale.view(*matrices.shape[:2], 1))
+        cut = self.cuts.outputs if transpose else self.cuts.inputs
+        return self._by_rows(matrices.transpose(1, 2) if transpose else matrices, cut)
