@@ -155,7 +155,8 @@ class BatchContext:
     """[b, s]; None for 0 .. s-1, or with a cache for its length and up."""
 
     document_ids: Tensor | None = None
-    """[b, s]; None for one document a sample. Read in generation only; training reads `documents`."""
+    """[b, s]; None for one document a sample. Read in generation and by linear attention; attention reads
+    `documents` in training."""
 
     documents: Documents | None = None
     """Where the documents of the whole samples begin; None for one document a sample."""
