@@ -147,7 +147,9 @@ def added_in_fp8(rows: int, out: int, size_in: int, kernel: str) -> Callable[[Ru
         from megatron.core.fp8.weight_grad_choice import runs_of
         from megatron.core.fp8.weight_grads import ProductShape
 
-        return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[kernel]
+        # On CPU torch's own product stands in for the kernels of GPUs.
+        run = kernel if device.type == "cuda" else "torch"
+        return runs_of(ProductShape(out, size_in, rows), torch.float8_e5m2, "delayed", device)[run]
 
     return make
 
