@@ -166,6 +166,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {**SIZES, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
+    "exaone4": ("exaone4", {**SIZES, "num_hidden_layers": 4, "sliding_window": 5, "rope_scaling": LLAMA3_SCALING}),
     "exaone-moe": (
         "exaone_moe",
         {

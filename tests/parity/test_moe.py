@@ -35,6 +35,7 @@ MODELS = {
     "--moe-expert-capacity-factor 0.7",
     "sinkhorn-one": "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
     "forced": "--swiglu --num-experts 8 --moe-router-force-load-balancing --moe-aux-loss-coeff 0.1",
+    "xielu": "--activation-func xielu --num-experts 8 --moe-shared-expert-intermediate-size 16 --moe-layer-freq 2",
     "many": "--swiglu --num-experts 64 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0.1",
 }
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
@@ -104,6 +105,7 @@ PAIRS += [("drop", name) for name in DROP]
 PAIRS += [("sinkhorn", name) for name in ("dp2", "recomputed", "cp2-tp2-etp4", "pp2-mapping")]
 PAIRS += [("sinkhorn-one", name) for name in ("ep4-gather", "cp2-tp2", "zb-h1")]
 PAIRS += [("forced", name) for name in ("dp2", "cp2-tp2", "tp2-etp1-dp2", "pp2-ep2-dp4", "recomputed-moe")]
+PAIRS += [("xielu", name) for name in ("etp2-ep2", "tp2-etp1-ep4-dp2", "cp2-tp2-pp2-etp4", "recomputed-act")]
 PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer")]
 
 

@@ -280,6 +280,15 @@ def test_published_files_that_leave_keys_out() -> None:
     assert not llama2.tied_embeddings and not llama2.group_query_attention
 
 
+def test_published_files_of_exaone4_without_windows() -> None:
+    """All layers then have a rotary embedding."""
+    full = {**SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+    config = config_from_hf({"model_type": "exaone4", **full, "sliding_window_pattern": "LLLG"})
+    assert config.rope_pattern == (True, True, True) and config.window_size is None
+    written = config_to_hf(config, "exaone4")
+    assert (written["sliding_window"], written["layer_types"]) == (None, full["layer_types"])
+
+
 def test_published_files_of_bloom() -> None:
     """Other spellings of sizes; what was set for its training is of no meaning."""
     bloom = config_from_hf(

@@ -155,7 +155,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields |= _rotary_from_hf(hf, family)
     if "no_rope_layers" in family.defaults:
         fields["no_rope_freq"] = _no_rope_from_hf(hf)
-    if family.rotary_layers == "windows":
+    if family.rotary_layers != "all" and (hf.get("sliding_window") or family.rotary_layers == "windows"):
         fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
     if "full_attention_interval" in family.defaults:
         fields["linear_attention_freq"] = _linear_from_hf(hf)

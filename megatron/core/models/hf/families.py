@@ -240,7 +240,7 @@ class Family:
     """Usual name of a key that has rules of its own -> its name in this family's config.json."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding: "all", or those with sliding "windows"."""
+    """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any" are there."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key whose value it must have, where it is given."""
@@ -301,6 +301,7 @@ _SHARED = _dense_and_shared(_EXPERTS, "mlp.gate.e_score_correction_bias")
 DEEPSEEK_V2 = _family("deepseek_v2", _latents(_SHARED))
 DEEPSEEK_V3 = _family("deepseek_v3", _latents(_SHARED))
 GLM4_MOE = _family("glm4_moe", _SHARED)
+EXAONE4 = _family("exaone4", _decoder(OUTPUT_NORMS))
 EXAONE_MOE = _family("exaone_moe", _dense_and_shared(_EXPERTS, "mlp.e_score_correction_bias"))
 MINIMAX_M2 = _family(
     "minimax_m2",
