@@ -6,12 +6,12 @@
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/apertus.sh
 #   SIZE=70b bash scripts/recipes/apertus.sh --dry-run
 #
-# SIZE is 8b (default) or 70b. Shapes are those of the published config.json files; the rotary base is 500,000 until the
-# long-context stage raises it and scales frequencies. From the report: 15T tokens of 4,096-token sequences that attend to
-# their own document, a learning rate of 1.1e-4 (8b) or 1.5e-5 (70b) that falls with a square root from 13.5T tokens on, a
-# batch of 4.2M (8b) or 8.4M tokens (70b) that doubles at 8T, AdEMAMix with alpha 8 and beta3 0.9999 that rise for 100,000
-# steps, Goldfish with k and h 50, weight decay 0.1, clipping at 0.1. Warm-up, Adam's epsilon and initial weights are ours,
-# the tokens that Goldfish leaves out follow from a hash of our own, and the learning rate falls to 0 here.
+# SIZE is 8b (default) or 70b. Shapes are those of the published config.json files. From the report and the published
+# launch scripts: 15T tokens of 4,096-token sequences that attend to their own document, rotary base 500,000 with scaled
+# frequencies, a learning rate of 1.1e-4 (8b) or 1.5e-5 (70b) that falls with a square root to a tenth from 13.5T tokens
+# on, a batch of 4.2M (8b) or 8.4M tokens (70b) that doubles, AdEMAMix with alpha 8 and beta3 0.9999 that rise for 100,000
+# steps, Goldfish with k and h 50, weight decay 0.1, clipping at 0.1, initial weights. Ours are the point at which the batch
+# doubles (8T tokens), the warm-up and Adam's epsilon. The tokens that Goldfish leaves out follow from a hash of our own.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -24,9 +24,10 @@ esac
 model=(
     --num-layers "${shape[0]}" --hidden-size "${shape[1]}" --ffn-hidden-size "${shape[2]}" --activation-func xielu
     --num-attention-heads "${shape[3]}" --group-query-attention --num-query-groups 8 --qk-layernorm
-    --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 500000
+    --seq-length 4096 --max-position-embeddings 4096
+    --position-embedding-type rope --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8
     --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
+    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.008944
     --loss-func goldfish --goldfish-k 50 --goldfish-h 50
 )
 # In samples of 4,096 tokens: 15T tokens, 1.5T of them with a falling learning rate; one step of the batch at 8T.
@@ -34,7 +35,7 @@ training=(
     --optimizer ademamix --ademamix-alpha 8 --ademamix-beta3 0.9999
     --ademamix-alpha-warmup 100000 --ademamix-beta3-warmup 100000
     --global-batch-size "$((2 * batch))" --rampup-batch-size "$batch" "$batch" 1953125000 --train-samples 3662109375
-    --lr "$lr" --min-lr 0 --lr-warmup-samples "$((2000 * batch))"
+    --lr "$lr" --min-lr "$(awk "BEGIN { print $lr / 10 }")" --lr-warmup-samples "$((2000 * batch))"
     --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt --lr-decay-samples 3662109375 --lr-wsd-decay-samples 366210938
     --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 0.1
 )
