@@ -106,14 +106,11 @@ CAPACITY = "--moe-expert-capacity-factor 1"
 @pytest.mark.parametrize(
     ("flags", "reads"),
     [
-        (f"--dp 2 {EXPERTS}", 0),
         (f"--dp 2 {EXPERTS} {ALLTOALL} --moe-shared-expert-intermediate-size 16", 0),
-        (f"--dp 2 {EXPERTS} {ALLTOALL} {CAPACITY}", 0),
-        (f"--tp 2 --sequence-parallel {EXPERTS} {ALLTOALL}", 0),
+        (f"--tp 2 --sequence-parallel {EXPERTS} {ALLTOALL} {CAPACITY}", 0),
         (f"--dp 2 --ep 2 {EXPERTS}", 0),
         (f"--dp 2 --ep 2 {EXPERTS} {CAPACITY}", 0),
         (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL} {CAPACITY} --moe-pad-expert-input-to-capacity", 0),
-        (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL} {CAPACITY}", 1),
         (f"--dp 2 --ep 2 {EXPERTS} {ALLTOALL}", 1),
     ],
 )

@@ -276,9 +276,6 @@ NAMED = {
     "experts whose messages are hidden, with sequence parallelism": Combination.of(
         world="8", mlp="drops", ep="2", pp="2", tp="2sp", schedule="zb-h2", expert_messages="in turns"
     ),
-    "experts whose messages are padded": Combination.of(
-        world="8", mlp="drops", ep="2", tp="2sp", etp="2", cp="2ring", expert_messages="padded"
-    ),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "fused norms, recomputed": Combination.of(
         world="2", tp="2sp", regions="fused", style="llama", recompute="latents", optimizer="overlapped"
