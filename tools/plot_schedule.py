@@ -21,7 +21,7 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
-from megatron.core.pipeline_parallel.schedules import layout_of
+from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 
 from .common import add_extension_flag, run_tool
@@ -41,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
     if args.exchanges < 0 or args.exchange < 0:
         parser.error("--exchanges and --exchange must not be below 0")
-    if args.overlap_moe_expert_parallel_comm and not PIPELINE_SCHEDULES.facts(args.pipeline_schedule).in_turns:
-        parser.error("--overlap-moe-expert-parallel-comm needs --pipeline-schedule interleaved or zb-h2")
     chunks = args.num_virtual_stages_per_pipeline_rank
     try:
         layout = layout_of(args.pipeline_schedule, args.pp, chunks)
@@ -50,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     group = args.microbatch_group_size_per_virtual_pipeline_stage
     in_turns = args.overlap_moe_expert_parallel_comm
+    if in_turns and not runs_in_turns(args.pipeline_schedule, layout.pp, layout.chunks):
+        parser.error("--overlap-moe-expert-parallel-comm needs --pipeline-schedule interleaved or zb-h2, or --pp 1")
     lists = pipeline_lists(
         args.pipeline_schedule, args.pp, args.num_microbatches, chunks, group=group, in_turns=in_turns
     )

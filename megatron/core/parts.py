@@ -113,7 +113,7 @@ class ScheduleFacts:
 
     in_turns: bool = False
     """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
-    in turns."""
+    in turns (`schedules.runs_in_turns`)."""
 
 
 PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule", ScheduleFacts)
@@ -121,7 +121,7 @@ PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 PIPELINE_SCHEDULES.register("gpipe", f"{_SCHEDULES}:gpipe")
-PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b")
+PIPELINE_SCHEDULES.register("1f1b", f"{_SCHEDULES}:one_f_one_b", in_turns=True)
 PIPELINE_SCHEDULES.register(
     "interleaved", f"{_SCHEDULES}:interleaved", chunks=2, any_chunks=True, any_groups=True, in_turns=True
 )

@@ -70,6 +70,7 @@ LAYOUTS = {
     ),
     "cp2": (4, f"--cp 2 --ep 4 {ALLTOALL}"),
     "cp2-tp2": (4, f"--cp 2 {SP} --etp 1 --ep 2"),
+    "in-turns": (2, f"--ep 2 {IN_TURNS}"),
     "zb-h2-in-turns": (4, f"--pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}"),
     "in-turns-tp2-recomputed": (
         8,

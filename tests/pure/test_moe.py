@@ -495,7 +495,11 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax", 1, f"softmax: has no effect with {SINKHORN}"),
         ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
         ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
-        (f"{OVERLAP} --pp 2 --ep 2", 4, "not --pipeline-schedule 1f1b; use one of: interleaved, zb-h2"),
+        (
+            f"{OVERLAP} --pp 2 --ep 2",
+            4,
+            "not --pipeline-schedule 1f1b on several pipeline ranks; use one of: interleaved, zb-h2",
+        ),
         (f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule zb-h1", 4, "not --pipeline-schedule zb-h1; use one of"),
         (f"{OVERLAP} --pp 2 --pipeline-schedule zb-h2", 4, "needs --expert-model-parallel-size above 1"),
         (
@@ -532,6 +536,7 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
         "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
         "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"{OVERLAP} --ep 2",
         f"--ep 2 {GROUPS} 4 --moe-router-group-topk 2",
         f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
     ],

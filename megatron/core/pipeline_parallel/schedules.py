@@ -38,10 +38,14 @@ def gpipe(p: int, m: int) -> Schedule:
     return [[F(rank, i) for i in range(m)] + [B(rank, i) for i in range(m)] for rank in range(p)]
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
-    """1F1B (arXiv 2006.09503, flushed): rank r never holds more than p - r microbatches."""
+def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
+    """1F1B (arXiv 2006.09503, flushed): rank r never holds more than p - r microbatches.
+
+    On one rank, with `in_turns`, a forward and the backward of the microbatch before run in turns.
+    """
+    assert p == 1 or not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
     return [
-        alternate([F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)], ahead=p - rank - 1)
+        alternate([F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)], p - rank - 1 + in_turns, in_turns)
         for rank in range(p)
     ]
 
@@ -57,8 +61,7 @@ def interleaved(p: int, m: int, v: int, group: int | None = None, in_turns: bool
     each is one forward further ahead.
     """
     if v == 1:
-        assert not in_turns, "1F1B has one stage a rank: a forward and the backward beside it need each other"
-        return one_f_one_b(p, m)
+        return one_f_one_b(p, m, in_turns)
     layout = PipelineLayout(p, v)
     groups = groups_of(m, p, group)
     lists = []
@@ -185,6 +188,13 @@ def splits_backward(schedule: str) -> bool:
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 
+def runs_in_turns(schedule: str, p: int, v: int) -> bool:
+    """Whether a schedule of v stages on each of p ranks has a form in which a forward and a backward run in turns: what
+    each needs from other ranks must not wait for the other one."""
+    facts = PIPELINE_SCHEDULES.facts(schedule)
+    return facts.in_turns and (p == 1 or v > 1 or facts.splits_backward)
+
+
 def build_schedule(
     schedule: str, p: int, m: int, v: int | None = None, group: int | None = None, in_turns: bool = False
 ) -> Schedule:
@@ -194,7 +204,7 @@ def build_schedule(
     """
     v = layout_of(schedule, p, v).chunks
     build, facts = PIPELINE_SCHEDULES[schedule], PIPELINE_SCHEDULES.facts(schedule)
-    assert facts.in_turns or not in_turns, f"{schedule} has no form in which passes run in turns"
+    assert not in_turns or runs_in_turns(schedule, p, v), f"{schedule} has no form in which passes run in turns"
     options = {"in_turns": True} if in_turns else {}
     if facts.any_groups:
         return build(p, m, v, group, **options)

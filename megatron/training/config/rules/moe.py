@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from megatron.core.config.moe import MoEConfig
 from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.schedules import runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
@@ -88,22 +89,25 @@ def _overlap(c: RunConfig) -> Iterator[Problem]:
     if m.moe_token_dispatcher_type != "alltoall":
         rule = f"cannot be combined with --moe-token-dispatcher-type {m.moe_token_dispatcher_type}"
         yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
-    schedules = [name for name in PIPELINE_SCHEDULES if PIPELINE_SCHEDULES.facts(name).in_turns]
-    if p.schedule not in schedules:
-        rule = (
-            f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
-        )
-        yield Problem(OVERLAP, None, rule, f"use one of: {', '.join(schedules)}")
-    elif p.schedule == "interleaved" and _one_stage_a_rank(c):
+    try:
+        layout = pipeline_layout(m, p)
+    except ValueError:  # a problem of its own
+        return
+    if runs_in_turns(p.schedule, layout.pp, layout.chunks):
+        return
+    if p.schedule == "interleaved":
         rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
         yield Problem(OVERLAP, None, rule, "use --num-virtual-stages-per-pipeline-rank 2")
-
-
-def _one_stage_a_rank(c: RunConfig) -> bool:
-    try:
-        return pipeline_layout(c.model, c.parallel).chunks == 1
-    except ValueError:  # a problem of its own
-        return False
+        return
+    usual = {name: PIPELINE_SCHEDULES.facts(name).chunks for name in PIPELINE_SCHEDULES}
+    others = [name for name, chunks in usual.items() if runs_in_turns(name, layout.pp, chunks)]
+    rule = f"needs forward and backward passes that do not wait for each other: not --pipeline-schedule {p.schedule}"
+    yield Problem(
+        OVERLAP,
+        None,
+        rule + (" on several pipeline ranks" if p.schedule == "1f1b" else ""),
+        f"use one of: {', '.join(others)}",
+    )
 
 
 def _router(c: RunConfig) -> Iterator[Problem]:
