@@ -7,10 +7,11 @@
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/ling.sh
 #   SIZE=1t bash scripts/recipes/ling.sh --dry-run
 #
-# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). Shapes are those
-# of the published config.json files. The report has 20T tokens and a learning rate that stays constant, since checkpoints
-# are merged in place of a decay; merging is not part of this script. Length, learning rate, batch, rotary base and the
-# rate of the bias are ours, training is in bf16 here and in fp8 there, and the mean of the bias's updates is not taken out.
+# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). Shapes of flash
+# and 1t and all settings are quoted from memory of config.json and the report; check them before a real run. The report
+# has 20T tokens and a learning rate that stays constant, since checkpoints are merged in place of a decay; merging is
+# not part of this script. Length, learning rate, batch, rotary base and the rate of the bias are ours, training is in
+# bf16 here and in fp8 there, and the mean of the bias's updates is not taken out.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
