@@ -128,7 +128,7 @@ def simulated(schedule: str, microbatches: int, in_turns: bool, ratio: float) ->
     exchanges = 2 * LAYERS // (PP * CHUNKS[schedule])  # there and back in each layer, and as many in the backward
     costs = StageCosts(exchanges=exchanges, exchange=3 * ratio / (2 * exchanges))
     found = simulate(pipeline_lists(schedule, PP, microbatches, CHUNKS[schedule], in_turns=in_turns), costs)
-    return 1 - found.exposed / found.exchanging
+    return max(0.0, 1 - found.exposed / found.exchanging)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
