@@ -112,16 +112,16 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """The attention kernel of all ranks, as `ModelParallelConfig.attention_backend`. Collective.
 
-    Raises ValueError if the configuration asks for one that does not run here.
+    One that does not compute this attention is not taken, as a notice has said. Raises ValueError if it could be taken
+    and does not run here.
     """
     asked = config.parallel.attention_backend
     if runtime.device.type != "cuda":
-        if asked in ("flash3", "cudnn"):
-            raise ValueError(f"--attention-backend {asked} is a kernel of GPUs, and this is a CPU; leave it out")
-        return asked
+        return asked if asked in ("flash", "unfused") else "auto"
     shape = attention_shape(config, runtime.state.cp.rank)
     if asked == "unfused" or shape is None:
-        return asked
+        return asked if asked in ("flash", "unfused") else "auto"
+    asked = asked if asked in shape.backends else "auto"
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     runtime.say(f" {choice}{'' if asked == 'auto' else ', as --attention-backend says'}")
     return choice.winner or "auto"

@@ -98,26 +98,29 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Kernels of GPUs, which compute neither everything nor in every precision."""
+    """Kernels of GPUs, which compute neither everything nor in every precision: other kernels do that then."""
     m, p = c.model, c.parallel
-    name, backend = "--attention-backend", p.attention_backend
+    backend = p.attention_backend
     if backend not in ("flash3", "cudnn"):
         return
-    if p.cpu:
-        yield Problem.exclusive(name, backend, "--cpu", "it is a kernel of GPUs")
-    if not (p.bf16 or p.fp16):
-        yield Problem(name, backend, "computes in 16 bits", f"add --bf16, or remove {name}")
-    if m.attention_dropout > 0:
-        why = "plain torch computes attention with dropout"
-        yield Problem.exclusive(name, backend, f"--attention-dropout {m.attention_dropout}", why)
-    if m.alibi:
-        yield Problem.exclusive(name, backend, "--position-embedding-type alibi", "plain torch computes ALiBi")
-    if backend == "cudnn" and c.data.reset_attention_mask:
-        yield Problem.exclusive(name, backend, "--reset-attention-mask", "FlashAttention computes documents")
     some_local = any(width is not None and width < m.seq_length for width in (m.window_size, m.attention_chunk_size))
-    if backend == "cudnn" and some_local and m.window_attn_skip_freq is None:
-        flag = "--window-size" if m.window_size is not None else "--attention-chunk-size"
-        yield Problem.exclusive(name, backend, f"{flag} in all layers", "FlashAttention computes windows")
+    local = "--window-size" if m.window_size is not None else "--attention-chunk-size"
+    cudnn = backend == "cudnn"
+    for beside, given, why in (
+        ("--cpu", p.cpu, "it is a kernel of GPUs"),
+        ("--fp32 or --fp64", not (p.cpu or p.bf16 or p.fp16), "it computes in 16 bits"),
+        (f"--attention-dropout {m.attention_dropout}", m.attention_dropout > 0, "plain torch computes dropout"),
+        ("--position-embedding-type alibi", m.alibi, "plain torch computes ALiBi"),
+        ("--reset-attention-mask", cudnn and c.data.reset_attention_mask, "FlashAttention computes documents"),
+        (
+            f"{local} in all layers",
+            cudnn and some_local and m.window_attn_skip_freq is None,
+            "FlashAttention does that",
+        ),
+    ):
+        if given:
+            rule = f"has no effect beside {beside}: {why}"
+            yield Problem("--attention-backend", backend, rule, "remove one of them", harmless=True)
 
 
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
