@@ -32,7 +32,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
-    package_data={"": ["*.toml", "*.json", "*.yaml"]},
+    package_data={"": ["*.toml", "*.json", "*.yaml"], "megatron.planner": ["devices/*.yaml"]},
     package_dir={"megatron_tools": "tools"},
     py_modules=["pretrain_gpt"],
     entry_points={

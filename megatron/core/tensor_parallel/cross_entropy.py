@@ -125,9 +125,10 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Maximum of each row, and the row's sum of exp(z - maximum)."""
-    z = z.to(dtype)
-    # With kept dimensions, torch.compile makes one pass of both: an online softmax (arXiv 1805.02867).
-    top = z.amax(1, keepdim=True)
+    if torch.compiler.is_compiling():
+        # Converted first, and with dimensions kept, the two become one pass: an online softmax (arXiv 1805.02867).
+        z = z.to(dtype)
+    top = z.amax(1, keepdim=True).to(dtype)
     return top.squeeze(1), (z - top).exp_().sum(1, keepdim=True).squeeze(1)
 
 
