@@ -130,7 +130,7 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
     samples = samples_of_run(config)
     if training.train_iters is not None and training.global_batch_size:
         sized = replace(config, training=training)
-        with suppress(ValueError, ArithmeticError):  # of a schedule or ramp that a rule reports
+        with suppress(ValueError, TypeError, ArithmeticError):  # of a schedule or ramp that a rule reports
             samples = min(samples or 0, BatchSizes.from_config(sized).samples(training.train_iters))
         training = replace(training, train_iters=None)
     return replace(training, train_samples=samples or None)
