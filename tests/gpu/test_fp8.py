@@ -112,13 +112,18 @@ print("agree")
 """
 
 
-def test_products_are_those_of_the_cpu() -> None:
+def assert_agrees(program: str) -> None:
+    """Runs it in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")
+
+
+def test_products_are_those_of_the_cpu() -> None:
+    assert_agrees(PRODUCTS)
 
 
 KERNELS = """
@@ -140,12 +145,7 @@ print("agree")
 
 
 def test_kernels_are_their_twins() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNELS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("agree\n")
+    assert_agrees(KERNELS)
 
 
 @pytest.fixture(scope="module")
