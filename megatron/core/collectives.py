@@ -144,6 +144,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """x [..., t * n, ...] -> [..., n, ...]: a view of this rank's part of `dim`."""
+    if axis.size == 1:
+        return x
     part = part_length(x, axis, dim)
     return x.narrow(dim, axis.rank * part, part)
 

@@ -24,6 +24,7 @@ from random import Random
 from unittest import mock
 
 from megatron.core import compiled_regions
+from megatron.core.datasets import mock as mock_data
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
 from megatron.training.config.arguments import parse_args
@@ -45,6 +46,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "mha": "",
         "gqa": "--group-query-attention --num-query-groups 4",
         "mqa": "--group-query-attention --num-query-groups 1",
+        "wide": "--kv-channels 8 --add-qkv-bias",
         "mla": "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
         " --v-head-dim 5 --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 0.7",
     },
@@ -56,6 +58,9 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "gemma": "--position-embedding-type rope --normalization RMSNorm --activation-func geglu_tanh"
         " --disable-bias-linear --apply-layernorm-1p --scale-word-embeddings --hidden-dropout 0",
         "bloom": "--position-embedding-type alibi --embed-layernorm",
+        "yarn": "--position-embedding-type rope --rope-type yarn --rotary-scaling-factor 4"
+        " --original-max-position-embeddings 8 --rotary-percent 0.5 --normalization RMSNorm --activation-func xielu"
+        " --attention-dropout 0",
         "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
     },
     "block": {
@@ -71,7 +76,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "windows": "--window-size 5 --window-attn-skip-freq 3",
         "chunks": "--attention-chunk-size 6 --window-attn-skip-freq ([1]*2+[0]*2+[1]*2) --no-rope-freq 2",
         "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*2+[0]+[1]*3)"
-        " --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5",
+        " --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 4 --linear-value-head-dim 3",
         "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
     },
     "mlp": {
@@ -79,11 +84,22 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "moe": EXPERTS,
         "drops": f"{EXPERTS} --moe-expert-capacity-factor 1.1",
     },
+    "routing": {
+        "softmax": "",
+        "groups": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2"
+        " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5",
+        "shared": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*2+[1]*4)",
+        "gated": "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-layer-freq 2",
+    },
     "update": {
         "adam": "",
         "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
     },
     "multi token": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
+    "documents": {
+        "whole": "",
+        "packed": "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss",
+    },
 }
 LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "world": {"1": "", "2": "", "4": "", "8": ""},
@@ -139,8 +155,11 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
     "regions": {"plain": "", "fused": "--compile"},
 }
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
-OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages")
-"""Factors of the layout that only models with experts have."""
+OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "routing")
+"""Factors that only models with experts have."""
+
+DOCUMENT_ENDS = 1 / 5
+"""Share of tokens that end a document, where documents are packed."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +315,12 @@ NAMED = {
     "delta nets under sequence and pipeline parallelism": Combination.of(
         world="8", tp="2sp", pp="2", layers="delta nets", mlp="moe", ep="2", recompute="selective"
     ),
+    "delta nets under context parallelism": Combination.of(
+        world="8", cp="4ring", tp="2sp", layers="delta nets", documents="packed", recompute="full block"
+    ),
+    "delta nets under context and pipeline parallelism": Combination.of(
+        world="4", cp="2ulysses", pp="2", schedule="zb-v", layers="delta nets", micro_batch="2"
+    ),
     "delta nets, whole matrices": Combination.of(
         world="4", tp="2", pp="2", schedule="zb-h1", layers="delta nets", update="muon", heads="gqa", style="gemma"
     ),
@@ -319,12 +344,16 @@ def whole_matrix() -> list[Combination]:
 @lru_cache
 def reference(model_argv: tuple[str, ...]) -> Snapshot:
     """The same model on one process."""
-    return train_in_world(1, model_argv)
+    with mock.patch.object(mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS):
+        return train_in_world(1, model_argv)
 
 
 def difference(combination: Combination) -> str | None:
     """What of a combination is not what one process computes; None if all of it is."""
-    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
+    with (
+        mock.patch.object(compiled_regions, "_compiled", lambda function, static: function),
+        mock.patch.object(mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
+    ):
         snapshot = train_in_world(combination.world_size, combination.argv)
     if snapshot.replica_errors:
         return snapshot.replica_errors[0]

@@ -23,12 +23,12 @@ from torch import Tensor
 from megatron.core import collectives
 from megatron.core import collectives as mappings
 from megatron.core.attention import all_gather as gathered
-from megatron.core.attention import core_attention, ring, tile_kernels
+from megatron.core.attention import core_attention, ring, tile_kernels, ulysses
 from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.partition import Documents, cut_documents
 from megatron.core.attention.sinks import add_sinks_
 from megatron.core.attention.tiles import Tile
-from megatron.core.batch import Batch
+from megatron.core.batch import Batch, BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
@@ -155,6 +155,19 @@ def _delta_net_norm_not_summed(name: str, config: TransformerConfig) -> DeltaNet
 
 
 _true_delta_net = gated_delta_net.delta_net_parameters
+
+
+def _first_heads(x: Tensor, axis: Axis) -> Tensor:
+    return x[: len(x) // axis.size]
+
+
+def _documents_of_own_rows(context: BatchContext, length: int, device: torch.device) -> Tensor | None:
+    """As if the documents of whole samples were cut as far as this rank's rows go, time and again."""
+    found = _true_begun(context, length, device)
+    return found if context.places is None or found is None else found[: len(context.places)].repeat(2, 1)
+
+
+_true_begun = gated_delta_net.documents_begun
 
 
 def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
@@ -465,6 +478,18 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradient of a gated delta net's norm not summed over ranks": (
         [(gated_delta_net, "delta_net_parameters", _delta_net_norm_not_summed)],
         [Combination.of(world="2", tp="2", layers="delta nets")],
+    ),
+    "gated delta nets with the convolutions and decays of the first context rank": (
+        [(gated_delta_net, "local_slice", _first_heads)],
+        [Combination.of(world="2", cp="2ring", layers="delta nets")],
+    ),
+    "gated delta nets read a sequence in order of ranks": (
+        [(ulysses, "from_rank_order", lambda x, size: x), (ulysses, "to_rank_order", lambda x, size: x)],
+        [Combination.of(world="2", cp="2gather", layers="delta nets")],
+    ),
+    "gated delta nets with the documents of a part of the sequence": (
+        [(gated_delta_net, "documents_begun", _documents_of_own_rows)],
+        [Combination.of(world="2", cp="2ring", layers="delta nets", documents="packed")],
     ),
     "norms of latents skipped": (
         [(latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],

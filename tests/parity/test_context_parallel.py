@@ -40,6 +40,10 @@ LATENT = (
     " --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
     " --v-head-dim 5 --qk-layernorm --rotary-scaling-factor 4 --original-max-position-embeddings 8"
 )
+DELTA = (
+    " --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3"
+    " --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5"
+)
 STYLE_FLAGS = {
     "learned": COMMON + MOCK,
     "gqa": COMMON + MOCK + LLAMA + GQA + " --qk-layernorm --attention-dropout 0 --hidden-dropout 0",
@@ -50,6 +54,8 @@ STYLE_FLAGS = {
     "packed-alibi": COMMON + PACKED + GQA + " --position-embedding-type alibi --window-size 13 --attention-dropout 0",
     "latent": COMMON + MOCK + LLAMA + LATENT + " --window-size 11",
     "packed-latent": COMMON + PACKED + LLAMA + LATENT + " --attention-dropout 0",
+    "delta-net": COMMON + MOCK + LLAMA + DELTA,
+    "packed-delta-net": COMMON + PACKED + LLAMA + GQA + DELTA + " --attention-dropout 0",
     "mqa": COMMON + PACKED + LLAMA + " --group-query-attention --num-query-groups 1",
 }
 LAYOUTS = [
@@ -77,6 +83,10 @@ LAYOUTS = [
     ("latent", 4, "--cp 2 --tp 2 --cp-comm-type a2a"),
     ("latent", 4, "--cp 4 --cp-comm-type all_gather"),
     ("packed-latent", 8, "--cp 2 --tp 2 --pp 2 --sequence-parallel --micro-batch-size 2"),
+    ("delta-net", 4, "--cp 4 --cp-comm-type a2a --recompute-granularity full --recompute-method uniform"),
+    ("delta-net", 8, "--cp 2 --tp 2 --pp 2 --sequence-parallel --micro-batch-size 2"),
+    ("packed-delta-net", 4, "--cp 4 --micro-batch-size 2 --recompute-granularity selective"),
+    ("packed-delta-net", 4, "--cp 2 --tp 2 --cp-comm-type all_gather"),
     ("mqa", 4, "--cp 4 --no-use-distributed-optimizer"),
     ("mqa", 4, "--cp 2 --pp 2 --cp-comm-type all_gather --micro-batch-size 4"),
 ]

@@ -256,7 +256,11 @@ def problems(flags: str, world_size: int = 1) -> list[str]:
         (f"{DELTA} --linear-num-value-heads 24", "--linear-num-value-heads 24: must be a multiple of --linear-num-key"),
         (f"{DELTA} --linear-num-key-heads 2 --tp 4", "--linear-num-key-heads 2: must be a multiple of --tensor-model"),
         (f"{DELTA} --linear-conv-kernel-dim 0", "--linear-conv-kernel-dim 0: must be above 0"),
-        (f"{DELTA} --cp 2", "--context-parallel-size 2: cannot be combined with --experimental-attention-variant gat"),
+        (
+            f"{DELTA} --linear-num-key-heads 2 --tp 2 --cp 2",
+            "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 2 * --context-parallel-size "
+            "2 = 4, as these ranks share its heads; nearest: 4, or lower --context-parallel-size",
+        ),
         (f"{DELTA} --bf16 --cuda-graph-impl local", "--cuda-graph-impl local: cannot be combined with --experimental"),
         (
             f"{DELTA} --bf16 --fp8-format e4m3 --linear-num-key-heads 1 --linear-num-value-heads 1",
@@ -280,6 +284,7 @@ def test_rules(flags: str, expected: str) -> None:
         (DELTA, 1),
         (f"{DELTA} --linear-attention-freq 4 --window-size 8 --attention-output-gate --qk-layernorm", 1),
         (f"{DELTA} --linear-attention-freq [1,1,0,1] --tp 4 --sequence-parallel --pp 2", 8),
+        (f"{DELTA} --linear-attention-freq 4 --cp 2 --tp 2 --pp 2", 8),
         (f"{DELTA} --bf16 --fp8-format e4m3 --linear-attention-freq 2", 1),
     ],
 )

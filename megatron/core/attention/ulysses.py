@@ -25,10 +25,17 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
     """
     parts = [x.unflatten(2, (cp.size, -1)).flatten(3) for x in (q, k, v)]  # [s/cp, b, cp, heads/cp * d]
     widths = [part.shape[3] for part in parts]
-    qkv = swap_blocks(torch.cat(parts, dim=3).movedim(2, 0), cp)  # [cp, s/cp, b, widths]; dim 0: source rank
-    qkv = from_rank_order(qkv.flatten(0, 1), cp.size)
+    qkv = sequence_to_heads(torch.cat(parts, dim=3), cp)
     heads = zip(qkv.split(widths, dim=2), (q, k, v), strict=True)
     q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in heads)
-    out = local_attention(q, k, v, causal, sinks=sinks)
-    out = to_rank_order(out, cp.size).unflatten(0, (cp.size, -1))
-    return swap_blocks(out, cp).movedim(0, 2).flatten(2, 3)
+    return heads_to_sequence(local_attention(q, k, v, causal, sinks=sinks), cp).flatten(2, 3)
+
+
+def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
+    """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank of dim 2"""
+    return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)  # dim 0 of blocks: source rank
+
+
+def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
+    """x [s, b, ...] -> [s/cp, b, cp, ...]: `sequence_to_heads` undone"""
+    return swap_blocks(to_rank_order(x, cp.size).unflatten(0, (cp.size, -1)), cp).movedim(0, 2)

@@ -3,19 +3,30 @@
 One projection gives queries, keys, values, gates, writing strengths and decays. Queries, keys and values pass a short
 convolution and SiLU, and queries and keys are normalized; the gated delta rule mixes tokens; each head's output is
 normalized, gated and projected back. Each tensor-parallel rank has some of the key heads, with their value heads.
+
+Under context parallelism an all-to-all trades sequence shards for key heads, whatever --cp-comm-type attention has, and
+another one trades the outputs back: each rank convolves and scans whole sequences of its heads. Convolution, documents,
+chunks and kernels are then those of one process, and all ranks work at once. Passed from rank to rank, a state would
+cross every border of the zig-zag shards, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.partition import Documents
+from megatron.core.attention.ulysses import heads_to_sequence, sequence_to_heads
 from megatron.core.batch import BatchContext
+from megatron.core.collectives import local_slice
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
+from megatron.core.host_to_device import copied_to
 from megatron.core.linear_attention.flash_linear_attention import flash_rule
 from megatron.core.linear_attention.gated_delta_rule import gated_delta_chunks, gated_delta_steps
 from megatron.core.linear_attention.short_convolution import short_convolution
@@ -42,7 +53,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         parameters = delta_net_parameters(name, config)
-        self.layer, self.channels, self.eps = ctx.layer, config.linear_channels, config.norm_epsilon
+        self.cp, self.layer, self.channels, self.eps = ctx.cp, ctx.layer, config.linear_channels, config.norm_epsilon
         self.value_width = config.linear_value_head_dim
         self.widths = config.linear_key_head_dim, self.value_width
         self.in_proj = column_parallel(parameters.in_proj, ctx)
@@ -55,19 +66,20 @@ class GatedDeltaNet(nn.Module):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        mixed = self.in_proj(x).unflatten(-1, (-1, sum(self.channels)))
-        number = documents_begun(context)
+        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        mixed = self.in_proj(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
+        mixed = sequence_to_heads(mixed, self.cp)
+        number = documents_begun(context, len(mixed), mixed.device)
         if context.cache is not None:
             out = self._behind_cache(mixed, number, context)
         elif self.recompute and self.training:
             out = recomputed(self._mix, mixed, number, context)
         else:
             out = self._mix(mixed, number, context)
-        return self.out_proj(out)
+        return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
-        """mixed [s, b, key heads/tp, channels] -> [s, b, heads/tp * dv]"""
+        """mixed [s, b, key heads/(tp*cp), channels] -> [s, b, heads/(tp*cp) * dv]"""
         operands, gate, _ = self._operands(mixed, number, None)
         if self.kernel is not None:
             out = self.kernel(*operands, context.documents)
@@ -88,27 +100,37 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out, gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """The operands of the rule, the gates [s, b, heads/tp, dv], and the last inputs of the convolution."""
+        """The operands of the rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
-        weights = self.conv1d, self.dt_bias, self.a_log
-        operands, before = self.prepare(
-            inputs, beta.flatten(2), decay.flatten(2), *weights, self.widths, number, before
-        )
+        conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
+        beta, decay = beta.flatten(2), decay.flatten(2)
+        operands, before = self.prepare(inputs, beta, decay, conv1d, dt_bias, a_log, self.widths, number, before)
         return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
 
 
-def documents_begun(context: BatchContext) -> Tensor | None:
-    """[s, b]: documents that have begun up to each token of the context, without the one that is cached or, without a
-    cache, the first one. None for one document a sample."""
-    documents, cache = context.document_ids, context.cache
+def documents_begun(context: BatchContext, length: int, device: torch.device) -> Tensor | None:
+    """[s, b]: documents that have begun up to each token of whole samples of `length` tokens, without the first one;
+    behind a cache, without the one that is cached. None for one document a sample."""
+    cache, documents = context.cache, context.document_ids
+    if cache is None:
+        return None if context.documents is None else _begun(context.documents, length, device)
     if documents is None:
         return None
     first = documents[:, :1]
-    if cache is not None and cache.length and cache.document_ids is not None:
+    if cache.length and cache.document_ids is not None:
         first = cache.document_ids[:, cache.length - 1 : cache.length]
     before = torch.cat((first, documents[:, :-1]), dim=1)
     return (documents != before).cumsum(1).t()
+
+
+@lru_cache(maxsize=64)
+def _begun(documents: Documents, length: int, device: torch.device) -> Tensor:
+    """All layers and passes of a micro-batch share one copy."""
+    starts = np.zeros((length, len(documents)), dtype=np.int64)
+    for sample, places in enumerate(documents):
+        starts[list(places[1:]), sample] = 1
+    return copied_to(torch.from_numpy(starts.cumsum(0)), device)
 
 
 def delta_operands(

@@ -22,18 +22,22 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _without_variant(c)
         return
     yield from _pattern(c)
-    if p.context_parallel_size > 1:
-        why = "its state goes from token to token, and is not passed from rank to rank"
-        yield Problem.exclusive("--context-parallel-size", p.context_parallel_size, given, why)
     if m.experimental_attention_variant != DELTA_NET:
+        if p.context_parallel_size > 1:
+            why = "its layers see the tokens of their own rank only"
+            yield Problem.exclusive("--context-parallel-size", p.context_parallel_size, given, why)
         return
-    keys, values, tp = m.linear_num_key_heads, m.linear_num_value_heads, p.tensor_model_parallel_size
+    keys, values = m.linear_num_key_heads, m.linear_num_value_heads
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     if keys > 0 and not divides(keys, values):
         rule = f"must be a multiple of --linear-num-key-heads {keys}"
         yield Problem("--linear-num-value-heads", values, rule, multiples(values, keys))
-    if not divides(tp, keys):
-        rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
-        yield Problem("--linear-num-key-heads", keys, rule, multiples(keys, tp))
+    if not divides(tp * cp, keys):
+        rule, near = f"must be a multiple of --tensor-model-parallel-size {tp}", multiples(keys, tp * cp)
+        if cp > 1:
+            rule = f"{rule} * --context-parallel-size {cp} = {tp * cp}, as these ranks share its heads"
+            near = f"{near}, or lower --context-parallel-size"
+        yield Problem("--linear-num-key-heads", keys, rule, near)
     if p.cuda_graph_impl != "none":
         why = "its triangular solves have not been recorded"
         yield Problem.exclusive("--cuda-graph-impl", p.cuda_graph_impl, given, why)
