@@ -90,6 +90,7 @@ STYLES = {
     "sandwich": replace(
         GPT, norm_placement="sandwich", attention_output_gate=True, final_logit_softcapping=2.0, softmax_scale=0.4
     ),
+    "capped": replace(GPT, attn_logit_softcapping=0.5, window_size=5, window_attn_skip_freq="2"),
     "pythia": replace(GPT, parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5),
     "granite": replace(
         LLAMA, embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=4.0, attention_output_gate=True

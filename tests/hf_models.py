@@ -106,6 +106,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 0.8,
+        },
+    ),
     "granite": (
         "granite",
         {

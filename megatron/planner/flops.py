@@ -54,7 +54,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     """Counted on one rank without parallelism, since no layout changes them."""
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
-    # Plain causal attention is one kernel; dropout, windows, chunks, sinks and ALiBi take others, tile by tile.
+    # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
     config = replace(
         config,
         seq_length=length,
@@ -64,6 +64,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
         attention_chunk_size=None,
         window_attn_skip_freq=None,
         softmax_type="vanilla",
+        attn_logit_softcapping=None,
         position_embedding_type="none" if config.alibi else config.position_embedding_type,
         recompute_granularity=None,
     )

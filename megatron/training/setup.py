@@ -86,7 +86,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
     or if nothing may depend on timings because the run is deterministic."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
     deterministic = config.training.deterministic and parallel.attention_backend == "auto"
-    if model.alibi or model.attention_dropout > 0 or dtype.itemsize != 2 or deterministic:
+    in_torch = model.alibi or model.attn_logit_softcapping is not None or model.attention_dropout > 0
+    if in_torch or dtype.itemsize != 2 or deterministic:
         return None
     length, cp = model.seq_length, parallel.context_parallel_size
     some_full = any(not kind.span.hides(length) for kind in model.layers)
@@ -104,7 +105,7 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
         dtype,
         queries=rank_spans(length, cp_rank, cp) if cp > 1 and not by_heads else None,
         window=window,
-        tiles=cp > 1 or documents or window is not None or model.softmax_type != "vanilla",
+        tiles=cp > 1 or documents or window is not None or model.attends_in_tiles,
         documents=documents,
     )
 

@@ -187,6 +187,7 @@ BASE = (
             AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16),
         ),
         ("--attention-dropout 0 --position-embedding-type alibi", None),
+        ("--attention-dropout 0 --attn-logit-softcapping 50", None),
         ("--attention-dropout 0 --deterministic-mode", None),
     ],
 )

@@ -70,7 +70,11 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "parallel": "--parallel-residual --residual-multiplier 0.7 --softmax-scale 0.3",
         "wide norms": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope all",
     },
-    "softmax": {"plain": "", "sinks": "--softmax-type learnable", "off by one": "--softmax-type off-by-one"},
+    "softmax": {
+        "plain": "",
+        "sinks": "--softmax-type learnable",
+        "off by one": "--softmax-type off-by-one --attn-logit-softcapping 0.7",
+    },
     "layers": {
         "alike": "",
         "windows": "--window-size 5 --window-attn-skip-freq 3",

@@ -74,6 +74,15 @@ def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,
 _true_merge_ = ring._merge_
 
 
+def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
+    shown = tile_kernels.TorchKernel(self.scale, self.dropout, self.slopes)
+    shown._scores = self._scores  # type: ignore[method-assign]
+    return _true_tile_backward(shown, rows, q, k, v, tile)
+
+
+_true_tile_backward = tile_kernels.TorchKernel._backward
+
+
 def _latents_without_norms(self: Any, x: Tensor) -> latent_attention.Latents:
     kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
     return latent_attention.Latents(self.linear_q_down(x), kv, self.to_heads(key, self.tp).unsqueeze(2))
@@ -393,6 +402,10 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "each part of a row has the sink": (
         [(ring, "_merge_", _merge_with_a_sink)],
         [Combination.of(world="2", cp="2ring", softmax="off by one")],
+    ),
+    "slope of a cap of scores forgotten": (
+        [(tile_kernels.TorchKernel, "_backward", _backward_without_a_cap)],
+        [Combination.of(world="2", softmax="off by one"), Combination.of(world="2", cp="2ring", softmax="off by one")],
     ),
     "ALiBi slopes of the first rank's heads": (
         [(core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads)))],

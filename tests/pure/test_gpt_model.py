@@ -68,7 +68,7 @@ def test_stages_in_a_row_are_the_whole_model(style: str) -> None:
         torch.testing.assert_close(gradients[name], grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "bloom", "alibi-gqa", "sinks"])
+@pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "bloom", "alibi-gqa", "sinks", "capped"])
 def test_packed_documents_have_the_losses_they_have_alone(style: str) -> None:
     config = STYLES[style]
     model = GPTModel(config, FP64).eval()

@@ -41,6 +41,15 @@ class ExactFunctions:
         return x.softmax(dim)
 
 
+class ExactModules:
+    """torch.nn with such functions."""
+
+    functional = ExactFunctions()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn, name)
+
+
 class ExactTorch:
     """torch with fp64 where the gated delta rule of `transformers` asks for fp32."""
 
@@ -59,7 +68,7 @@ def random_model(case: str) -> Any:
     model_type, settings = CASES[case]
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
-    options = EAGER if model_type == "bloom" else EXACT
+    options = EAGER if model_type in ("bloom", "gemma2") else EXACT
     model = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,7 +76,7 @@ def random_model(case: str) -> Any:
     for module in model.modules():
         if hasattr(module, "embed_scale"):
             module.embed_scale = torch.tensor(float(module.scalar_embed_scale), dtype=torch.float64)
-        if type(module).__name__ in ("GemmaRMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"):
+        if type(module).__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"):
             module.forward = partial(rms_norm, 1 + module.weight, module.eps)
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
@@ -88,6 +97,8 @@ def random_model(case: str) -> Any:
             module.forward = partial(route, module.weight, module.top_k, False)
         elif type(module).__name__.endswith("TopkRouter"):
             module.forward = partial(route_in_groups, module)
+        if type(module).__name__ == "Gemma2Attention":
+            sys.modules[type(module).__module__].nn = ExactModules()
         if type(module).__name__ == "XIELUActivation":
             module.eps.fill_(-1e-6)
         if type(module).__name__ == "BloomGelu":
@@ -160,7 +171,7 @@ def test_logits(case: str) -> None:
 
 GRADIENTS = (
     *("deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"),
-    *("qwen3-next", "apertus"),
+    *("qwen3-next", "apertus", "gemma2"),
 )
 
 

@@ -48,11 +48,13 @@ def dense(
     dropout: Dropout | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention as it is written down: softmax over the whole row, -inf where a key is not seen; a sink is one more
     score, whose weight is left out."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
     if slopes is not None:
         place = torch.arange(LENGTH)
         scores = scores + slopes[:, None, None] * (place - place[:, None])
@@ -86,14 +88,18 @@ def mask(window: int | None, documents: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(
     "kernel",
-    [FlashCPUKernel(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE), NarrowTiles(SCALE, slopes=SLOPES)],
-    ids=["flash", "torch", "narrow", "alibi"],
+    [
+        *(FlashCPUKernel(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE)),
+        *(NarrowTiles(SCALE, slopes=SLOPES), NarrowTiles(SCALE, cap=0.7, slopes=SLOPES)),
+    ],
+    ids=["flash", "torch", "narrow", "alibi", "capped"],
 )
 def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
     inputs = operands(groups)
     starts = None if documents is None else document_starts(documents.tolist())
-    causal, slopes = Causal(kernel, starts, window), getattr(kernel, "slopes", None)
-    expected = dense(*inputs, mask(window, documents), slopes=slopes)
+    causal = Causal(kernel, starts, window)
+    added = {name: getattr(kernel, name, None) for name in ("slopes", "cap")}
+    expected = dense(*inputs, mask(window, documents), **added)
     assert_equal_with_gradients(local_attention(*inputs, causal), expected, inputs, inputs, 1e-13)
     # The queries of a rank that has all keys.
     for rank in range(3):
@@ -101,7 +107,7 @@ def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Ten
         rows = [place for span in spans for place in span]
         q, k, v = inputs
         part = local_attention(q[rows], k, v, causal, spans)
-        expected = dense(*inputs, mask(window, documents), slopes=slopes)
+        expected = dense(*inputs, mask(window, documents), **added)
         assert_equal_with_gradients(part, expected[rows], inputs, inputs, 1e-13)
 
 
@@ -112,17 +118,22 @@ SINKS = torch.tensor([0.5, -3.0, 0.0, 4.0], dtype=torch.float64, requires_grad=T
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     "kernel",
-    [FlashCPUKernel(SCALE), NarrowTiles(SCALE), NarrowTiles(SCALE, Dropout(0.3, 77, 8, torch.tensor([4, 9, 2])))],
-    ids=["flash", "narrow", "dropout"],
+    [
+        FlashCPUKernel(SCALE),
+        NarrowTiles(SCALE),
+        NarrowTiles(SCALE, Dropout(0.3, 77, 8, torch.tensor([4, 9, 2])), cap=0.7),
+    ],
+    ids=["flash", "narrow", "dropout, capped"],
 )
 def test_sinks(kernel: Kernel, window: int | None, documents: Tensor | None) -> None:
     inputs = operands(2)
     starts = None if documents is None else document_starts(documents.tolist())
-    causal, dropout = Causal(kernel, starts, window), getattr(kernel, "dropout", None)
-    expected = dense(*inputs, mask(window, documents), dropout, sinks=SINKS)
+    causal = Causal(kernel, starts, window)
+    dropout, cap = (getattr(kernel, name, None) for name in ("dropout", "cap"))
+    expected = dense(*inputs, mask(window, documents), dropout, sinks=SINKS, cap=cap)
     leaves = (*inputs, SINKS)
     assert_equal_with_gradients(local_attention(*inputs, causal, sinks=SINKS), expected, leaves, leaves, 1e-13)
-    assert not torch.allclose(expected, dense(*inputs, mask(window, documents), dropout))
+    assert not torch.allclose(expected, dense(*inputs, mask(window, documents), dropout, cap=cap))
 
 
 def test_a_sink_far_below_all_scores_is_none() -> None:
@@ -172,7 +183,7 @@ def test_no_matrix_of_the_whole_square_is_made(monkeypatch: pytest.MonkeyPatch) 
     sizes = []
     original = TorchKernel._scores
     monkeypatch.setattr(
-        TorchKernel, "_scores", lambda self, q, k, tile: sizes.append((len(q), len(k))) or original(self, q, k, tile)
+        TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
     )
     documents = document_starts([[0] * 8 + [1] * 8 + [2] * 8])
     q, k, v = (x[:, :1] for x in operands(1))
@@ -185,7 +196,7 @@ def test_tiles_have_no_more_queries_than_the_kernel_takes(monkeypatch: pytest.Mo
     sizes = []
     original = TorchKernel._scores
     monkeypatch.setattr(
-        TorchKernel, "_scores", lambda self, q, k, tile: sizes.append((len(q), len(k))) or original(self, q, k, tile)
+        TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)
     )
     local_attention(*operands(1), Causal(NarrowTiles(SCALE)))
     assert sizes == [(5, 5)] * 4 + [(4, 4)] + [(5, 5), (5, 10), (5, 15), (4, 20)]

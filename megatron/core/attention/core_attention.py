@@ -82,8 +82,8 @@ class CoreAttention(nn.Module):
     """Core attention of one layer.
 
     torch's fused attention computes plain causal attention within a rank, and attention to cached keys. Tiles
-    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi and
-    attention dropout, whose mask is the same at every layout.
+    (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
+    of scores and attention dropout, whose mask is the same at every layout.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
@@ -106,14 +106,15 @@ class CoreAttention(nn.Module):
             self.slopes = torch.tensor(of_heads, dtype=torch.promote_types(ctx.dtype, torch.float32), device=ctx.device)
         widths = config.head_dim, config.value_head_dim
         self.kernel, self.varlen_kernel = kernels_of(backend, self.scale, ctx.dtype, ctx.device, *widths)
-        if self.slopes is not None:
-            self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes)
+        self.cap = config.attn_logit_softcapping
+        if self.slopes is not None or self.cap is not None:
+            self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
         # torch's fused attention for CPUs has no kernel for values of another width than keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
-        with_lse = self.slopes is not None or self.softmax_offset is not None
-        self.always_tiles = with_lse or unequal or backend == "unfused"
+        self.of_tiles = config.attends_in_tiles
+        self.always_tiles = self.of_tiles or unequal or backend == "unfused"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
@@ -131,7 +132,7 @@ class CoreAttention(nn.Module):
 
     def _behind_cache(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """The queries are the last of the keys."""
-        if self.slopes is None and self.softmax_offset is None:
+        if not self.of_tiles:
             return self.fused(q, k, v, context.masks[self.span])
         queries = (range(k.shape[0] - q.shape[0], k.shape[0]),)
         return local_attention(q, k, v, self._causal(k, context, False), queries, self._sinks)
@@ -149,5 +150,5 @@ class CoreAttention(nn.Module):
         kernel = self.kernel if documents is None and self.window is None else self.varlen_kernel
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
-            kernel = TorchKernel(self.scale, masks, self.slopes)
+            kernel = TorchKernel(self.scale, masks, self.slopes, self.cap)
         return Causal(kernel, documents, self.window)

@@ -117,16 +117,24 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 class TorchKernel:
-    """Plain torch, for any device and dtype, with dropout and ALiBi. The softmax of 16-bit scores is in fp32.
+    """Plain torch, for any device and dtype, with dropout, ALiBi and a cap of scores. The softmax of 16-bit scores is
+    in fp32.
 
     `slopes` [heads] are those of the local heads under ALiBi (`megatron.core.attention.alibi`), in the scores' dtype.
+    With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
     """
 
     needs_places, packed = True, None
     most_queries: int | None = 1024
 
-    def __init__(self, scale: float, dropout: Dropout | None = None, slopes: Tensor | None = None) -> None:
-        self.scale, self.dropout, self.slopes = scale, dropout, slopes
+    def __init__(
+        self,
+        scale: float,
+        dropout: Dropout | None = None,
+        slopes: Tensor | None = None,
+        cap: float | None = None,
+    ) -> None:
+        self.scale, self.dropout, self.slopes, self.cap = scale, dropout, slopes, cap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for tile in tiles:
@@ -140,7 +148,7 @@ class TorchKernel:
             yield tile, self._backward(part, query_rows(q, tile), key_rows(k, tile), key_rows(v, tile), tile)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
-        scores = self._scores(q, k, tile)
+        scores = self._masked_(self._scores(q, k), tile)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse[..., None]).exp_()
         factors = self._dropout_factors(weights, tile)
@@ -150,8 +158,11 @@ class TorchKernel:
         return _rows_of(out, q), lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
-        """With P the softmax, D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D * P)ᵀ dO."""
-        weights = self._scores(q, k, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
+        """With P the softmax, D the dropout: dS = P * (D * dO vᵀ - rowsum(dO * O)), and dV = (D * P)ᵀ dO. A cap c
+        multiplies dS by the slope 1 - (S / c)²."""
+        scores = self._scores(q, k)
+        slope = None if self.cap is None else (scores / self.cap).square_().neg_().add_(1)
+        weights = self._masked_(scores, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
         grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, dv]
         grad_weights = grad_out.matmul(v.permute(1, 2, 3, 0)).view(weights.shape).to(weights.dtype)
         factors = self._dropout_factors(weights, tile)
@@ -159,6 +170,8 @@ class TorchKernel:
             grad_weights.mul_(factors)
         delta = (rows.grad.to(weights.dtype) * rows.out.to(weights.dtype)).sum(-1).permute(1, 2, 0)
         grad_scores = grad_weights.sub_(delta[..., None]).mul_(weights).mul_(self.scale)
+        if slope is not None:
+            grad_scores.mul_(slope)
         if factors is not None:
             weights.mul_(factors)
         ds = _grouped(grad_scores, k).to(q.dtype)
@@ -167,15 +180,19 @@ class TorchKernel:
         dv = _grouped(weights, k).to(v.dtype).transpose(-1, -2).matmul(grad_out).permute(2, 0, 1, 3)
         return dq, dk, dv
 
-    def _scores(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
-        """[b, heads, n, m], in fp32 or fp64, -inf where the query does not see the key"""
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[b, heads, n, m], in fp32 or fp64, of all pairs"""
         (n, b, heads, _), m = q.shape, k.shape[0]
         # Scaled before the product, which could overflow in fp16.
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
+
+    def _masked_(self, scores: Tensor, tile: Tile) -> Tensor:
+        """Adds ALiBi's biases, and -inf where the query does not see the key, in place."""
         if self.slopes is not None:
-            scores.addcmul_(self.slopes[:, None, None], distances(tile, q.device).to(scores.dtype), value=-1)
-        hidden = hidden_pairs(tile, q.device)
+            scores.addcmul_(self.slopes[:, None, None], distances(tile, scores.device).to(scores.dtype), value=-1)
+        hidden = hidden_pairs(tile, scores.device)
         return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
     def _dropout_factors(self, weights: Tensor, tile: Tile) -> Tensor | None:

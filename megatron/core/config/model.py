@@ -19,6 +19,7 @@ from megatron.core.config.layers import (
 )
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
+from megatron.core.config.self_attention import SelfAttentionConfig
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
 
@@ -32,7 +33,7 @@ RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig, LatentAttentionConfig, LinearAttentionConfig, Section):
+class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, LinearAttentionConfig, Section):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -440,6 +441,11 @@ class TransformerConfig(MoEConfig, LatentAttentionConfig, LinearAttentionConfig,
         """Factor of attention scores."""
         of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
+
+    @property
+    def attends_in_tiles(self) -> bool:
+        """Whether kernels of tiles compute all attention: biases, sinks or caps of scores, which torch's has not."""
+        return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property
     def alibi(self) -> bool:

@@ -46,7 +46,7 @@ class TransformerBlock(nn.Module):
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
         self.spans = tuple(dict.fromkeys(kind.span for kind in kinds))
-        self.masked = not config.alibi and config.softmax_type == "vanilla"
+        self.masked = not config.attends_in_tiles
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:

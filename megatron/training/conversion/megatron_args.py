@@ -92,6 +92,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--residual-multiplier": model.residual_multiplier != 1,
         "--logits-scaling": model.logits_scaling != 1,
         "--final-logit-softcapping": model.final_logit_softcapping,
+        "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--window-rotary-base": model.window_rotary_base,
         "--position-embedding-type alibi": model.alibi,
         "--scale-word-embeddings": model.scale_word_embeddings,
