@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -48,6 +49,11 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.location[0]) if item.location[0] in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: neither this process nor its forks look through it for garbage again."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

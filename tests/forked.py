@@ -6,6 +6,7 @@ Each rank reads its place from the variables that torchrun sets.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import multiprocessing as mp
@@ -53,6 +54,7 @@ def run_program(*argv: object, cwd: Path = ROOT, **environ: str) -> subprocess.C
 
 
 def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:
+    gc.freeze()  # looking through what came with the fork would copy its pages
     _print_to(out, err)
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -122,6 +124,7 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
 
 
 def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, prepare: Callable[[int], None]) -> None:
+    gc.freeze()
     _print_to(screen, screen)
     os.environ |= {
         "RANK": str(rank),

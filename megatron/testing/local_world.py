@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -94,6 +95,7 @@ def _die_with_parent(parent: int) -> None:
 
 def _rank_main(rank: int, world_size: int, folder: Path, parent: int, timeout: float, job: Callable[[], Any]) -> None:
     _die_with_parent(parent)
+    gc.freeze()  # looking through what came with the fork would copy its pages
     stack_file = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

@@ -1,4 +1,7 @@
-"""The planned bytes of activations are those that built stages keep between a forward pass and its backward."""
+"""The planned bytes of activations are those that built stages keep between a forward pass and its backward.
+
+Each test takes one in so many of its cases, or all of them: --whole.
+"""
 
 from __future__ import annotations
 
@@ -109,26 +112,32 @@ def styles() -> Iterable[tuple[str, TransformerConfig]]:
     yield "qk, no rope", replace(STYLES["qwen3"], position_embedding_type="none")
 
 
+def one_in(number: int) -> pytest.MarkDecorator:
+    return pytest.mark.grid("stride", (number,), (1,))
+
+
 PLACES = (("bf16", WHOLE), ("fp32", LAST), ("bf16", MIDDLE), ("fp64", FIRST))
 
 
-def test_one_process() -> None:
+@one_in(23)
+def test_one_process(stride: int) -> None:
     cases = [
         (f"{style} {kind} {dtype} {stage}", replace(model, **more), ModelParallelConfig(**{dtype: True}), stage)
         for number, ((style, model), (kind, more)) in enumerate(product(styles(), RECOMPUTE.items()))
         for dtype, stage in [PLACES[number % 4]]
     ]
-    assert differing(1, cases[::11]) == []
+    assert differing(1, cases[::stride]) == []
 
 
-def test_fused_regions() -> None:
+@one_in(13)
+def test_fused_regions(stride: int) -> None:
     """They are planned as measured, and keep no more than what they replace but the numbers of norms in fp32."""
     kinds = ("none", "full", "layernorm", "all")
     cases = [
         (f"{style} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True, compile=True), stage)
         for number, ((style, model), kind) in enumerate(product(styles(), kinds))
         for stage in [(WHOLE, LAST, MIDDLE)[number % 3]]
-    ][::9]
+    ][::stride]
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         assert differing(1, cases) == []
     for _, model, parallel, stage in cases[:2]:
@@ -139,7 +148,8 @@ def test_fused_regions() -> None:
         assert fused <= plain
 
 
-def test_experts_in_one_process() -> None:
+@one_in(3)
+def test_experts_in_one_process(stride: int) -> None:
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)
     models = {
         "softmax": even,
@@ -152,7 +162,7 @@ def test_experts_in_one_process() -> None:
         (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
         for (name, model), kind in product(models.items(), EXPERT_KINDS)
     ]
-    assert differing(1, cases[::2]) == []
+    assert differing(1, cases[::stride]) == []
 
 
 @pytest.mark.parametrize("fp8", [{}, {"fp8_format": "hybrid"}, {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}])
@@ -203,7 +213,8 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
     return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)
 
 
-def test_fp8() -> None:
+@one_in(23)
+def test_fp8(stride: int) -> None:
     """Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow."""
     moe = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_layer_freq="2")
     models = {**STYLES, "dropout": with_dropout(GPT), "relu2": replace(GPT, squared_relu=True), "experts": moe}
@@ -218,7 +229,7 @@ def test_fp8() -> None:
         for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
         for recipe in [("delayed", "tensorwise", "blockwise", "rowwise")[number % 4]]
     ]
-    assert differing(1, cases[::11]) == []
+    assert differing(1, cases[::stride]) == []
 
 
 LAYOUTS = {
@@ -233,22 +244,18 @@ LAYOUTS = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str) -> None:
+def test_layouts(layout: str, stride: int) -> None:
+    """A part has each kind of recomputation at each layout and, over the layouts, with each style."""
+    models = {"gpt": with_dropout(GPT), "llama": LLAMA, "qwen3": STYLES["qwen3"], "bloom": STYLES["bloom"]}
+    kinds = (("none", WHOLE), ("core_attn", MIDDLE), ("all", LAST), ("full", FIRST))
+    shift = list(LAYOUTS).index(layout)
     cases = [
-        (f"{layout} {style} {kind} {stage}", replace(model, **more), LAYOUTS[layout], stage)
-        for style, model in (
-            ("gpt", with_dropout(GPT)),
-            ("llama", LLAMA),
-            ("qwen3", STYLES["qwen3"]),
-            ("bloom", STYLES["bloom"]),
-        )
-        for kind, more, stage in (
-            ("none", {}, WHOLE),
-            ("core_attn", RECOMPUTE["core_attn"], MIDDLE),
-            ("all", RECOMPUTE["all"], LAST),
-            ("full", RECOMPUTE["full"], FIRST),
-        )
+        (f"{layout} {style} {kind} {stage}", replace(models[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage)
+        for row, style in enumerate(models)
+        for column, (kind, stage) in enumerate(kinds)
+        if (row + column + shift) % stride == 0
     ]
     again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
     for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)):
