@@ -84,15 +84,21 @@ class ParamMeta:
         object.__setattr__(self, "sharded", MappingProxyType(dict(self.sharded)))
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: matrices yes, norms and biases no."""
-        return self.matrix
+    def kind(self) -> str:
+        """What weight decay tells apart: "matrices", "embeddings" (matrices too), "norms" (their weights), and "biases"
+        for all other vectors."""
+        if self.name.endswith("bias"):
+            return "biases"
+        if "norm" in self.name.rsplit(".", 2)[-2]:
+            return "norms"
+        if len(self.global_shape) < 2:
+            return "biases"
+        return "embeddings" if self.role == "embedding" else "matrices"
 
     @property
     def matrix(self) -> bool:
         """Whether this multiplies activations, as opposed to a norm weight, a bias or a scalar."""
-        of_norm = "norm" in self.name.rsplit(".", 2)[-2]
-        return len(self.global_shape) > 1 and not self.name.endswith("bias") and not of_norm
+        return self.kind in ("matrices", "embeddings")
 
     def linear_maps(self, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Boxes (offset, shape) of the global tensor that are each the weight of one linear map: all dimensions but

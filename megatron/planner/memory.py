@@ -48,7 +48,7 @@ def states_of_rank(
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
     sizes = dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size
     apart = ddp.fp8_param_gather and parallel.fp8_format is not None
-    buffers = plan_buffers(trained, *sizes, optimizer.decouples, optimizer.whole_roles, apart)
+    buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart)
     memory = buffer_bytes(buffers, parallel.params_dtype, parallel.main_dtype, optimizer)
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])

@@ -41,6 +41,7 @@ from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.planner.parameters import stage_metas
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     MAY_CHANGE,
@@ -130,6 +131,7 @@ class Checkpointer:
         targets = load_targets(self.stages.values(), pieces, self.state, checkpoint.tensors, load_optimizer)
         targets = _without_new_histories(targets, checkpoint)
         if load_optimizer:
+            _tell_of_other_groups(saved_config(checkpoint), config, say)
             targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
         checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
@@ -330,6 +332,20 @@ def _without_states_of_thawed(
         "trained again start at zero"
     )
     return {key: target for key, target in targets.items() if key not in thawed}
+
+
+def _tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Says which parameters have another factor of the learning rate, or another weight decay, than in the checkpoint's
+    run: the flags of this run count."""
+    if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
+        return
+    pairs = {
+        meta.name: (saved.optimizer.group_of(meta.name, meta.kind), config.optimizer.group_of(meta.name, meta.kind))
+        for meta in stage_metas(config.model)
+    }
+    if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
+        name, (before, now) = next(iter(other.items()))
+        say(f" {len(other)} parameters have another group than in the checkpoint, {name}: {before} there, {now} now")
 
 
 def _parameter_of(key: str) -> str:

@@ -18,7 +18,7 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.freeze import freeze_parameters
+from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
@@ -151,7 +151,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         data, train_iters = build_data(config, runtime, batch_sizes)
     with phases("model"):
         stages = build_stages(config, runtime, queue, casts, overlap, choose_attention(config, runtime))
-        freeze_parameters(stages.values(), config.optimizer, state.world)
+        for line in freeze_parameters(stages.values(), config.optimizer, state.world):
+            runtime.say(f" {line}")
         choose_weight_grads(config, runtime, stages)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
@@ -161,7 +162,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             state,
             list(stages.values()),
             config.optimizer.use_distributed_optimizer,
-            config.optimizer.decouples,
+            config.optimizer.group_of,
             config.optimizer.whole_roles,
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)

@@ -8,7 +8,7 @@
 #
 # SIZE is 7b (default) or 32b. Shapes are those of the published config.json files. The learning rates (3e-4 and 6e-4),
 # batches (4M and 8M tokens), 2,000 warm-up steps, the cosine down to a tenth and the z-loss of 1e-5 follow the published
-# training scripts; embeddings decay here as all matrices do, there they do not. 7b: 5.9T tokens, 32b: 5.5T.
+# training scripts, in which embeddings do not decay. 7b: 5.9T tokens, 32b: 5.5T.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -29,6 +29,6 @@ model=(
 training=(
     --global-batch-size "$batch" --train-iters "$iters" --lr-warmup-iters 2000
     --lr "$lr" --lr-decay-style cosine --min-lr "$(awk "BEGIN { print $lr / 10 }")"
-    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --weight-decay-on matrices --clip-grad 1.0
 )
 run_recipe "olmo3_$SIZE" 100278 "$@"

@@ -10,8 +10,8 @@
 # SIZE is 80b-a3b. Shapes are those of config.json. The rotary base there, 10,000,000, is for its context of 262,144
 # tokens; here sequences have 4,096 tokens and the base is 10,000, as in the general stage of Qwen3. Learning rate, batch,
 # weight decay and the weight of multi-token prediction are common choices of ours: none is published. The coefficient of
-# the balancing loss, over the global batch as in Qwen3, is config.json's. Qwen decays norm weights too, which are not
-# decayed here.
+# the balancing loss, over the global batch as in Qwen3, is config.json's. Norm weights decay too, as the
+# announcement says.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -37,6 +37,7 @@ model=(
 training=(
     --global-batch-size 2048 --train-samples 3662109375 --lr-warmup-samples 4096000
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
-    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0
+    --weight-decay 0.1 --weight-decay-on matrices embeddings norms
 )
 run_recipe "qwen3_next_$SIZE" 151936 "$@"

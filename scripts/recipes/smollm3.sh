@@ -7,7 +7,7 @@
 #   bash scripts/recipes/smollm3.sh --dry-run
 #
 # The learning rate of 2e-4 warms up over 2,000 steps, stays, and falls linearly to 0 over the last tenth of 11.2T tokens;
-# a batch has 2.36M tokens (576 samples). Embeddings decay here as all matrices do, there they do not.
+# a batch has 2.36M tokens (576 samples). Embeddings do not decay.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -27,7 +27,7 @@ training=(
     --global-batch-size 576 --train-iters 4747000
     --lr 2e-4 --min-lr 0 --lr-warmup-iters 2000
     --lr-decay-style WSD --lr-wsd-decay-style linear --lr-decay-iters 4747000 --lr-wsd-decay-iters 474700
-    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --weight-decay-on matrices --clip-grad 1.0
 )
 MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-3}"
 SEPARATE_DOCUMENTS=1

@@ -38,7 +38,7 @@ class MuonOracle(Oracle):
                     self.boxes[matrix] = name, cuts
         hidden = {name for name, _ in self.boxes.values()}
         others = [
-            {"params": [p for n, p in self.params.items() if n not in hidden and self.metas[n].decays is decays]}
+            {"params": [p for n, p in self.params.items() if n not in hidden and self.metas[n].matrix is decays]}
             for decays in (True, False)
         ]
         moonlight = "muon_scale_mode" not in flags

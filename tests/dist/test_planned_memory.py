@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.core.optimizer.freeze import freeze_parameters
+from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.planner.memory import pipeline_stages, states_of_rank
 from tests.harness import run_world
 

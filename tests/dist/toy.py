@@ -94,7 +94,7 @@ class Oracle:
         self.metas = metas = {meta.name: meta for meta, _ in catalogue(state.dims.pp)}
         self.params = {n: nn.Parameter(noise(m.global_shape, n).to(dtype)) for n, m in metas.items()}
         groups = [
-            {"params": [p for n, p in self.params.items() if metas[n].decays is decays]} for decays in (True, False)
+            {"params": [p for n, p in self.params.items() if metas[n].matrix is decays]} for decays in (True, False)
         ]
         self.optimizer = make_optimizer(groups)
 

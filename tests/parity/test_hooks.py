@@ -81,7 +81,7 @@ def test_frozen_parameters_keep_their_values_and_have_no_state(alone: dict[str, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--freeze layer.7", "--freeze layer.7: matches no parameter; names are for example decoder.final_layernorm"),
+        ("--freeze layer.7", "--freeze layer.7: matches no parameter; the nearest names are decoder."),
         ("--freeze . --pp 2", "leaves nothing to train; names are for example decoder.final_layernorm"),
     ],
 )

@@ -63,7 +63,7 @@ def test_shards_tile_every_buffer(params, dp, expert_dp, bucket_size):
         assert buffer.numel == end
         for place in buffer.params:
             meta, shape = params[place.index]
-            assert place.meta is meta and (meta.expert, meta.decays) == (buffer.expert, buffer.decays)
+            assert place.meta is meta and (meta.expert, meta.matrix) == (buffer.expert, buffer.group.decays)
             assert place.stop - place.start == prod(shape) and place.start % ALIGNMENT == 0
     assert seen == {i: prod(shape) for i, (_, shape) in enumerate(params)}
 
@@ -97,7 +97,7 @@ def test_a_shared_parameter_has_the_same_shards_on_both_stages():
 def test_groups_and_padding_by_hand():
     params = [matrix("w", (10, 10)), vector("b", 10), matrix("e", (3, 50), expert=True)]
     dense, bias, expert = plan_buffers(params, data_parallel_size=3, expert_data_parallel_size=2)
-    assert [(b.expert, b.decays, b.numel) for b in (dense, bias, expert)] == [
+    assert [(b.expert, b.group.decays, b.numel) for b in (dense, bias, expert)] == [
         (False, True, 192),
         (False, False, 192),
         (True, True, 256),

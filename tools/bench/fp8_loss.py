@@ -47,12 +47,15 @@ MODEL = (
 )
 
 
-def prepare(folder: Path) -> list[str]:
+def prepare(folder: Path, vocab_size: int = 2048) -> list[str]:
     """Corpus, tokenizer and token ids in `folder`, as far as they are not there; the flags that name them."""
     corpus, tokenizer, data = (folder / name for name in ("corpus.jsonl", "tokenizer.model", "stdlib_text_document"))
     steps = [
         (corpus, f"build_corpus.py --output {corpus}"),
-        (tokenizer, f"train_tokenizer.py --input {corpus} --output-prefix {folder}/tokenizer --vocab-size 2048"),
+        (
+            tokenizer,
+            f"train_tokenizer.py --input {corpus} --output-prefix {folder}/tokenizer --vocab-size {vocab_size}",
+        ),
         (
             data.with_suffix(".idx"),
             f"preprocess_data.py --input {corpus} --output-prefix {folder}/stdlib --append-eod "

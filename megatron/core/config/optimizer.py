@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.newton_schulz import COEFFICIENTS
+from megatron.core.config.param_groups import SHOWN, ParamGroup, group_rule, unmatched
 from megatron.core.parts import LR_SCHEDULES, OPTIMIZERS
 
-SHOWN = 5
-"""Names of parameters that an error lists."""
+DECAYING = ("matrices", "embeddings", "norms", "biases")
+"""Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
+
+
+DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters that --decoupled-lr is for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,19 @@ class OptimizerConfig(Section):
     """WSD: samples of the final anneal."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices; biases and norms are not decayed."""
+    """Decoupled weight decay of what --weight-decay-on names."""
+
+    weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
+    """Kinds of parameters that weight decay acts on; vectors that are neither weights of norms nor biases, such as
+    sinks, count as biases, and the output layer as a matrix."""
+
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay of the norms of queries and keys too."""
+
+    param_group: tuple[str, ...] | None = flag(None, repeats=True)
+    """'REGEX key=value ...': learning rate and weight decay of the parameters in whose name the regular expression is
+    found. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (in its
+    place). May be given more than once; what is given later wins."""
 
     start_weight_decay: float | None = None
     """Weight decay at the first step; default: weight-decay."""
@@ -176,23 +193,43 @@ class OptimizerConfig(Section):
         """Whether weights that are `fused` under a name (`ParamMeta.fused`) are updated as matrices of their own."""
         return {"qkv": self.muon_split_qkv, "gate_up": self.muon_split_gate_up}.get(fused, True)
 
-    def check_freeze(self, names: Collection[str]) -> None:
-        """Raises ValueError for an expression of --freeze that matches none of the parameters of the whole model, and
-        if nothing is left to train."""
-        ordered = sorted(names)
-        some = ", ".join(ordered[:: max(1, len(ordered) // SHOWN)][:SHOWN])
-        for pattern in self.freeze or ():
-            if not any(re.search(pattern, name) for name in ordered):
-                raise ValueError(f"--freeze {pattern}: matches no parameter; names are for example {some}")
-        if self.freeze and all(map(self.freezes, ordered)):
-            raise ValueError(
-                f"--freeze {' '.join(self.freeze)}: matches all {len(ordered)} parameters, which leaves nothing to "
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises ValueError for an expression of --freeze or --param-group that matches none of the parameters of the
+        whole model, and if nothing is left to train."""
+        rules = [(text, group_rule(text).pattern) for text in self.param_group or ()]
+        texts = [("--freeze", pattern, pattern) for pattern in self.freeze or ()]
+        texts += [("--param-group", text, pattern) for text, pattern in rules]
+        errors = [unmatched(*text, names) for text in texts]
+        if self.freeze and all(map(self.freezes, names)):
+            some = ", ".join(sorted(names)[:: max(1, len(names) // SHOWN)][:SHOWN])
+            errors.append(
+                f"--freeze {' '.join(self.freeze)}: matches all {len(names)} parameters, which leaves nothing to "
                 f"train; names are for example {some}"
             )
+        if found := [error for error in errors if error]:
+            raise ValueError("\n".join(found))
 
-    def decouples(self, name: str) -> bool:
-        """Whether a parameter, by its name in the whole model, has the decoupled learning rate."""
-        return self.decoupled_lr is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    @property
+    def names_parameters(self) -> bool:
+        """Whether a flag has an expression for names of parameters, which `check_names` checks."""
+        return bool(self.freeze or self.param_group)
+
+    @property
+    def has_own_groups(self) -> bool:
+        """Whether parameters are grouped in another way than into those that decay by default and the others."""
+        usual = OptimizerConfig()
+        fields = ("param_group", "weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
+        return any(getattr(self, name) != getattr(usual, name) for name in fields)
+
+    def group_of(self, name: str, kind: str) -> ParamGroup:
+        """Learning rate and weight decay of a parameter, by its name in the whole model and its `ParamMeta.kind`."""
+        of_head_norm = self.apply_wd_to_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name)
+        decays = kind in self.weight_decay_on or of_head_norm
+        decoupled = self.decoupled_lr is not None and name in DECOUPLED
+        group = ParamGroup(wd_mult=float(decays), decoupled=decoupled)
+        for text in self.param_group or ():
+            group = group_rule(text).applied(group, name)
+        return group
 
     @property
     def decoupled(self) -> OptimizerConfig | None:

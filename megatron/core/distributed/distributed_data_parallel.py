@@ -7,7 +7,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
-from megatron.core.distributed.param_layout import launch_order, plan_buffers
+from megatron.core.distributed.param_layout import DEFAULT, GroupOf, launch_order, plan_buffers
 from megatron.core.fp8.casts import E4M3
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight
 from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
@@ -45,7 +45,7 @@ class DistributedDataParallel:
         state: ParallelState,
         modules: Sequence[nn.Module],
         use_distributed_optimizer: bool = True,
-        decouples: Callable[[str], bool] = lambda name: False,
+        group_of: GroupOf = DEFAULT.group_of,
         whole_roles: Collection[str] = (),
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
@@ -59,7 +59,7 @@ class DistributedDataParallel:
             data_parallel_size=axes[False].size,
             expert_data_parallel_size=axes[True].size,
             bucket_size=ddp_config.ddp_bucket_size,
-            decouples=decouples,
+            group_of=group_of,
             whole_roles=whole_roles,
             linears_apart=ddp_config.fp8_param_gather and parallel_config.fp8_format is not None,
         )

@@ -1,8 +1,8 @@
 """Layout of parameters and gradients in flat memory: buffers, buckets, and each rank's ZeRO-1 shard range. No torch.
 
-Parameters of a buffer are all subject to weight decay or none is, have one learning rate and one optimizer, and are
-reduced over the same ranks. A buffer is divided into buckets, each reduced in one collective, and a bucket into one
-shard per data-parallel rank. All of this is decided here, once, from integers: buffers, distributed optimizer,
+Parameters of a buffer have one weight decay, one learning rate and one optimizer, and are reduced over the same ranks.
+A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank.
+All of this is decided here, once, from integers: buffers, distributed optimizer,
 checkpoints and memory plans read the same layout.
 
 Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
@@ -15,16 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 from operator import mul
 
 from megatron.core.config.model import round_up
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+DEFAULT = OptimizerConfig()
+
+GroupOf = Callable[[str, str], ParamGroup]
+"""(name, `ParamMeta.kind`) of a parameter -> its group, as `OptimizerConfig.group_of`."""
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
@@ -81,19 +87,16 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One contiguous buffer, of parameters with the same reduction ranks, weight decay, learning rate and optimizer."""
+    """One contiguous buffer, of parameters with the same reduction ranks, group and optimizer."""
 
     expert: bool
     """Reduced over "expt_dp" instead of "dp_cp"."""
 
-    decays: bool
-    """Whether weight decay applies."""
+    group: ParamGroup
+    """Learning rate and weight decay of its parameters."""
 
     data_parallel_size: int
     buckets: tuple[BucketLayout, ...]
-
-    decoupled: bool = False
-    """Whether its parameters have a learning rate of their own."""
 
     whole: bool = False
     """Whether its parameters are matrices that the optimizer updates as wholes."""
@@ -116,34 +119,31 @@ def plan_buffers(
     data_parallel_size: int,
     expert_data_parallel_size: int = 1,
     bucket_size: int | None = None,
-    decouples: Callable[[str], bool] = lambda name: False,
+    group_of: GroupOf = DEFAULT.group_of,
     whole_roles: Collection[str] = (),
     linears_apart: bool = False,
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
-    once it holds `bucket_size` elements. `decouples` tells by their names which parameters have a learning rate of
-    their own; matrices of `whole_roles` are updated as wholes. With `linears_apart`, weights of linear layers have
-    buffers of their own, which can be gathered in another format. Ranks with equal shapes get equal layouts, so that
-    parameters replicated over tp have the same shard ranges on every tp rank.
+    once it holds `bucket_size` elements. `group_of` is the optimizer's; matrices of `whole_roles` are updated as a
+    whole. With `linears_apart`, weights of linear layers have buffers of their own, which can be gathered in another
+    format. Ranks with equal shapes get equal layouts, so that parameters replicated over tp have the same shard ranges
+    on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
+    found: dict[tuple[bool, ParamGroup, bool, bool], list[tuple[int, ParamMeta, int]]] = {}
+    for index, (meta, shape) in enumerate(params):
+        whole, linear = meta.matrix and meta.role in whole_roles, linears_apart and meta.linear
+        key = (meta.expert, group_of(meta.name, meta.kind), whole, linear)
+        found.setdefault(key, []).append((index, meta, prod(shape)))
     buffers = []
-    kinds = product((False, True), (True, False), (False, True), (False, True), (False, True))
-    for expert, decays, decoupled, whole, linear in kinds:
-        members = [
-            (index, meta, prod(shape))
-            for index, (meta, shape) in enumerate(params)
-            if (meta.expert, meta.decays, decouples(meta.name)) == (expert, decays, decoupled)
-            and (meta.matrix and meta.role in whole_roles) is whole
-            and (linears_apart and meta.linear) is linear
-        ]
-        if members:
-            shards = expert_data_parallel_size if expert else data_parallel_size
-            buckets = _fill_buckets(reversed(members), shards, bucket_size or default_bucket_size(shards))
-            buffers.append(BufferLayout(expert, decays, shards, tuple(buckets), decoupled, whole, linear))
+    for key in sorted(found, key=lambda key: (key[0], key[1].order, *key[2:])):
+        expert, group, whole, linear = key
+        shards = expert_data_parallel_size if expert else data_parallel_size
+        buckets = _fill_buckets(reversed(found[key]), shards, bucket_size or default_bucket_size(shards))
+        buffers.append(BufferLayout(expert, group, shards, tuple(buckets), whole, linear))
     return tuple(buffers)
 
 

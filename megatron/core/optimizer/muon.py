@@ -38,12 +38,13 @@ class Muon(Optimizer):
     ) -> None:
         config, skipped = self.config, skip > 0
         for shard in self.shards:
-            assert shard.main.grad is not None and shard.decays and not shard.decoupled
+            assert shard.main.grad is not None
             tensors = (shard.main.grad, shard.states["momentum_buffer"])
             for grad, momentum in zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True):
                 average = momentum.lerp(grad, 1 - config.muon_momentum)
                 torch.where(skipped, momentum, average, out=momentum)
-            shard.main.mul_(1 - lr * weight_decay * (1 - skip))
+            decay = shard.group.lr(lr, decoupled_lr) * shard.group.decay(weight_decay)
+            shard.main.mul_(1 - decay * (1 - skip))
 
         def read(part: Part, values: Tensor) -> None:
             shard = self.shards[part.shard]
@@ -55,7 +56,9 @@ class Muon(Optimizer):
 
         def write(part: Part, matrix: Matrix, values: Tensor) -> None:
             factor = scale(*matrix.size, config.muon_scale_mode) * config.muon_extra_scale_factor
-            _held(self.shards[part.shard].main, part).add_(values.masked_fill_(skipped, 0), alpha=-lr * factor)
+            shard = self.shards[part.shard]
+            own_lr = shard.group.lr(lr, decoupled_lr)
+            _held(shard.main, part).add_(values.masked_fill_(skipped, 0), alpha=-own_lr * factor)
 
         self.exchange.transform(read, self._orthogonalized, write)
 

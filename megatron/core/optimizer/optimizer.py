@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.param_groups import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout
 from megatron.core.optimizer_piece import OptimizerPiece
@@ -30,7 +31,7 @@ class OptimizerShard:
 
     def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout) -> None:
         self.bucket = bucket
-        self.decays, self.decoupled, self.whole = layout.decays, layout.decoupled, layout.whole
+        self.group, self.whole = layout.group, layout.whole
         self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
         self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
         self.main.grad = bucket.owned_grads
@@ -78,16 +79,16 @@ class Optimizer:
     ) -> None:
         """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes. Both are float64
         scalars on the device, and never waited for: `update` works on copies, of which one or the other is kept.
-        `decoupled_lr` is the learning rate of decoupled shards, where there is one."""
+        `decoupled_lr` is the learning rate of decoupled groups, where there is one."""
         skipped, number = skip > 0, updates + 1.0
         for shard in self.shards:
-            own_lr = _lr_of(shard.decoupled, lr, decoupled_lr)
+            own_lr, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
             tensors = [shard.main, *shard.states.values()]
             assert shard.main.grad is not None
             for grad, *old in zip(shard.main.grad.split(CHUNK), *(t.split(CHUNK) for t in tensors), strict=True):
                 new = [tensor.clone() for tensor in old]
                 states = dict(zip(shard.states, new[1:], strict=True))
-                self.update(new[0], grad, states, own_lr, weight_decay if shard.decays else 0.0, number)
+                self.update(new[0], grad, states, own_lr, decay, number)
                 for before, after in zip(old, new, strict=True):
                     torch.where(skipped, before, after, out=before)
 
@@ -101,23 +102,18 @@ class Optimizer:
         """Takes up a count of updates that a checkpoint was saved with."""
 
 
-def _lr_of(decoupled: bool, lr: float, decoupled_lr: float | None) -> float:
-    return decoupled_lr if decoupled and decoupled_lr is not None else lr
-
-
 class _Fused(Optimizer):
     """One of torch's fused optimizers, which CPU and CUDA both have: they take the overflow flag as a tensor."""
 
     _torch: torch.optim.Optimizer
 
     def _groups(self) -> list[dict]:
-        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        groups: dict[ParamGroup, list[Tensor]] = {}
         for shard in self.shards:
-            groups.setdefault((shard.decays, shard.decoupled), []).append(shard.main)
+            groups.setdefault(shard.group, []).append(shard.main)
         # A pipeline stage may have no parameters, and torch wants some.
         return [
-            {"params": params, "decays": decays, "decoupled": decoupled}
-            for (decays, decoupled), params in (groups or {(False, False): [torch.zeros(0)]}).items()
+            {"params": params, "group": group} for group, params in (groups or {ParamGroup(): [torch.zeros(0)]}).items()
         ]
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -131,8 +127,8 @@ class _Fused(Optimizer):
         self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
     ) -> None:
         for group in self._torch.param_groups:
-            group["lr"] = _lr_of(group["decoupled"], lr, decoupled_lr)
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+            group["lr"] = group["group"].lr(lr, decoupled_lr)
+            group["weight_decay"] = group["group"].decay(weight_decay)
         self._torch.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
         self._torch.step()
         self._torch.grad_scale = None  # type: ignore[attr-defined]

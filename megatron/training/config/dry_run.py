@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import build_schedule
@@ -168,6 +169,10 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         f"states: parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
         f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
     )
+    if config.optimizer.has_own_groups:
+        trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta.name)}
+        groups = {name: (config.optimizer.group_of(name, meta.kind), meta.numel) for name, meta in trained.items()}
+        yield from lines_of_groups(groups)
     yield from _activation_lines(batch, activations)
     most = max(plans, key=lambda plan: plan.memory.total + activations[plan.pp_rank].total)
     held, states = activations[most.pp_rank], most.memory.total

@@ -56,8 +56,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         _refuse(problems, launch)
     if command.dry_run:
         if launch.rank == 0:
-            if config.optimizer.freeze:  # a run finds it out as it builds the model
-                _refuse_wrong_freeze(config, launch)
+            if config.optimizer.names_parameters:  # a run finds it out as it builds the model
+                _refuse_wrong_names(config, launch)
             from megatron.training.config.dry_run import print_plan
 
             print_plan(config, world_size, command.plan_file)
@@ -65,13 +65,13 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     return config
 
 
-def _refuse_wrong_freeze(config: RunConfig, launch: Launch) -> None:
+def _refuse_wrong_names(config: RunConfig, launch: Launch) -> None:
     from megatron.planner.parameters import stage_metas
 
     try:
-        config.optimizer.check_freeze({meta.name for meta in stage_metas(config.model)})
+        config.optimizer.check_names({meta.name for meta in stage_metas(config.model)})
     except ValueError as error:
-        _refuse([Problem.of_message("--freeze", config.optimizer.freeze, str(error))], launch)
+        _refuse(Problem.of_errors("--freeze", None, error), launch)
 
 
 def _refuse(problems: Sequence[Problem], launch: Launch) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.folders import LATEST, checkpoint_folder
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.storage import save
@@ -45,6 +46,13 @@ class TorchDistTarget(Target):
         self.training = None if options.weights_only or options.dtype else source.training()
         if self.training is not None and "exp_avg" not in self.training.kinds:
             raise ValueError("only Adam's state can be written; give --weights-only to leave the optimizer's state out")
+        optimizer, usual = self.config.optimizer, OptimizerConfig()
+        own_groups = optimizer.param_group or optimizer.weight_decay_on != usual.weight_decay_on
+        if self.training is not None and own_groups:
+            raise ValueError(
+                "Megatron-LM's state has no groups as --param-group and --weight-decay-on make them; give "
+                "--weights-only to leave the optimizer's state out"
+            )
         model = self.config.model
         self.stacked = len(model.moe_layers) in (0, model.num_layers)
         self.makers = self._makers()

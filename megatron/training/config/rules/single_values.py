@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from megatron.core.config.param_groups import group_rule
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -77,6 +78,11 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
         except re.error as error:
             remedy = "use Python's regular expressions"
             yield Problem("--freeze", pattern, f"cannot be read as a regular expression: {error}", remedy)
+    for text in config.optimizer.param_group or ():
+        try:
+            group_rule(text)
+        except ValueError as error:
+            yield Problem.of_message("--param-group", text, str(error))
     if config.optimizer.lr is None:
         yield Problem("--lr", None, "is required", "add the peak learning rate, for example --lr 3e-4")
 

@@ -1,0 +1,116 @@
+"""Groups of parameters with a learning rate or weight decay of their own, at every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.param_groups import ParamGroup, group_rule
+from megatron.testing.snapshot import Snapshot, first_difference, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from tests.forked import run_program
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --fp64 --cpu "
+    "--make-vocab-size-divisible-by 4 --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --num-workers 0 --mock-data --weight-decay 0.3 --qk-layernorm "
+).split()
+GROUPS = [
+    *("--param-group", r"layers\.0\..*weight lr_mult=0.1 weight_decay=0"),
+    *("--param-group", "linear_fc1 lr_mult=3 wd_mult=2"),
+    *("--weight-decay-on", "matrices", "biases", "--apply-wd-to-qk-layernorm"),
+]
+
+
+@pytest.fixture(scope="module")
+def changes() -> dict[str, dict[str, torch.Tensor]]:
+    """Change of each weight in the first step, with and without the groups."""
+    runs = {"plain": train_in_world(1, MODEL), "own": train_in_world(1, MODEL + GROUPS)}
+    return {name: _changes(run) for name, run in runs.items()} | {"initial": _initial(runs["own"])}
+
+
+def _initial(run: Snapshot) -> dict[str, torch.Tensor]:
+    start = "initial weight "
+    return {key.removeprefix(start): value for key, value in run.tensors.items() if key.startswith(start)}
+
+
+def _changes(run: Snapshot) -> dict[str, torch.Tensor]:
+    return {name: run.tensors[f"step 1 weight {name}"] - before for name, before in _initial(run).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon --muon-scalar-optimizer sgd"])
+def test_every_layout_updates_alike(optimizer: str) -> None:
+    flags = [*MODEL, *GROUPS, "--optimizer", *optimizer.split()]
+    alone = train_in_world(1, flags)
+    for layout in ("--tp 2 --sequence-parallel", "--pp 2 --overlap-grad-reduce", "--no-use-distributed-optimizer"):
+        assert first_difference(alone, train_in_world(2, [*flags, *layout.split()]), 1e-9) is None, layout
+
+
+@pytest.mark.parametrize(
+    ("name", "lr_mult", "decay"),
+    [
+        ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1, 0.0),
+        ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the later expression wins
+        ("decoder.layers.1.mlp.linear_fc1.bias", 3.0, 0.6),
+        ("decoder.layers.1.mlp.linear_fc2.weight", 1.0, 0.3),
+        ("decoder.layers.1.mlp.linear_fc2.bias", 1.0, 0.3),
+        ("decoder.layers.1.self_attention.q_layernorm.weight", 1.0, 0.3),
+        ("decoder.layers.1.input_layernorm.weight", 1.0, 0.0),
+        ("embedding.word_embeddings.weight", 1.0, 0.0),
+    ],
+)
+def test_an_update_follows_its_group(
+    changes: dict[str, dict[str, torch.Tensor]], name: str, lr_mult: float, decay: float
+) -> None:
+    """Adam's first step is the learning rate times a direction that depends on the gradient alone."""
+    lr, weight = 1e-2, changes["initial"][name]
+    usual = OptimizerConfig().weight_decay_on
+    kind = "embeddings" if "embed" in name else "biases" if name.endswith("bias") else "matrices"
+    kind = "norms" if "norm" in name else kind
+    direction = changes["plain"][name] / lr + (0.3 if kind in usual else 0.0) * weight
+    torch.testing.assert_close(changes["own"][name], lr * lr_mult * (direction - decay * weight), rtol=1e-9, atol=1e-12)
+
+
+def test_groups_are_printed_and_a_resumed_run_says_what_differs(tmp_path: Path) -> None:
+    files = ["--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-style", "constant", "--eval-iters", "0"]
+    done = run_program("pretrain_gpt.py", *MODEL, *GROUPS, *files, "--train-iters", "2")
+    assert "parameter group (lr x 0.1, no weight decay): 7 parameters, " in done.stdout, done.stdout + done.stderr
+    assert "parameter group (lr x 3, weight decay x 2): 4 parameters, " in done.stdout
+    done = run_program("pretrain_gpt.py", *MODEL, *GROUPS[2:], *files, "--train-iters", "4")
+    said = "7 parameters have another group than in the checkpoint, decoder.layers.0."
+    assert said in done.stdout and ": lr x 0.1, no weight decay there, lr, " in done.stdout, done.stdout
+
+
+def test_a_rule_is_read() -> None:
+    assert group_rule(r"fc1\.weight lr_mult=2 weight_decay=0").settings == {"lr_mult": 2.0, "weight_decay": 0.0}
+    config = OptimizerConfig(param_group=("norm weight_decay=0.2", "final wd_mult=1"))
+    assert config.group_of("decoder.final_layernorm.weight", "norms") == ParamGroup(wd_mult=1.0)
+    assert config.group_of("decoder.layers.0.input_layernorm.weight", "norms").decay(7.0) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("norm", "at least one key=value"),
+        ("( lr_mult=1", "cannot be read as a regular expression"),
+        ("norm lr=1", "'lr' is none of lr_mult, wd_mult, weight_decay"),
+        ("norm lr_mult=fast", "lr_mult needs a number, not 'fast'"),
+        ("norm lr_mult=-1", "lr_mult must be finite and not negative"),
+        ("norm wd_mult=1 weight_decay=0", "sets one thing twice"),
+    ],
+)
+def test_a_rule_that_cannot_be_read_is_refused(text: str, rule: str) -> None:
+    config = resolve(parse_args([*MODEL, "--param-group", text]), 1)
+    (problem,) = validate(config, 1)
+    assert str(problem).startswith(f"--param-group {text}: ") and rule in str(problem)
+
+
+def test_an_expression_that_matches_nothing_names_the_nearest() -> None:
+    with pytest.raises(RuntimeError, match="param-group") as error:
+        train_in_world(2, [*MODEL, "--param-group", r"mlp\.linear_fc3 lr_mult=2", "--pp", "2"])
+    said = "mlp\\.linear_fc3 lr_mult=2: matches no parameter; the nearest names are decoder.layers.0.mlp.linear_fc1."
+    assert said in str(error.value)
