@@ -34,7 +34,20 @@ DEEPSEEK = replace(
 SWITCH = replace(
     MIXTRAL, moe_router_topk=1, moe_router_pre_softmax=True, swiglu=False, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.0
 )
+GPT_OSS = replace(
+    MIXTRAL,
+    add_bias_linear=True,
+    swiglu=False,
+    quick_geglu=True,
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.7,
+    moe_router_topk=3,
+)
 CASES: dict[str, TransformerConfig] = {
+    "gpt-oss": GPT_OSS,
+    "gpt-oss drop": replace(
+        GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1, moe_shared_expert_intermediate_size=16
+    ),
     "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
     "switch": SWITCH,
@@ -74,7 +87,18 @@ def build_layer(
         layer.router.weight.mul_(0.8 / config.init_method_std)
         if balance.expert_bias is not None:
             balance.expert_bias.copy_(torch.linspace(-0.1, 0.1, balance.num_experts))
+        for name, parameter in layer.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(varied(parameter, state))
     return layer
+
+
+def varied(bias: Tensor, state: ParallelState) -> Tensor:
+    """Values that are not special for a bias, the same at each layout."""
+    meta = bias.meta  # type: ignore[attr-defined]
+    offset, shape = meta.box(state.coords)
+    whole = torch.linspace(-0.5, 0.5, meta.numel, dtype=bias.dtype).sin().view(meta.global_shape)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 def context(samples: int, aux_scale: float | None = None, number: int = 0) -> BatchContext:
@@ -86,7 +110,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     """(output, auxiliary loss per token, kept [s, b, E]) of x [s, b, h], one token and one expert at a time."""
     s, b, _ = x.shape
     count, k = layer.router.num_experts, config.moe_router_topk
-    logits = x @ layer.router.weight.T
+    logits = F.linear(x, layer.router.weight, layer.router.bias)
     if layer.router.random_logits is not None:
         random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
         logits = random + (logits - logits.detach())
@@ -120,15 +144,10 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
                 if config.moe_token_drop_policy == "probs":
                     takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
                 kept[takers[int(capacity) :], j, e] = 0
-    out = sum(
-        (weights * kept)[..., e, None] * mlp(config, fc1, fc2, x)
-        for e, (fc1, fc2) in enumerate(
-            zip(layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight, strict=True)
-        )
-    )
+    out = sum((weights * kept)[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count))
     shared = layer.shared_experts
     if shared is not None:
-        of_shared = mlp(config, shared.linear_fc1.weight, shared.linear_fc2.weight, x)
+        of_shared = mlp(config, shared, x)
         out = out + (of_shared * (x @ shared.gate_weight.T).sigmoid() if config.moe_shared_expert_gate else of_shared)
     probabilities = scores / scores.sum(-1, keepdim=True)
     if config.moe_router_load_balancing_type == "seq_aux_loss":
@@ -162,9 +181,20 @@ def sinkhorn_matrix(logits: Tensor) -> Tensor:
     return matrix
 
 
-def mlp(config: TransformerConfig, fc1: Tensor, fc2: Tensor, x: Tensor) -> Tensor:
-    activation = {"swiglu": swiglu, "gelu": F.gelu, "squared_relu": squared_relu}[config.activation]
-    return activation(x @ fc1.reshape(-1, x.shape[-1]).T) @ fc2.T
+def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | None = None) -> Tensor:
+    """The MLP of an expert, or of the shared one, with its biases if there are any."""
+    functions = {"swiglu": swiglu, "gelu": F.gelu, "squared_relu": squared_relu, "quick_geglu": gated_by_quick_gelu}
+    for linear, function in ((part.linear_fc1, functions[config.activation]), (part.linear_fc2, lambda y: y)):
+        weight, bias = (p if p is None or expert is None else p[expert] for p in (linear.weight, linear.bias))
+        x = function(F.linear(x, weight.reshape(-1, x.shape[-1]), None if bias is None else bias.flatten()))
+    return x
+
+
+def gated_by_quick_gelu(x: Tensor) -> Tensor:
+    """Of gpt-oss, with the bounds and the offset of `GPT_OSS`."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+    return (up + 1) * gate * (gate * 1.702).sigmoid()
 
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:

@@ -25,6 +25,9 @@ class ActivationFacts:
     gated: bool = False
     """Whether it maps [..., 2f], gate before up, to [..., f]; else it keeps the width."""
 
+    bounded: bool = False
+    """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
+
 
 ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", ActivationFacts)
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
@@ -34,8 +37,9 @@ ACTIVATIONS.register("gelu", "megatron.core.transformer.activations:build_gelu")
 ACTIVATIONS.register("gelu_tanh", "megatron.core.transformer.activations:build_gelu_tanh")
 ACTIVATIONS.register("squared_relu", "megatron.core.transformer.activations:build_squared_relu")
 ACTIVATIONS.register("xielu", "megatron.core.transformer.xielu:XIELU")
-for _gated in ("swiglu", "geglu", "geglu_tanh"):
-    ACTIVATIONS.register(_gated, f"megatron.core.transformer.activations:build_{_gated}", gated=True)
+for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
+    _function = f"megatron.core.transformer.activations:build_{_gated}"
+    ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
 
 ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""

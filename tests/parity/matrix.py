@@ -37,10 +37,11 @@ COMMON = (
 )
 
 # What a choice adds to the flags. Model factors are part of the one-process reference too, layout factors are not.
-EXPERTS = (
-    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
+BIASED_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
     " --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01"
 )
+EXPERTS = f"--disable-bias-linear {BIASED_EXPERTS}"
 MODEL_FACTORS: dict[str, dict[str, str]] = {
     "heads": {
         "mha": "",
@@ -87,6 +88,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "dense": "",
         "moe": EXPERTS,
         "drops": f"{EXPERTS} --moe-expert-capacity-factor 1.1",
+        "biased": f"{BIASED_EXPERTS} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.02",
     },
     "routing": {
         "softmax": "",
@@ -268,7 +270,7 @@ def _complete(pair: Pair, random: Random) -> Combination:
     """A random combination with `pair` in it."""
     fixed = dict(pair)
     if "mlp" not in fixed and any(name in fixed for name in OF_EXPERTS):
-        fixed["mlp"] = random.choice(("moe", "drops"))
+        fixed["mlp"] = random.choice(("moe", "drops", "biased"))
     if fixed.setdefault("mlp", random.choice(list(FACTORS["mlp"]))) == "dense":
         for name in OF_EXPERTS:
             fixed.setdefault(name, next(iter(FACTORS[name])))
@@ -298,6 +300,10 @@ NAMED = {
     ),
     "experts whose messages are hidden, with sequence parallelism": Combination.of(
         world="8", mlp="drops", ep="2", pp="2", tp="2sp", schedule="zb-h2", expert_messages="in turns"
+    ),
+    "experts with biases": Combination.of(world="8", mlp="biased", tp="2sp", ep="2", etp="2", dispatcher="allgather"),
+    "experts with biases, weight gradients later": Combination.of(
+        world="4", mlp="biased", pp="2", ep="2", schedule="zb-h1", recompute="full uniform", layers="windows"
     ),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "fused norms, recomputed": Combination.of(

@@ -221,6 +221,7 @@ def test_experts_have_no_histories() -> None:
     assert histories == {f"{name}.amax_history" for name in (*linears, *shared)}
 
 
+BIASED_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --quick-geglu --glu-linear-offset 1"
 IN_TURNS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
 WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 --swiglu"
 
@@ -233,12 +234,13 @@ WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 
         ("tensorwise", 2, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2", 0.05),
         ("blockwise", 2, f"{WIDE_EXPERTS} --ep 2", 1e-3),
         ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
+        ("rowwise", 2, f"{BIASED_EXPERTS} --ep 2", 1e-3),
         ("blockwise", 4, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2 --ep 2", 0.05),
     ],
 )
 def test_experts_agree_with_one_process(recipe: str, world_size: int, layout: str, bound: float) -> None:
     """Without tensor parallelism only the experts' own rounding to bf16 differs, in the sum over a token's experts."""
-    experts = WIDE_EXPERTS if WIDE_EXPERTS in layout else EXPERTS
+    experts = next(each for each in (WIDE_EXPERTS, EXPERTS, BIASED_EXPERTS) if each in layout)
     one, found = train(recipe, 1, experts), train(recipe, world_size, layout)
     assert not found.replica_errors
     assert distance(found, one, "loss") < 1e-4

@@ -166,7 +166,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--num-layer 30 --hidden-size x --mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 "
         "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type ring --quick-geglu --lr 3",
+        "--cp-comm-type ring --onnx-safe --lr 3",
         capsys,
     )
     for line in (
@@ -182,7 +182,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--quick-geglu: asks for this activation function, which is not built; remove it",
+        "--onnx-safe: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines
     # The validation's problems come with them, but not those that follow from a misspelt flag.
@@ -343,7 +343,7 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("lr: 1\nlr: 2", "lr 2: the file says it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),
-        ("quick-geglu: true", "quick-geglu: asks for this activation function"),
+        ("onnx-safe: true", "onnx-safe: asks for this activation function"),
         ("dry-run: true", "dry-run: is not configuration"),
         ("when: 2024-13-45", "when 2024-13-45: unknown flag"),
     ],

@@ -156,6 +156,7 @@ def test_generation_caches_latents() -> None:
         {"factor": 4.0, "original_max_position_embeddings": 64},
         {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0.5},
         {"factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 6.0, "beta_slow": 0.5},
+        {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     ],
 )
 def test_yarn_frequencies(scaling: dict[str, Any]) -> None:
@@ -167,6 +168,7 @@ def test_yarn_frequencies(scaling: dict[str, Any]) -> None:
     frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
     fields = {**scaling, "rotary_scaling_factor": scaling["factor"]}
     del fields["factor"]
+    fields["yarn_correction_range_round_to_int"] = fields.pop("truncate", True)
     config = replace(STYLES["llama"], hidden_size=64, num_attention_heads=2, rope_type="yarn", **fields)
     ours = RotaryEmbedding(config, torch.device("cpu"), torch.float32)
     torch.testing.assert_close(ours.frequencies, frequencies, rtol=1e-6, atol=0)

@@ -475,7 +475,6 @@ def problems(argv: str, world_size: int) -> list[str]:
         ("--ep 4", 2, "--expert-model-parallel-size 4: times --expert-tensor-parallel-size 1 must divide the 2 ranks"),
         ("--etp 3", 3, "--moe-ffn-hidden-size 128: must be a multiple of --expert-tensor-parallel-size 3"),
         ("--tp 2", 2, "--num-experts 8: needs --sequence-parallel with TP"),
-        ("--add-bias-linear", 1, "--num-experts 8: needs --disable-bias-linear: experts have no biases; add it"),
         ("--moe-layer-freq [1]*3", 1, "--moe-layer-freq [1]*3: the list must have a 0 or 1 for each of 4 layers"),
         ("--moe-layer-freq [0]*4", 1, "--moe-layer-freq [0]*4: selects no layer for experts; use another pattern, or"),
         ("--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias: needs scores of sigmoid"),

@@ -16,7 +16,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import add_update, dropout, dropout_mask
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.transformer.activations import FUNCTIONS, FusedActivation, gelu_tanh, squared_relu
+from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
@@ -67,18 +67,23 @@ def latent_heads(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
-def activated(x: Tensor, compiled: bool, kind: str, biased: bool = False) -> Tensor:
+BOUNDED = Bounded("swiglu", 0.7, 2.0)
+
+
+def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Tensor:
     """Of the features of x, the last token is the bias."""
     bias = x[-1, -1] if biased else None
     if compiled:
         return FusedActivation(kind, True)(x, bias)
-    plain = {
+    plain: dict[Kind, Callable[[Tensor], Tensor]] = {
         "gelu": F.gelu,
         "gelu_tanh": gelu_tanh,
         "squared_relu": squared_relu,
         "swiglu": lambda z: F.silu(z[..., :20]) * z[..., 20:],
         "geglu": lambda z: F.gelu(z[..., :20]) * z[..., 20:],
         "geglu_tanh": lambda z: gelu_tanh(z[..., :20]) * z[..., 20:],
+        "quick_geglu": lambda z: z[..., :20] * torch.sigmoid(1.702 * z[..., :20]) * z[..., 20:],
+        BOUNDED: lambda z: F.silu(z[..., :20].clamp(max=0.7)) * (z[..., 20:].clamp(-0.7, 0.7) + 2),
     }
     return plain[kind](x if bias is None else x + bias)
 
@@ -127,6 +132,8 @@ def delta_net(x: Tensor, compiled: bool) -> Tensor:
 
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     **{kind: partial(activated, kind=kind) for kind in FUNCTIONS},
+    "bounded swiglu": partial(activated, kind=BOUNDED),
+    "biased, bounded swiglu": partial(activated, kind=BOUNDED, biased=True),
     **{f"biased {kind}": partial(activated, kind=kind, biased=True) for kind in ("gelu", "squared_relu", "swiglu")},
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),

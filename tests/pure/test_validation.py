@@ -185,6 +185,19 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ),
         ("--num-query-groups 4", 1, "--num-query-groups 4: has no effect without --group-query-attention"),
         ("--swiglu --squared-relu", 1, "--swiglu: cannot be combined with --squared-relu"),
+        ("--quick-geglu --activation-func gelu", 1, "--activation-func gelu: cannot be combined with --quick-geglu"),
+        ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value 7.0: is not known to the activation"),
+        ("--squared-relu --glu-linear-offset 1", 1, "--glu-linear-offset 1.0: is not known to the activation function"),
+        (
+            "--no-yarn-correction-range-round-to-int",
+            1,
+            "--no-yarn-correction-range-round-to-int: has no effect without --rope-type yarn",
+        ),
+        (
+            "--num-experts 4 --etp 5 --moe-ffn-hidden-size 20",
+            5,
+            "--hidden-size 48: must be a multiple of --expert-tensor-parallel-size 5, which cuts biases of experts",
+        ),
         (
             "--max-position-embeddings 8",
             1,

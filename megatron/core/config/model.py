@@ -118,6 +118,9 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     beta_slow: float = 1.0
     """YaRN: frequencies with at most this many rotations over the original context length are fully scaled."""
 
+    yarn_correction_range_round_to_int: bool = flag(True, name="--no-yarn-correction-range-round-to-int")
+    """YaRN: leave the bounds of the pairs of channels between both unrounded, as gpt-oss does."""
+
     mscale: float = 1.0
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
@@ -153,12 +156,22 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     squared_relu: bool = False
     """Squared ReLU in the MLP instead of GeLU."""
 
+    quick_geglu: bool = False
+    """Gated MLP with quick GeLU, x sigmoid(1.702 x), instead of GeLU."""
+
+    glu_linear_offset: float = 0.0
+    """Added to the half of a gated MLP's input that is multiplied by the gate; 1 in gpt-oss."""
+
+    activation_func_clamp_value: float | None = None
+    """Bound c of a gated MLP's input: gates are at most c, what they multiply lies in [-c, c]; 7 in gpt-oss."""
+
     bias_gelu_fusion: bool = True
     """GeLU of models with biases is its tanh approximation (gelu_tanh), as Megatron-LM's fused kernel computes it.
     Without this, or without biases, GeLU is exact (gelu)."""
 
     activation_func: str | None = flag(None, choices=ACTIVATIONS)
-    """Activation function of MLPs and experts; default: that of --swiglu or --squared-relu, else GeLU."""
+    """Activation function of MLPs and experts; default: that of --swiglu, --quick-geglu or --squared-relu, else
+    GeLU."""
 
     attention_module: str = flag("self_attention", choices=ATTENTIONS)
     """Attention sublayer of each layer."""
@@ -213,7 +226,7 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     """Cap c of the output logits z, which become c tanh(z / c) (Gemma 2); default: none."""
 
     add_bias_linear: bool = flag(True, name="--disable-bias-linear")
-    """No bias in the linear layers."""
+    """No bias in the linear layers, those of experts and the router included."""
 
     add_qkv_bias: bool = False
     """Bias in the query-key-value projection even under --disable-bias-linear."""
@@ -472,7 +485,13 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
         if self.activation_func is not None:
             return self.activation_func
         gelu = "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
-        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else gelu
+        return next(iter(self.activation_flags), gelu)
+
+    @property
+    def activation_flags(self) -> tuple[str, ...]:
+        """The activation functions that a flag of their own names."""
+        given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
+        return tuple(name for name, asked in given.items() if asked)
 
     @property
     def gated(self) -> bool:

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.weight_grad import (
     add_product_,
     saved_without_graph,
 )
-from megatron.core.transformer.activations import FUNCTIONS, Activation, FusedActivation, build_activation
+from megatron.core.transformer.activations import Activation, FusedActivation, Kind, build_activation, functions_of
 from megatron.core.transformer.recompute import with_input_recomputed
 
 
@@ -72,6 +72,11 @@ class Segments:
             ends = [0, *HostCopy(self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
         return self._sizes
+
+    def experts_of(self, rows: int) -> Tensor:
+        """[rows] int64 on the device: the expert of each row; that of spare rows is some expert."""
+        ends = self.ends[:-1].contiguous()
+        return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """x [n, ...] -> the rows of each expert. Reads `sizes`; fake tensors have none, and even parts."""
@@ -195,6 +200,59 @@ class GroupedLinearFunction(torch.autograd.Function):
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
 
+def _add_bias_(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    """y [n, out], to whose columns from `first` on the row of bias [experts, columns] of each expert is added, times
+    the `factors` [n], if given."""
+    added = bias[experts]
+    if factors is not None:
+        added = added * factors[:, None].to(y.dtype)
+    return y.narrow(1, first, bias.shape[1]).add_(added)
+
+
+def _gradient_of_factors(dy: Tensor, bias: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
+    return (dy * bias[experts]).sum(-1, keepdim=True, dtype=factors.dtype)
+
+
+class GroupedBiasFunction(torch.autograd.Function):
+    """Adds to each row of y [n, out], in place, the bias [experts, ..., columns] of its expert, times its factor [n] if
+    there are factors. `first` is the first of these columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        bias: Tensor,
+        factors: Tensor | None,
+        segments: Segments,
+        first: int,
+        layer: GroupedLinear,
+    ) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(factors)
+        ctx.bias, ctx.segments, ctx.first, ctx.layer = bias, segments, first, layer
+        region(_add_bias_, layer.compiled)(y, bias.flatten(1), segments.experts_of(y.shape[0]), factors, first)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (factors,), bias, segments = ctx.saved_tensors, ctx.bias.flatten(1), ctx.segments
+        columns = dy.narrow(1, ctx.first, bias.shape[1]).contiguous()
+        of_factors = None
+        if factors is not None and ctx.needs_input_grad[2]:
+            experts = segments.experts_of(dy.shape[0])
+            of_factors = region(_gradient_of_factors, ctx.layer.compiled)(columns, bias, experts, factors)
+            of_factors = segments.clear_spare_(of_factors)[:, 0]
+        weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
+
+        def add_db_(out: Tensor) -> None:
+            """The bias is the weight of one more input, the factor."""
+            ctx.layer.gemms.add_weight_grad_(out.view(*bias.shape, 1), columns, weights[:, None], segments)
+
+        db = accumulate_weight_grad(ctx.bias, add_db_, ctx.layer.queue)
+        return dy, db, of_factors, None, None, None
+
+
 def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
     """The products of a layer whose features are sharded over expert tensor parallelism as `cuts` says."""
     plain = GROUPED if grouped else EACH
@@ -235,13 +293,13 @@ class _WeightedActivation(torch.autograd.Function):
         return next(found), d_weights, None, *(next(found) if p.requires_grad else None for p in ctx.parameters)
 
 
-def _weighted_forward(x: Tensor, weights: Tensor, kind: str) -> Tensor:
-    return FUNCTIONS[kind][0](x) * weights[:, None].to(x.dtype)
+def _weighted_forward(x: Tensor, weights: Tensor, kind: Kind) -> Tensor:
+    return functions_of(kind)[0](x) * weights[:, None].to(x.dtype)
 
 
-def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """Gradients of x [n, f] and of the weights [n]."""
-    forward, backward = FUNCTIONS[kind]
+    forward, backward = functions_of(kind)
     d_weights = (grad * forward(x)).sum(-1, dtype=weights.dtype)
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
 
@@ -250,7 +308,7 @@ class _FusedWeightedActivation(torch.autograd.Function):
     """`_WeightedActivation` of a function whose gradient is known: compiled, no product is written in between."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, kind: str, compiled: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.kind, ctx.compiled = kind, compiled
         return region(_weighted_forward, compiled)(x, weights, kind)
@@ -264,19 +322,30 @@ class _FusedWeightedActivation(torch.autograd.Function):
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in]."""
+    """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], b [E/ep, ...] if there are
+    biases.
 
-    def __init__(self, meta: ParamMeta, ctx: TPContext, gemms: GroupedGemms) -> None:
+    If `cuts` says that the inputs are sharded, the output is a partial sum, of which a rank has the bias of its part of
+    the columns.
+    """
+
+    def __init__(self, metas: Sequence[ParamMeta], cuts: Cuts, grouped: bool, ctx: TPContext) -> None:
         super().__init__()
-        self.weight = make_parameter(meta, ctx)
-        self.gemms, self.queue = gemms, ctx.queue
+        weight, *bias = (make_parameter(meta, ctx) for meta in metas)
+        self.weight, self.bias = weight, bias[0] if bias else None
+        self.gemms, self.queue, self.compiled = _build_gemms(grouped, cuts, ctx), ctx.queue, ctx.compiled
+        self.first_column = ctx.experts.expt_tp.rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        return GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
+    def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
+        """`factors` [n]: each row's factor of the bias; 1 by default"""
+        y = GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
+        if self.bias is None:
+            return y
+        return GroupedBiasFunction.apply(y, self.bias, factors, segments, self.first_column, self)
 
 
 class Experts(nn.Module):
-    """MLPs of the local experts: fc2(weight * activation(fc1(x)))."""
+    """MLPs of the local experts: weight * fc2(activation(fc1(x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -286,8 +355,8 @@ class Experts(nn.Module):
             self.grouped = self.grouped and has_grouped_fp8_kernel(ctx.fp8.config.fp8_recipe, ctx.device)
         cut = ctx.experts.expt_tp.size > 1
         self.linear_fc1, self.linear_fc2 = (
-            GroupedLinear(meta, ctx, _build_gemms(self.grouped, cuts, ctx))
-            for meta, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
+            GroupedLinear(metas, cuts, self.grouped, ctx)
+            for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
         )
         self.activation = build_activation(f"{name}.activation", config, ctx)
         # Inputs of the autograd Function, so that their gradients are computed with those of the rows.
@@ -306,5 +375,5 @@ class Experts(nn.Module):
 
         hidden = self.linear_fc1(rows, segments)
         if self.recompute_activation and self.training:
-            return with_input_recomputed(activate, hidden, self.linear_fc2, segments)
-        return self.linear_fc2(activate(hidden), segments)
+            return with_input_recomputed(activate, hidden, self.linear_fc2, segments, weights)
+        return self.linear_fc2(activate(hidden), segments, weights)

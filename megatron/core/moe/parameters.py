@@ -10,12 +10,14 @@ from megatron.core.param_meta import Fused, Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import sequence_partial
 
 
-def router_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
-    """The router's weight."""
+def router_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> list[ParamMeta]:
+    """The router's weight, and its bias if linear layers have biases. As in Megatron-LM, the bias is random too."""
     assert config.num_experts is not None
     shape, init = (config.num_experts, config.hidden_size), Init("normal", config.init_method_std)
     partial_over = sequence_partial(sequence_parallel)
-    return ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
+    weight = ParamMeta(f"{name}.weight", shape, init=init, partial_over=partial_over, role="router")
+    bias = ParamMeta(f"{name}.bias", shape[:1], init=init, partial_over=partial_over)
+    return [weight, bias] if config.add_bias_linear else [weight]
 
 
 def shared_gate_meta(name: str, config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
@@ -32,15 +34,28 @@ def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta,
     return [(ParamMeta(f"{name}.expert_bias", (config.num_experts,), init=Init("zeros")), "float32")]
 
 
-def expert_metas(name: str, config: TransformerConfig) -> tuple[ParamMeta, ParamMeta]:
-    """Weights of linear_fc1 and linear_fc2 of all experts. A gated fc1 stacks gate and up: [E, 2, ffn, h]."""
+def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
+    """Weights of linear_fc1 and linear_fc2 of all experts, each with its bias if there are biases. A gated fc1 stacks
+    gate and up: [E, 2, ffn, h].
+
+    The output of linear_fc2 is a partial sum over expert tensor parallelism: each rank holds the bias of a part of the
+    columns, and adds that.
+    """
     count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
     assert count is not None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)
     fused = Fused("gate_up", 1, (1, 1)) if config.gated else None
     fc1_cut, fc2_cut = {"ep": 0, "expt_tp": dim}, {"ep": 0, "expt_tp": 2}
-    return (
+    weights = (
         ParamMeta(f"{name}.linear_fc1.weight", fc1, fc1_cut, init, expert=True, stacked=1, fused=fused),
         ParamMeta(f"{name}.linear_fc2.weight", (count, hidden, ffn), fc2_cut, output_init, expert=True, stacked=1),
     )
+    biases = (
+        ParamMeta(f"{name}.linear_fc1.bias", fc1[:-1], fc1_cut, Init("zeros"), expert=True),
+        ParamMeta(f"{name}.linear_fc2.bias", (count, hidden), {"ep": 0, "expt_tp": 1}, Init("zeros"), expert=True),
+    )
+    fc1_metas, fc2_metas = (
+        [weight, bias] if config.add_bias_linear else [weight] for weight, bias in zip(weights, biases, strict=True)
+    )
+    return fc1_metas, fc2_metas

@@ -20,7 +20,7 @@ from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.moe.parameters import router_meta
+from megatron.core.moe.parameters import router_metas
 from megatron.core.moe.random_logits import RandomLogits
 from megatron.core.moe.sinkhorn import sinkhorn_bias
 from megatron.core.parallel_state import Axis
@@ -145,7 +145,8 @@ class TopKRouter(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
-        self.weight = make_parameter(router_meta(name, config, ctx.sequence_parallel), ctx)
+        weight, *bias = (make_parameter(meta, ctx) for meta in router_metas(name, config, ctx.sequence_parallel))
+        self.weight, self.bias = weight, bias[0] if bias else None
         self.balance = Balance(name, config, ctx)
         self.scores: Scores = SCORES[config.moe_router_scores]
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
@@ -165,6 +166,8 @@ class TopKRouter(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
         """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
         logits = RouterFunction.apply(x, self.weight, self.dtype, self.queue)
+        if self.bias is not None:
+            logits = logits + self.bias.to(self.dtype)
         if self.training and self.random_logits is not None:
             logits = self.random_logits(logits, context.places_of(logits, self.shard), context)
         ranked = self.scores.ranked(logits.detach())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,24 @@ PARTIAL_SUMS = 32
 """Groups of rows whose gradients of a bias are summed apart: parallel work for a GPU where there are few features."""
 
 
-class FusedActivation:
-    """An activation function of `FUNCTIONS`, which saves its input alone. Compiled, it can add the bias of the linear
-    layer before it: then the pass that makes the gradient of its input sums up that of the bias too."""
+class Bounded(NamedTuple):
+    """A gated function of `FUNCTIONS` whose operands are bounded and shifted before, as gpt-oss has it:
+    f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset)."""
 
-    def __init__(self, kind: str, compiled: bool) -> None:
+    name: str
+    clamp: float | None
+    offset: float
+
+
+Kind = str | Bounded
+"""What `functions_of` takes."""
+
+
+class FusedActivation:
+    """An activation function of `functions_of`, which saves its input alone. Compiled, it can add the bias of the
+    linear layer before it: then the pass that makes the gradient of its input sums up that of the bias too."""
+
+    def __init__(self, kind: Kind, compiled: bool) -> None:
         self.kind, self.compiled = kind, compiled
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,15 +69,26 @@ def build_squared_relu(name: str, config: TransformerConfig, ctx: TPContext) -> 
 
 
 def build_swiglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("swiglu", ctx.compiled)
+    return build_gated("swiglu", config, ctx)
 
 
 def build_geglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("geglu", ctx.compiled)
+    return build_gated("geglu", config, ctx)
 
 
 def build_geglu_tanh(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    return FusedActivation("geglu_tanh", ctx.compiled)
+    return build_gated("geglu_tanh", config, ctx)
+
+
+def build_quick_geglu(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
+    return build_gated("quick_geglu", config, ctx)
+
+
+def build_gated(kind: str, config: TransformerConfig, ctx: TPContext) -> Activation:
+    """A gated function with --activation-func-clamp-value and --glu-linear-offset."""
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    plain = clamp is None and offset == 0
+    return FusedActivation(kind if plain else Bounded(kind, clamp, offset), ctx.compiled)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -106,25 +130,80 @@ def _geglu_backward(x: Tensor, grad: Tensor, approximate: str) -> Tensor:
     return torch.cat((of_gate, grad * F.gelu(gate, approximate=approximate)), dim=-1)
 
 
-FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+QUICK = 1.702
+"""Quick GeLU is x sigmoid(1.702 x) (arXiv:1606.08415, section 2)."""
+
+
+def _quick_geglu_forward(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gate * torch.sigmoid(QUICK * gate) * up
+
+
+def _quick_geglu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    share = torch.sigmoid(QUICK * gate)
+    return torch.cat((grad * up * share * (1 + QUICK * gate * (1 - share)), grad * gate * share), dim=-1)
+
+
+Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+FUNCTIONS: dict[str, Functions] = {
     "gelu": (F.gelu, partial(_gelu_backward, approximate="none")),
     "gelu_tanh": (gelu_tanh, partial(_gelu_backward, approximate="tanh")),
     "squared_relu": (squared_relu, _squared_relu_backward),
     "swiglu": (_swiglu_forward, _swiglu_backward),
     "geglu": (partial(_geglu_forward, approximate="none"), partial(_geglu_backward, approximate="none")),
     "geglu_tanh": (partial(_geglu_forward, approximate="tanh"), partial(_geglu_backward, approximate="tanh")),
+    "quick_geglu": (_quick_geglu_forward, _quick_geglu_backward),
 }
 """Activation function -> forward(x) and backward(x, gradient of the output)."""
 
 
-def _biased_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    return FUNCTIONS[kind][0](x + bias)
+def functions_of(kind: Kind) -> Functions:
+    """forward(x) and backward(x, gradient of the output) of a function that may be bounded."""
+    if isinstance(kind, str):
+        return FUNCTIONS[kind]
+    (forward, backward), clamp, offset = FUNCTIONS[kind.name], kind.clamp, kind.offset
+
+    def of_bounded(x: Tensor) -> Tensor:
+        return forward(_bounded(x, clamp, offset))
+
+    def gradient(x: Tensor, grad: Tensor) -> Tensor:
+        dx = backward(_bounded(x, clamp, offset), grad)
+        return dx if clamp is None else dx * _within(x, clamp)
+
+    return of_bounded, gradient
 
 
-def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return torch.cat((gate, up + offset), dim=-1)
+
+
+def _within(x: Tensor, clamp: float) -> Tensor:
+    """Bool: whether the gradient passes the bounds."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
+
+
+def _forward(x: Tensor, kind: Kind) -> Tensor:
+    return functions_of(kind)[0](x)
+
+
+def _backward(x: Tensor, grad: Tensor, kind: Kind) -> Tensor:
+    return functions_of(kind)[1](x, grad)
+
+
+def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
+    return functions_of(kind)[0](x + bias)
+
+
+def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """x [groups of rows, rows, f] -> gradients of x and of the bias. torch.compile makes one pass of both, which it
     does not of x [rows, f]."""
-    dx = FUNCTIONS[kind][1](x + bias, grad)
+    dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)
     return dx, dx.sum(1, dtype=wide).sum(0).to(bias.dtype)
 
@@ -133,11 +212,11 @@ class _ActivationFunction(torch.autograd.Function):
     """f(x + bias) that saves only its input for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, compiled: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind, compiled: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.kind, ctx.compiled = kind, compiled
         if bias is None:
-            return region(FUNCTIONS[kind][0], compiled)(x)
+            return region(_forward, compiled)(x, kind)
         return region(_biased_forward, compiled)(x, bias, kind)
 
     @staticmethod
@@ -145,7 +224,7 @@ class _ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         if bias is None:
-            return region(FUNCTIONS[ctx.kind][1], ctx.compiled)(x, grad), None, None, None
+            return region(_backward, ctx.compiled)(x, grad, ctx.kind), None, None, None
         groups = gcd(x.numel() // x.shape[-1], PARTIAL_SUMS)
         x_rows, grad_rows = (rows.reshape(groups, -1, rows.shape[-1]) for rows in (x, grad))
         dx, of_bias = region(_biased_backward, ctx.compiled)(x_rows, bias, grad_rows, ctx.kind)

@@ -33,15 +33,17 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation | None = No
 
 def _yarn_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """Divides slow frequencies by the scaling factor, keeps fast ones, and blends linearly over the pairs in between
-    (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in published models."""
+    (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in most published models, or not."""
 
     def pair(rotations: float) -> float:
         """The pair, as a real number, that turns so many times over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return config.rotary_dim * math.log(wavelengths) / (2 * math.log(config.rotary_base))
 
-    first = max(math.floor(pair(config.beta_fast)), 0)
-    last = min(math.ceil(pair(config.beta_slow)), config.rotary_dim - 1)
+    first, last = pair(config.beta_fast), pair(config.beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32)
     share_slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequencies / config.rotary_scaling_factor * share_slowed + frequencies * (1 - share_slowed)

@@ -97,7 +97,7 @@ def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:
     kv_channels = model.hidden_size // model.num_attention_heads
     return _filled(
         model,
-        activation_func=None if model.swiglu or model.squared_relu else model.activation,
+        activation_func=None if model.activation_flags else model.activation,
         ffn_hidden_size=model.ffn_size,
         kv_channels=kv_channels if model.hidden_size % model.num_attention_heads == 0 and not model.latent else None,
         max_position_embeddings=model.seq_length or None,

@@ -27,9 +27,6 @@ WITHOUT_EQUAL = {
     "add_bias_linear_fc": "biases in some layers",
     "hybrid_override_pattern": "state-space layers",
     "is_hybrid_model": "state-space layers",
-    "glu_linear_offset": "an offset of the gate",
-    "activation_func_clamp_value": "clamped activations",
-    "quick_geglu": "quick GeGLU",
     "use_mup": "muP",
     "attention_output_gate": "gates of attention's output",
     "scale_embeddings": "scaled embeddings",
@@ -52,6 +49,8 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
     positions = args.get("position_embedding_type", "learned_absolute")
     if positions not in POSITIONS:
         problems.append(f"position_embedding_type {positions}")
+    if args.get("num_experts") and args.get("add_bias_linear", True):
+        problems.append("add_bias_linear True: biases of experts, which are not converted")
     if problems:
         raise ValueError("its model cannot be expressed: " + "; ".join(problems))
     values: dict[str, dict[str, Any]] = {}
@@ -96,7 +95,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--window-rotary-base": model.window_rotary_base,
         "--position-embedding-type alibi": model.alibi,
         "--scale-word-embeddings": model.scale_word_embeddings,
-        "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu"),
+        "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
     }
     if found := [flag for flag, used in problems.items() if used]:
         raise ValueError(f"--to megatron: Megatron-LM has no {', '.join(found)}")
@@ -104,6 +103,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--multi-latent-attention": model.latent,
         "--rope-type yarn": model.yarn,
         "--experimental-attention-variant": any(model.linear_pattern),
+        "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }
     if found := [flag for flag, used in unwritten.items() if used]:
         raise ValueError(f"--to megatron: models with {found[0]} are not converted to Megatron-LM's format")

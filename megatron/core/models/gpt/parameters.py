@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import expert_metas, router_meta, router_states, shared_gate_meta
+from megatron.core.moe.parameters import expert_metas, router_metas, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
@@ -27,7 +27,7 @@ from megatron.core.transformer.parameters import (
 
 DECLARED = {
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "xielu"),
+    "activation": ("gelu", "gelu_tanh", "squared_relu", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "xielu"),
     "attention": ("self_attention", "multi_latent_attention"),
     "experimental_attention_variant": (None, "gated_delta_net"),
     "mlp_module": ("mlp",),
@@ -168,8 +168,9 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     if not config.layer(number).experts:
         yield from _mlp(name, config, config.ffn_size, sequence_parallel)
         return
-    yield router_meta(f"{name}.router", config, sequence_parallel)
-    yield from expert_metas(f"{name}.experts", config)
+    yield from router_metas(f"{name}.router", config, sequence_parallel)
+    for metas in expert_metas(f"{name}.experts", config):
+        yield from metas
     yield from activation_metas(f"{name}.experts.activation", config)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size

@@ -423,7 +423,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     rotary = config.position_embedding_type == "rope"
     if not rotary:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
-    idle = [*TRAINING_ONLY, "swiglu", "squared_relu", "bias_gelu_fusion"]  # activation_func has the result
+    idle = [*TRAINING_ONLY, "swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
     yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim")
     idle += yarn if not (rotary and _stretches(config)) else ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.config.model import round_up
+from megatron.core.config.model import TransformerConfig, round_up
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parts import ACTIVATIONS
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
@@ -79,11 +80,7 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--num-query-groups", groups, rule, f"nearest: {' or '.join(map(str, near))}")
     if not m.group_query_attention and groups not in (None, heads):
         yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
-    short = [name for name, given in (("--swiglu", m.swiglu), ("--squared-relu", m.squared_relu)) if given]
-    if m.activation_func is not None and short:
-        yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
-    if m.swiglu and m.squared_relu:
-        yield Problem.exclusive("--swiglu", None, "--squared-relu")
+    yield from _activation(m)
     if m.qk_layernorm_scope == "all":
         if not m.qk_layernorm:
             yield Problem.no_effect("--qk-layernorm-scope", "all", "--qk-layernorm")
@@ -95,6 +92,25 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
+
+
+def _activation(m: TransformerConfig) -> Iterator[Problem]:
+    """One activation function, and bounds of its operands where it has any."""
+    short = ["--" + name.replace("_", "-") for name in m.activation_flags]
+    if m.activation_func is not None and short:
+        yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))
+    if len(short) > 1:
+        yield Problem.exclusive(short[0], None, " and ".join(short[1:]))
+    if ACTIVATIONS.facts(m.activation).bounded:
+        return
+    bounded = [name for name in ACTIVATIONS if ACTIVATIONS.facts(name).bounded]
+    for flag, value, default in (
+        ("--activation-func-clamp-value", m.activation_func_clamp_value, None),
+        ("--glu-linear-offset", m.glu_linear_offset, 0),
+    ):
+        if value != default:
+            rule = f"is not known to the activation function {m.activation}"
+            yield Problem(flag, value, rule, f"remove it, or use --activation-func {' or '.join(bounded)}")
 
 
 def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -193,6 +209,7 @@ YARN = (
     "original_max_position_embeddings",
     "beta_fast",
     "beta_slow",
+    "yarn_correction_range_round_to_int",
     "mscale",
     "mscale_all_dim",
 )
@@ -205,8 +222,9 @@ def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--rope-type", m.rope_type, "--position-embedding-type rope")
     if not m.rotary or not m.yarn:
         for name in YARN:
-            if getattr(m, name) != table[name].default:
-                yield Problem.no_effect(table[name].name, getattr(m, name), "--rope-type yarn")
+            if (value := getattr(m, name)) != table[name].default:
+                shown = None if isinstance(value, bool) else value
+                yield Problem.no_effect(table[name].name, shown, "--rope-type yarn")
         return
     if m.use_rope_scaling and m.rotary_scaling_factor != 1:
         yield Problem.exclusive("--use-rope-scaling", None, "--rope-type yarn", "both scale the rotary frequencies")

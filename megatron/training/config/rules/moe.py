@@ -32,8 +32,6 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
             )
     except ValueError as error:
         yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "use for example 1, 2 or ([0]*1+[1]*3)")
-    if m.add_bias_linear:
-        yield Problem("--num-experts", m.num_experts, "needs --disable-bias-linear: experts have no biases", "add it")
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         rule = "needs --sequence-parallel with TP, so that each rank routes its own tokens"
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
@@ -61,6 +59,10 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0 and not divides(etp, m.moe_ffn_size):
         rule = f"must be a multiple of --expert-tensor-parallel-size {etp}"
         yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, etp))
+    if m.add_bias_linear and not divides(etp, m.hidden_size):
+        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which cuts biases of experts"
+        remedy = f"{multiples(m.hidden_size, etp)}, or add --disable-bias-linear"
+        yield Problem("--hidden-size", m.hidden_size, rule, remedy)
     shared, tp = m.moe_shared_expert_intermediate_size, p.tensor_model_parallel_size
     if shared is not None and not divides(tp, shared):
         rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
