@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from unittest import mock
 
 from typing import Any
@@ -157,6 +157,8 @@ def test_experts_in_one_process(stride: int) -> None:
         "sigmoid": replace(even, moe_router_score_function="sigmoid", moe_token_dispatcher_type="alltoall"),
         "shared": replace(even, moe_shared_expert_intermediate_size=64, swiglu=False, squared_relu=True),
         "every second layer": replace(even, moe_layer_freq="2"),
+        "gated": replace(even, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True),
+        "groups": replace(even, moe_router_num_groups=4, moe_router_group_topk=1, moe_aux_loss_coeff=0.1),
     }
     cases = [
         (f"{name} {kind}", replace(model, **RECOMPUTE[kind]), ModelParallelConfig(bf16=True), WHOLE)
@@ -244,6 +246,13 @@ LAYOUTS = {
 }
 
 
+PROPERTIES = (
+    *("sinks", "olmo2", "windows-in-some", "delta-net", "chunks-in-some", "delta-net-everywhere", "sandwich"),
+    *("granite", "multi-token", "pythia", "off-by-one", "yarn", "apertus", "layernorm-1p", "multi-token-tied"),
+)
+"""Styles with properties of layers that no other case of a layout has: a fifth of them at each layout."""
+
+
 @one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, stride: int) -> None:
@@ -260,8 +269,10 @@ def test_layouts(layout: str, stride: int) -> None:
     again = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
     for kind, more, stage in (("none", {}, MIDDLE), ("mla_up_proj", again, WHOLE)):
         cases.append((f"{layout} latent {kind}", replace(STYLES["latent"], **more), LAYOUTS[layout], stage))
-    if LAYOUTS[layout].context_parallel_size == 1 and LAYOUTS[layout].fp8_format is None:
-        cases.append((f"{layout} delta net", STYLES["delta-net"], LAYOUTS[layout], WHOLE))
+    if LAYOUTS[layout].fp8_format is None:
+        share = PROPERTIES if stride == 1 else PROPERTIES[shift % 5 :: 5]
+        for style, (kind, stage) in zip(share, cycle((("none", WHOLE), ("core_attn", LAST)))):
+            cases.append((f"{layout} {style} {kind}", replace(STYLES[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage))
     assert differing(2, cases) == []
 
 

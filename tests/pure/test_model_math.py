@@ -54,6 +54,14 @@ DELTA_NET: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_layer_freq": "2",
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
 def gqa(groups: int) -> dict[str, Any]:
     return {"group_query_attention": True, "num_query_groups": groups}
 
@@ -151,6 +159,21 @@ STYLES: dict[str, dict[str, Any]] = {
     "delta net": {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"},
     "latent, whole queries": {**LATENT, "q_lora_rank": None, "position_embedding_type": "rope"},
     "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
+    "gated attention": {**LLAMA, **gqa(2), "norm_placement": "sandwich", "attention_output_gate": True},
+    "wide norms": {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "qk_layernorm_scope": "all"},
+    "yarn": {**LLAMA, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "rotary_percent": 0.5},
+    "multi-token": {**LLAMA, "mtp_num_layers": 2, "final_logit_softcapping": 30.0},
+}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "gated shared expert": {**LLAMA, **EXPERTS, "moe_shared_expert_gate": True},
+    "groups of experts": {
+        **LLAMA,
+        **EXPERTS,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 1,
+    },
 }
 CUTS = [(1, False, [range(4)]), (2, False, [range(4)]), (2, True, [range(4)])]
 CUTS += [(2, True, [range(2), range(2, 4)]), (1, False, [range(0), range(3), range(3, 4)])]
@@ -192,14 +215,16 @@ def test_every_stage_together_holds_the_whole_model_once() -> None:
     assert len(names) == len(set(names)) + 1
 
 
-@pytest.mark.parametrize("style", sorted(STYLES.keys() - {"delta net"}))  # which computes again what does not count
+# A delta net computes again what does not count.
+@pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
     """Linear layers exactly. Attention multiplies the whole square here, twice what the causal count says, and a
     kernel that computes the scores again in the backward one product more."""
-    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES[style])
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **(STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 16), sample_index=torch.arange(3))
+    batch = replace(batch.with_future(config.mtp_depths), aux_scale=torch.ones(()) if config.num_experts else None)
     # Weight gradients are added in place, which the counter does not know: [m, n] += [m, k] x [k, n].
     in_place = {torch.ops.aten.addmm_: lambda out, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
@@ -211,6 +236,12 @@ def test_flops_agree_with_torch(style: str) -> None:
     square = 2 * counted.attention * tokens.numel()
     scores_again = config.head_dim / (config.head_dim + config.value_head_dim) / 3
     assert counter.get_total_flops() - linear in (square, pytest.approx(square * (1 + scores_again), rel=1e-12))
+
+
+def test_sinks_and_windows_that_hide_nothing_are_no_flops() -> None:
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["llama"])
+    for more in ({"softmax_type": "learnable"}, {"softmax_type": "off-by-one"}, {"window_size": 16}):
+        assert model_flops(replace(config, **more)) == model_flops(config), more
 
 
 def test_flops_of_latent_attention() -> None:
