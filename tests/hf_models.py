@@ -191,6 +191,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "afmoe",
         {**MIXTURE, "num_dense_layers": 2, "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "swiglu_limit": 0.8,
+            "pad_token_id": None,
+            "rope_parameters": {**YARN, "rope_theta": 500.0, "truncate": False},
+        },
+    ),
     "apertus": ("apertus", {**SIZES, "rope_theta": 500.0, "rope_scaling": LLAMA3_SCALING, "pad_token_id": None}),
     "qwen3-moe": (
         "qwen3_moe",

@@ -169,6 +169,7 @@ for _family in (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     "bailing_moe",
     "exaone4",
+    "gpt_oss",
 ):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")
 HF_FAMILIES.register("gemma2", "megatron.core.models.hf.families:GEMMA2")

@@ -29,6 +29,7 @@ transformers = pytest.importorskip("transformers")
 
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 EAGER = {"attn_implementation": "eager"}
+OPTIONS = {"bloom": EAGER, "gemma2": EAGER, "gpt_oss": EXACT | EAGER}
 
 
 class ExactFunctions:
@@ -68,7 +69,7 @@ def random_model(case: str) -> Any:
     model_type, settings = CASES[case]
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
-    options = EAGER if model_type in ("bloom", "gemma2") else EXACT
+    options = OPTIONS.get(model_type, EXACT)
     model = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +89,7 @@ def random_model(case: str) -> Any:
             module.forward = partial(route_by_bias, module.weight, module.top_k, 1.0)
         elif type(module).__name__ == "AfmoeTokenChoiceRouter":
             module.forward = partial(route_by_bias, module.gate.weight, module.top_k, module.route_scale)
-        elif type(module).__name__.endswith("TopKRouter"):
+        elif type(module).__name__.endswith("TopKRouter") and model_type != "gpt_oss":
             module.forward = partial(route, module.weight, module.top_k, getattr(module, "norm_topk_prob", True))
         for name in ("e_score_correction_bias", "expert_bias"):
             if (bias := getattr(module, name, None)) is not None:
@@ -171,7 +172,7 @@ def test_logits(case: str) -> None:
 
 GRADIENTS = (
     *("deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"),
-    *("qwen3-next", "apertus", "gemma2"),
+    *("qwen3-next", "apertus", "gemma2", "gpt-oss"),
 )
 
 
@@ -343,7 +344,11 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
         ({"attention_bias": True}, "attention_bias = True"),
         ({"model_type": "falcon"}, "'falcon' is not supported: it needs"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate = false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized by fp8 are not supported"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "fp8"}},
+            "by fp8 are not supported; mxfp4 is",
+        ),
         (
             {"rope_scaling": {**YARN, "attention_factor": 1.0}},
             "attention_factor = 1.0 is not supported; it must be 1.13",
@@ -402,6 +407,37 @@ def test_every_problem_with_weights_is_named() -> None:
     with pytest.raises(ValueError, match=r"norm.weight is missing") as error:
         from_hf(tensors, config, "llama")
     assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight is unknown" in str(error.value)
+
+
+def test_weights_in_mxfp4() -> None:
+    """Read as transformers reads them, whole and in part; refused if both parts do not fit together."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    settings = {**CASES["gpt-oss"][1], "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**settings))
+    config, stored = config_from_hf(model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}), {}
+    expected = weights(model)
+    for name, value in dict(expected).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = value
+            continue
+        experts, within, out = value.shape
+        stored[f"{name}_blocks"] = torch.randint(256, (experts, out, within // 32, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(110, 130, (experts, out, within // 32), dtype=torch.uint8)
+        expected[name] = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+    found = from_hf(stored, config, "gpt_oss")
+    assert all(torch.equal(value, expected[name]) for name, value in to_hf(found, config, "gpt_oss").items())
+    read = HFWeights(stored, config, "gpt_oss").read
+    for name, box in (
+        ("linear_fc1.weight", (slice(1, 4), slice(1, 2), slice(17, 48), slice(40, 90))),
+        ("linear_fc2.weight", (slice(0, 2), slice(3, 70), slice(31, 33))),
+        ("linear_fc1.bias", (slice(2, 4), slice(0, 1), slice(17, 48))),
+    ):
+        whole = found[f"decoder.layers.0.mlp.experts.{name}"]
+        assert torch.equal(read(f"decoder.layers.0.mlp.experts.{name}", box), whole[box]), name
+    name = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(ValueError, match=r"down_proj: blocks and scales of shapes .* are not MXFP4"):
+        from_hf(stored | {f"{name}_scales": stored[f"{name}_scales"][..., :1]}, config, "gpt_oss")
 
 
 def test_tied_head_that_differs_is_refused() -> None:

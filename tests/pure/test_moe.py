@@ -358,8 +358,9 @@ def moe_model(**changes: Any) -> TransformerConfig:
     return replace(DEEPSEEK, num_layers=4, moe_layer_freq="([0]+[1]*3)", **changes)
 
 
-def test_planned_parameters_are_those_that_train() -> None:
-    config = moe_model(moe_shared_expert_gate=True)
+@pytest.mark.parametrize("biased", [False, True])
+def test_planned_parameters_are_those_that_train(biased: bool) -> None:
+    config = moe_model(moe_shared_expert_gate=True, add_bias_linear=biased)
     model = GPTModel(config, FP64)
     trained = [p.meta for p in model.parameters() if p.requires_grad]
     assert trained == parameter_metas(config)

@@ -95,8 +95,11 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key, legal in (*family.only.items(), *family.values.items()):
         if hf[key] not in legal:
             yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
-    if hf.get("quantization_config") is not None:
-        yield "quantization_config is given; quantized weights are not supported"
+    if (quantization := hf.get("quantization_config")) is not None:
+        method = quantization.get("quant_method")
+        if method not in family.quantized:
+            known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
+            yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
     for key, other in family.equal.items():
         if hf.get(key, hf[other]) != hf[other]:
             yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"
@@ -220,8 +223,7 @@ def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str
     fields["original_max_position_embeddings"] = int(original)
     both = given.get("mscale") and given.get("mscale_all_dim")
     fields |= {"mscale": float(given["mscale"]), "mscale_all_dim": float(given["mscale_all_dim"])} if both else {}
-    if not given.get("truncate", True):
-        raise ValueError("config.json: YaRN with truncate = false is not supported")
+    fields["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
     if given.get("mscale_all_dim") and not both:
         raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
     wanted = given.get("attention_factor")
@@ -375,6 +377,8 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(config, ours) for key, ours in YARN_SCALING.items()}
         if config.mscale_all_dim:
             hf["rope_scaling"] |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+        if not config.yarn_correction_range_round_to_int:
+            hf["rope_scaling"]["truncate"] = False
     elif config.rotary_seq_len_interpolation_factor:
         hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     if "rope_local_base_freq" not in family.defaults:
@@ -425,7 +429,7 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
         fields |= {"no_rope_freq": None, "window_rotary_base": None}
     idle = [*TRAINING_ONLY, "swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
     idle += [name for name in fields if name.startswith("rotary_") and not rotary]
-    yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim")
+    yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")
     idle += yarn if not (rotary and _stretches(config)) else ()
     idle += ["rope_type"] if not rotary else []
     idle += ["rotary_interleaved"] if config.latent else []

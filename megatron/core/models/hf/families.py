@@ -108,6 +108,20 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+def _joined_experts(block: str, layout: str) -> tuple[Rule, ...]:
+    """Rules of the router and the experts of a model that stores all experts of a layer in one tensor, the gates and
+    ups as `layout` says."""
+    ours, theirs = f"{OUR_LAYER}.mlp", f"{_HF_LAYER}.{block}"
+    return (
+        Rule(f"{ours}.router.weight", (f"{theirs}.router.weight",)),
+        Rule(f"{ours}.router.bias", (f"{theirs}.router.bias",)),
+        Rule(f"{ours}.experts.linear_fc1.weight", (f"{theirs}.experts.gate_up_proj",), layout),
+        Rule(f"{ours}.experts.linear_fc1.bias", (f"{theirs}.experts.gate_up_proj_bias",), layout),
+        Rule(f"{ours}.experts.linear_fc2.weight", (f"{theirs}.experts.down_proj",), "TransposedExperts"),
+        Rule(f"{ours}.experts.linear_fc2.bias", (f"{theirs}.experts.down_proj_bias",)),
+    )
+
+
 def _joint(layer: str, attention: str, final: str, head: str) -> tuple[Rule, ...]:
     """Rules of GPT-NeoX and BLOOM, whose heads have their query, key and value side by side in one tensor."""
     return (
@@ -230,6 +244,9 @@ class Family:
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Suffixes of names of tensors that are not weights."""
 
+    quantized: Sequence[str] = ()
+    """Methods of quantization whose weights are read, by their name in config.json."""
+
     left_out: Sequence[str] = ()
     """Prefixes of names of tensors of modules that their class does not have either."""
 
@@ -319,6 +336,14 @@ AFMOE = _family(
             tuple(f"{_HF_LAYER}.self_attn.{part}_proj.weight" for part in ("q", "gate", "k", "v")),
             "GatedQueryGroups",
         ),
+    ),
+)
+GPT_OSS = _family(
+    "gpt_oss",
+    (
+        *(rule for rule in LLAMA_RULES if ".mlp." not in rule.ours),
+        *_joined_experts("mlp", "InterleavedGateUpColumns"),
+        Rule(f"{OUR_LAYER}.self_attention.core.softmax_offset", (f"{_HF_LAYER}.self_attn.sinks",)),
     ),
 )
 QWEN3_NEXT = _family("qwen3_next", _delta_nets(_EXPERTS))

@@ -102,6 +102,67 @@ class StackedExperts(Layout):
         return stack([stack([tensor[box[2:]] for tensor in halves]) for halves in experts])
 
 
+class GateUpColumns(Layout):
+    """Gate and up of all experts as [E, 2, ffn, h], biases [E, 2, ffn]. They store [E, h, 2 * ffn] and [E, 2 * ffn],
+    all gates before all ups (Llama 4)."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return _rows_of_columns(self.halves(tensors[0]))
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (self.joined(_rows_of_columns(parameter)).contiguous(),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        experts, halves, ffn, *rest = box
+        return _rows_of_columns(self.columns(tensors[0], (experts, *rest), ffn))[:, halves]
+
+    def halves(self, theirs: Tensor) -> Tensor:
+        """[E, ..., 2 * ffn] -> [E, 2, ..., ffn]"""
+        return theirs.unflatten(-1, (2, -1)).movedim(-2, 1)
+
+    def joined(self, halves: Tensor) -> Tensor:
+        """[E, 2, ..., ffn] -> [E, ..., 2 * ffn]"""
+        return halves.movedim(1, -2).flatten(-2)
+
+    def columns(self, tensor: Sliceable, rows: Box, ffn: slice) -> Tensor:
+        """`halves` of some rows, and of those columns of each half."""
+        size = tensor.shape[-1] // 2
+        cut = [slice(half * size + ffn.start, half * size + ffn.stop) for half in range(2)]
+        return stack([tensor[(*rows, each)] for each in cut], dim=1)
+
+
+class InterleavedGateUpColumns(GateUpColumns):
+    """The same where each gate is followed by its up (gpt-oss)."""
+
+    def halves(self, theirs: Tensor) -> Tensor:
+        return theirs.unflatten(-1, (-1, 2)).movedim(-1, 1)
+
+    def joined(self, halves: Tensor) -> Tensor:
+        return halves.movedim(1, -1).flatten(-2)
+
+    def columns(self, tensor: Sliceable, rows: Box, ffn: slice) -> Tensor:
+        return self.halves(tensor[(*rows, slice(2 * ffn.start, 2 * ffn.stop))])
+
+
+def _rows_of_columns(x: Tensor) -> Tensor:
+    """[E, 2, in, out] <-> [E, 2, out, in]; biases [E, 2, out] stay."""
+    return x.transpose(2, 3).contiguous() if x.ndim == 4 else x.contiguous()
+
+
+class TransposedExperts(Layout):
+    """Theirs: [E, in, out]. Ours: [E, out, in]."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2).contiguous()
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return (parameter.transpose(1, 2).contiguous(),)
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        experts, out, within = box
+        return tensors[0][(experts, within, out)].transpose(1, 2).contiguous()
+
+
 class QueryGroups(Layout):
     """Theirs: q [heads * d, ...], k and v [groups * d, ...]. Ours: [groups, q_per_group + 2, d, ...]."""
 
@@ -277,6 +338,7 @@ LAYOUTS: dict[str, Layout] = {
     kind.__name__: kind()
     for kind in (
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
+        *(GateUpColumns, InterleavedGateUpColumns, TransposedExperts),
         *(QueryGroups, GatedQueryGroups, JoinedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
         *(KeyHeads, ConvolvedHeads, WithConstantsOfXIELU),
     )

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.parameters import model_states, parameter_metas
 from megatron.core.models.hf.config import family_of
 from megatron.core.models.hf.families import Family, Rule
 from megatron.core.models.hf.layouts import LAYOUTS, Box, Layout
+from megatron.core.models.hf.mxfp4 import with_mxfp4
 from megatron.core.models.hf.safetensors_file import Sliceable
 from megatron.core.param_meta import ParamMeta
 
@@ -41,6 +42,8 @@ class HFWeights:
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
         family = family_of({"model_type": model_type})
         self.config, self._tensors = config, _checkpoint_names(tensors, family)
+        if "mxfp4" in family.quantized:
+            self._tensors = with_mxfp4(self._tensors)
         problems = _too_few(self._tensors, config, family)
         self.placements = {} if problems else {each.meta.name: each for each in placements(config, model_type)}
         unknown = dict(self._tensors)
@@ -59,7 +62,10 @@ class HFWeights:
         """The problem with the tensors of a parameter, if there is one."""
         tensors = [self._tensors[name] for name in placement.theirs]
         names, expected = ", ".join(placement.theirs), placement.meta
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        try:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        except ValueError as error:
+            return [f"{names}: {error}"]
         try:
             metas = [torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for tensor in tensors]
             shape = tuple(placement.layout.ours(self.config, metas).shape)
@@ -186,7 +192,9 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
     """A problem if there are fewer tensors than layers or experts. Keeps a false number from costing memory."""
-    counts = {"num_layers": config.num_layers, "num_experts": config.num_experts or 0}
+    counts = {"num_layers": config.num_layers}
+    if any("{e}" in name for rule in family.rules for name in rule.theirs):
+        counts["num_experts"] = config.num_experts or 0
     theirs = {ours: key for key, ours in family.keys.items()}
     return [
         f"config.json says {theirs.get(ours, ours)} = {count}, and there are {len(tensors)} tensors"
