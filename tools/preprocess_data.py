@@ -1,38 +1,30 @@
-"""Tokenize JSON lines into indexed datasets.
+"""Tokenize text files into indexed datasets.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files and globs, plain,
-.gz or .zst. Documents keep their order for any number of workers. Memory use depends on the longest document, not
-on the size of the input. The output gets its name when it is complete. It replaces existing files only with
---overwrite.
+Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files, globs, folders
+and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow, of which
+those of text may be compressed (.gz, .bz2, .xz, .zst). Another name means JSON lines. Documents keep their order for
+any number of workers. Memory use depends on the longest document, not on the size of the input. The output gets its
+name when it is complete. It replaces existing files only with --overwrite.
 
-A bad line (not UTF-8, not JSON, a missing key, not text) is reported with file and line number and skipped. The other
-documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines.
+A bad line or row (not UTF-8, not JSON, a missing key, not text) is reported with file and number and skipped. The other
+documents are written, but the exit code is 1 if there are more of them than --max-bad-lines. A file that cannot be read
+to its end is an error, and nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context, parent_process
+from functools import partial
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,6 +32,9 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megatron.core.text_files.encoding import CHUNK_BYTES, Encoded, Job, encode_all, peak_memory
+from megatron.core.text_files.formats import Chunk, Reading, read_chunks
+from megatron.core.text_files.inputs import TextFile, find_inputs
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.fast import DifferentIds, stand_in_for
 from megatron.core.tokenizers.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
@@ -54,142 +49,8 @@ from .common import (
     refuse_unwritable,
     run_tool,
 )
-from .jsonl import Chunk, find_inputs, parse_line, read_chunks
 
-CHUNK_BYTES = 1 << 18
-CHUNKS_IN_FLIGHT = 3  # for each worker
 REPORTED_BAD_LINES = 100
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker needs to know."""
-
-    tokenizer: TokenizerConfig
-    vocab_size: int | None
-    keys: tuple[str, ...]
-    append_eod: bool
-    extensions: tuple[str, ...] = ()
-    stand_in: bool = False
-    """Whether gigatoken does the work of tokenizers."""
-
-
-@dataclass
-class Encoded:
-    """A chunk's documents: for each key their tokens back to back and their lengths."""
-
-    tokens: list[NDArray]
-    lengths: list[NDArray[np.int32]]
-    bad: list[tuple[int, str]]
-    blank: int
-    peak_memory: int
-    """Bytes of the process that made it, at most so far."""
-
-    compared: int
-    """Characters of it whose ids were compared with those of the tokenizer that was named."""
-
-
-class Encoder:
-    """Turns chunks into token ids."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
-        self.stand_in = stand_in_for(self.tokenizer) if job.stand_in else None
-        self.dtype = best_dtype(self.tokenizer.vocab_size)
-        self.ending = [self.tokenizer.eod] if job.append_eod else []
-
-    def __call__(self, chunk: Chunk) -> Encoded:
-        parts: list[list[NDArray]] = [[] for _ in self.job.keys]
-        bad, blank = [], 0
-        compared = self.stand_in.compared if self.stand_in is not None else 0
-        for number, line in enumerate(chunk.lines, chunk.first_line):
-            if not line.strip():
-                blank += 1
-                continue
-            try:
-                documents = [self._encode(text) for text in parse_line(line, self.job.keys)]
-            except ValueError as error:
-                bad.append((number, str(error)))
-                continue
-            for part, document in zip(parts, documents, strict=True):
-                part.append(document)
-        return Encoded(
-            [np.concatenate(part) if part else np.empty(0, self.dtype) for part in parts],
-            [np.array([len(document) for document in part], np.int32) for part in parts],
-            bad,
-            blank,
-            peak_memory(),
-            self.stand_in.compared - compared if self.stand_in is not None else 0,
-        )
-
-    def _encode(self, text: str) -> NDArray:
-        tokenizer = self.stand_in or self.tokenizer
-        try:
-            ids = tokenizer.tokenize(text) if text else []
-        except UnicodeEncodeError as error:
-            raise ValueError(f"not Unicode text: {error.reason} at character {error.start}") from None
-        # An empty document stays empty: a lone EOD is nothing to learn from.
-        document = np.empty(len(ids) + len(self.ending) if len(ids) else 0, self.dtype)
-        if len(ids):
-            document[: len(ids)], document[len(ids) :] = ids, self.ending
-        return document
-
-
-def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-_encoder: Encoder | None = None
-
-
-def _start_worker(job: Job) -> None:
-    global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    load_extensions(job.extensions)
-    _encoder = Encoder(job)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    assert _encoder is not None
-    return _encoder(chunk)
-
-
-def encode_all(job: Job, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Encodes chunks side by side and yields them in their order, with a bounded number of them in memory."""
-    if workers == 1:
-        encoder = Encoder(job)
-        for chunk in chunks:
-            yield chunk, encoder(chunk)
-        return
-    # Workers start afresh: a fork would copy whatever threads hold at that moment.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
-    try:
-        pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
-        for chunk in chunks:
-            pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
-            if len(pending) >= CHUNKS_IN_FLIGHT * workers:
-                first, future = pending.popleft()
-                yield first, future.result()
-        while pending:
-            first, future = pending.popleft()
-            yield first, future.result()
-    except BrokenProcessPool:
-        raise ValueError(
-            f"a worker process was killed, most likely because memory ran out; use fewer than --workers {workers}"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass
@@ -224,7 +85,7 @@ class Summary:
         """Counts a chunk, and reports its bad lines."""
         for number, reason in encoded.bad:
             if self.num_bad < REPORTED_BAD_LINES:
-                print(f"{chunk.path}:{number}: {reason}; line left out", file=sys.stderr)
+                print(f"{chunk.path}:{number}: {reason}; {chunk.unit} left out", file=sys.stderr)
             elif self.num_bad == REPORTED_BAD_LINES:
                 print("further bad lines are counted, not shown", file=sys.stderr)
             self.bad_lines[chunk.path] = self.bad_lines.get(chunk.path, 0) + 1
@@ -254,8 +115,8 @@ class Summary:
 class Progress:
     """A bar on a terminal, else a line each `interval` documents. Both show documents/s and MB/s."""
 
-    def __init__(self, inputs: Sequence[Path], interval: int) -> None:
-        self.sizes = {str(path): path.stat().st_size for path in inputs}
+    def __init__(self, inputs: Sequence[TextFile], interval: int) -> None:
+        self.sizes = {file.path: file.size for file in inputs}
         self.interval = interval
         self.shown = 0
         self.start = time.monotonic()
@@ -288,7 +149,7 @@ class Progress:
 
 
 def preprocess(
-    job: Job, tokenizer: Tokenizer, inputs: Sequence[Path], prefixes: Sequence[str], workers: int, interval: int
+    job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], workers: int, interval: int
 ) -> Summary:
     """Writes one dataset for each key. Raises ValueError if no document could be read; nothing is left then."""
     summary = Summary()
@@ -297,7 +158,7 @@ def preprocess(
         stack.callback(progress.close)
         dtype = best_dtype(tokenizer.vocab_size)
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
-        for chunk, encoded in encode_all(job, read_chunks(inputs, CHUNK_BYTES), workers):
+        for chunk, encoded in encode_all(job, read_chunks(inputs, job.reading, CHUNK_BYTES), workers):
             for builder, tokens, lengths in zip(builders, encoded.tokens, encoded.lengths, strict=True):
                 builder.add_documents(tokens, lengths)
             summary.add(chunk, encoded)
@@ -318,8 +179,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_extension_flag(parser, argv)
     group = parser.add_argument_group("input and output")
-    group.add_argument("--input", nargs="+", required=True, help="JSONL files or globs; .gz and .zst are decompressed")
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys to tokenize, a dataset each")
+    group.add_argument("--input", nargs="+", required=True, help="files, globs, folders or URLs")
+    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to tokenize, a dataset each")
+    group.add_argument(
+        "--text-documents",
+        choices=("file", "line"),
+        default="file",
+        help="what is a document of a plain text file (default: file)",
+    )
     group.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
@@ -358,9 +225,9 @@ MEANINGLESS = {
 }
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises ValueError with every problem of the flags."""
-    problems = []
+def check(args: argparse.Namespace) -> list[TextFile]:
+    """The input files. Raises ValueError with every problem of the flags."""
+    problems, inputs = [], list[TextFile]()
     for name, least in (("workers", 1), ("log_interval", 1), ("max_bad_lines", 0)):
         if getattr(args, name) < least:
             problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
@@ -369,7 +236,7 @@ def check(args: argparse.Namespace) -> None:
     if len(set(args.json_keys)) < len(args.json_keys):
         problems.append(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
     checks: list[Callable[[], object]] = [
-        lambda: find_inputs(args.input),
+        lambda: inputs.extend(find_inputs(args.input)),
         lambda: refuse_existing(outputs(args), args.overwrite),
         lambda: refuse_unwritable(Path(args.output_prefix).parent),
         lambda: build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size),
@@ -381,6 +248,7 @@ def check(args: argparse.Namespace) -> None:
             problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
+    return inputs
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
@@ -408,14 +276,14 @@ def outputs(args: argparse.Namespace) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    check(args)
-    extensions, keys = tuple(args.extension), tuple(args.json_keys)
-    job = Job(config_of(TokenizerConfig, args), args.vocab_size, keys, args.append_eod, extensions)
+    inputs = check(args)
+    reading, prepare = Reading(tuple(args.json_keys), args.text_documents), partial(load_extensions, args.extension)
+    job = Job(config_of(TokenizerConfig, args), args.vocab_size, reading, args.append_eod, prepare=prepare)
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")
     job = replace(job, stand_in=wants_stand_in(args.bpe_backend, tokenizer))
-    rest = (tokenizer, find_inputs(args.input), prefixes_of(args), args.workers, args.log_interval)
+    rest = (tokenizer, inputs, prefixes_of(args), args.workers, args.log_interval)
     try:
         summary = preprocess(job, *rest)
     except DifferentIds as error:

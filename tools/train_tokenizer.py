@@ -1,9 +1,10 @@
-"""Train a SentencePiece tokenizer on JSON lines or plain text.
+"""Train a SentencePiece tokenizer on text files.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix data/tokenizer
 
-Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs named .json or .jsonl are JSON
-lines, all others plain text; both may be compressed (.gz, .zst). By default the tokenizer is lossless: it does not
+Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files,
+globs, folders and URLs: .jsonl, .json, .csv, .tsv, .parquet and .arrow by name, all others plain text; those of text
+may be compressed (.gz, .bz2, .xz, .zst). By default the tokenizer is lossless: it does not
 normalize text, and encodes characters outside the vocabulary as bytes. Documents end with <EOD> under --tokenizer-type
 SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
 """
@@ -15,14 +16,17 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.core.text_files.formats import Reading, is_blank, read_chunks, texts_of
+from megatron.core.text_files.inputs import TextFile, find_inputs
+
 from .common import refuse_existing, run_tool
-from .jsonl import find_inputs, parse_line, read_chunks
 
 CHUNK_BYTES = 1 << 20
 # SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.
@@ -31,25 +35,28 @@ SENTENCE_CHARACTERS = 4096
 THREADS = 8
 
 
-def sentences(paths: Sequence[Path], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
+def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
     """Lines of all documents; what cannot be read goes into `bad`."""
-    for chunk in read_chunks(paths, CHUNK_BYTES):
-        is_json = any(suffix in (".json", ".jsonl") for suffix in Path(chunk.path).suffixes)
-        for number, line in enumerate(chunk.lines, chunk.first_line):
-            if not line.strip():
-                continue
-            try:
-                texts = parse_line(line, keys) if is_json else [line.decode("utf-8")]
+    reading = Reading(tuple(keys), text_documents="line")
+    for file in files:
+        file = replace(file, format=file.format or "text")
+        of_file = replace(reading, keys=("text",)) if file.format == "text" else reading
+        for chunk in read_chunks([file], of_file, CHUNK_BYTES):
+            for number, record in enumerate(chunk.records, chunk.first):
+                if is_blank(record):
+                    continue
+                try:
+                    texts = texts_of(record, chunk, of_file)
+                    for text in texts:
+                        text.encode()
+                except UnicodeError as error:
+                    bad.append(f"{chunk.path}:{number}: not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
+                    continue
+                except ValueError as error:
+                    bad.append(f"{chunk.path}:{number}: {error}")
+                    continue
                 for text in texts:
-                    text.encode()
-            except UnicodeError as error:
-                bad.append(f"{chunk.path}:{number}: not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
-                continue
-            except ValueError as error:
-                bad.append(f"{chunk.path}:{number}: {error}")
-                continue
-            for text in texts:
-                yield from cut(text)
+                    yield from cut(text)
 
 
 def cut(text: str) -> Iterator[str]:
@@ -60,7 +67,7 @@ def cut(text: str) -> Iterator[str]:
                 yield piece
 
 
-def train(args: argparse.Namespace, inputs: Sequence[Path]) -> tuple[bytes, list[str]]:
+def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, list[str]]:
     """The model file's bytes, and what was wrong with the input."""
     import sentencepiece
 
@@ -138,8 +145,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="files or globs")
-    add("--json-keys", nargs="+", default=["text"], help="keys whose text to take from JSON lines")
+    add("--input", nargs="+", required=True, help="files, globs, folders or URLs")
+    add("--json-keys", nargs="+", default=["text"], help="keys or columns whose text to take")
     add("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
     add("--overwrite", action="store_true", help="replace output files that exist")
     add("--vocab-size", type=int, required=True, help="number of tokens, including special tokens and bytes")
@@ -177,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(targets[".vocab"], vocabulary(model).encode())
     write(targets[".model"], model)
     for problem in bad[:100]:
-        print(f"{problem}; line left out", file=sys.stderr)
+        print(f"{problem}; left out", file=sys.stderr)
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")
     if len(bad) > args.max_bad_lines:
         print(f"error: {len(bad)} bad lines, --max-bad-lines allows for {args.max_bad_lines}", file=sys.stderr)

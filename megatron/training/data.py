@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron.core.batch import Batch
+from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.datasets.build import Datasets, build_datasets
+from megatron.core.datasets.build import Datasets, build_datasets, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.parts import LOSSES
+from megatron.core.text_files.tokenized import TextData, is_text
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.batch_size import BatchSizes
+from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
+from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.progress import Step
@@ -106,11 +111,37 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
     return data, iterations
 
 
+def with_tokens(config: RunConfig) -> DatasetConfig:
+    """The data of the flags, text files replaced by the indexed datasets of their tokens. Tokenizes them if no run has.
+
+    Raises ValueError with what is wrong with any of them.
+    """
+    prepare = partial(load_extensions, config.extensions.extension or ())
+    made = TextData(config.data, config.tokenizer, config.model.vocab_size, prepare)
+    replaced: dict[str, Any] = {}
+    problems = []
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = list(getattr(config.data, field) or ())
+        for place, word in enumerate(words):
+            path, share = split_share(word)
+            if is_text(path):
+                try:
+                    words[place] = made.prefix(dashed(field), path)
+                except ValueError as error:
+                    problems.append(str(error))
+                else:
+                    words[place] += "" if share is None else f"@{share[0]}:{share[1]}"
+                    replaced[field] = tuple(words)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return replace(config.data, **replaced)
+
+
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
     tokenizer = config.tokenizer
     eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
     return build_datasets(
-        replace(config.data, reset_position_ids=config.restarts_positions),
+        replace(with_tokens(config), reset_position_ids=config.restarts_positions),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         sizes=sizes,

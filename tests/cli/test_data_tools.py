@@ -130,7 +130,8 @@ def test_preprocess_names_every_mistake_at_once(tmp_path):
         *("--tokenizer-type", "GPT2BPETokenizer", "--split-sentences"),
         code=2,
     )
-    for part in ("--workers 0", "/no/such.jsonl", "is a folder", "--vocab-file", "--merge-file", "--split-sentences"):
+    folder = "the folder has no file of documents"
+    for part in ("--workers 0", "/no/such.jsonl", folder, "--vocab-file", "--merge-file", "--split-sentences"):
         assert part in shown
     assert "Traceback" not in shown
 

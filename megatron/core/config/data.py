@@ -13,7 +13,7 @@ class DatasetConfig(Section):
     """Training data and sample format."""
 
     data_path: tuple[str, ...] | None = flag(None, many=True)
-    """Prefix of an indexed dataset, or pairs of weight and prefix; split by --split."""
+    """Prefix of an indexed dataset, text file, folder or URL, or pairs of weight and one of these; split by --split."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True)
     """Like --data-path, for training only. PREFIX@0:0.9 is the first 90 % of the documents."""
@@ -48,11 +48,26 @@ class DatasetConfig(Section):
     test_weighted_split_paths_path: str | None = None
     """File with the value of --test-weighted-split-paths."""
 
+    text_key: str = "text"
+    """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
+
+    text_documents: str = flag("file", choices=("file", "line"))
+    """What is a document of a plain text file."""
+
+    append_eod: bool = True
+    """End each document of text files with the end-of-document token, if the tokenizer has one."""
+
+    max_bad_lines: int = 0
+    """Records of text files that may be left out because they cannot be read."""
+
+    tokenizer_workers: int | None = None
+    """Processes of a node that tokenize text files; default: one a core."""
+
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
     data_cache_path: str | None = None
-    """Folder for index files; default: cache/GPTDataset_indices beside the data."""
+    """Folder for index files and for tokens of text files; default: cache/ beside the data."""
 
     mock_data: bool = False
     """Train on synthetic tokens; needs no files."""

@@ -80,7 +80,7 @@ class IndexCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("the folder is not writable")
-            with _lock(self.folder):
+            with folder_lock(self.folder):
                 found = self._load(stem, names)  # another process may have built them meanwhile
                 if found is None:
                     _sweep(self.folder)
@@ -169,7 +169,7 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Holds the folder's advisory lock if the file system has one. The lock ends with the process at the latest."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -61,9 +61,20 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
                 )
 
 
+def _text_files(c: RunConfig) -> Iterator[Problem]:
+    from megatron.core.text_files.tokenized import is_text  # numpy and the tokenizers
+
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for word in filter(is_text, getattr(c.data, field) or ()):
+            rule = "is text, whose tokens need a tokenizer"
+            remedy = "add --tokenizer-type and its files, or give the prefix of an indexed dataset"
+            yield Problem(dashed(field), word, rule, remedy)
+
+
 def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
     t = c.tokenizer
     if t.tokenizer_type is None:
+        yield from _text_files(c)
         if c.model.vocab_size is None:
             remedy = "add --tokenizer-type, or --vocab-size if the data is already tokenized"
             yield Problem("--tokenizer-type", None, "the vocabulary size is unknown", remedy)

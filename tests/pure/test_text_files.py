@@ -1,0 +1,311 @@
+"""Documents of text files of every format: the same whatever holds them, or an error that names the place."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.text_files.formats import Reading, is_blank, read_chunks, texts_of
+from megatron.core.text_files.inputs import find_inputs
+from megatron.core.text_files.tokenized import TextData
+from tools.preprocess_data import main as preprocess
+
+TEXTS = [
+    "plain",
+    'quotes " and, commas; tabs\t and\r\nlines\n',
+    "é 漢字 🙂 \\ / \u2028",
+    "",
+    "x" * 70_000,
+    *(f"document {n} " + "word " * n for n in range(40)),
+]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return b"".join(
+        json.dumps({"id": n, "text": text}, ensure_ascii=n % 2 > 0).encode() + b"\n" for n, text in enumerate(texts)
+    )
+
+
+def json_array(texts: list[str]) -> bytes:
+    return json.dumps([{"id": n, "text": text} for n, text in enumerate(texts)], indent=1, ensure_ascii=False).encode()
+
+
+def table(texts: list[str], delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, delimiter=delimiter).writerows([("id", "text"), *enumerate(texts)])
+    return text.getvalue().encode("utf-8-sig")
+
+
+def parquet(texts: list[str]) -> bytes:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    out = io.BytesIO()
+    rows = pa.table({"id": range(len(texts)), "text": texts})
+    pq.write_table(rows, out, row_group_size=7, write_page_checksum=True)
+    return out.getvalue()
+
+
+def arrow(texts: list[str], stream: bool) -> bytes:
+    pa = pytest.importorskip("pyarrow")
+    rows, out = pa.table({"text": pa.array(texts, pa.large_string())}), io.BytesIO()
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, rows.schema) as writer:
+        writer.write_table(rows)
+    return out.getvalue()
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    "jsonl": json_lines,
+    "json": json_array,
+    "csv": lambda texts: table(texts, ","),
+    "tsv": lambda texts: table(texts, "\t"),
+    "parquet": parquet,
+    "arrow": lambda texts: arrow(texts, True),
+    "feather": lambda texts: arrow(texts, False),
+}
+
+
+def documents(*paths: object, chunk_bytes: int = 1000, **reading: object) -> list[str]:
+    how = Reading(**reading)  # type: ignore[arg-type]
+    chunks = list(read_chunks(find_inputs([str(path) for path in paths]), how, chunk_bytes))
+    at: dict[str, int] = {}
+    for chunk in chunks:
+        assert chunk.first == at.get(chunk.path, 1)
+        at[chunk.path] = chunk.first + len(chunk.records)
+    return [texts_of(record, chunk, how)[0] for chunk in chunks for record in chunk.records if not is_blank(record)]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_the_same_documents_in_every_format(tmp_path: Path, suffix: str, compression: str) -> None:
+    path = tmp_path / f"a.{suffix}{compression}"
+    path.write_bytes(COMPRESS[compression](FORMATS[suffix](TEXTS)))
+    assert documents(path) == TEXTS
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_plain_text_is_a_document_a_file_or_a_line(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.txt{compression}"
+    path.write_bytes(COMPRESS[compression](b"\xef\xbb\xbfone\r\n\ntwo\nthree"))
+    assert documents(path) == ["one\r\n\ntwo\nthree"]
+    assert documents(path, text_documents="line") == ["one", "two", "three"]
+
+
+def test_a_folder_is_its_known_files_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    for name, text in (
+        ("b/c/2.txt", "two"),
+        ("b/1.txt", "one"),
+        ("z.txt", "last"),
+        (".hidden/x.txt", "x"),
+        ("README.md", "y"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert documents(tmp_path) == ["one", "two", "last"]
+    assert "1 file of no known format left out: README.md" in caplog.text
+
+
+@pytest.mark.parametrize("compression", [name for name in COMPRESS if name])
+def test_streams_one_after_the_other_and_none_that_is_cut(tmp_path: Path, compression: str) -> None:
+    first, second = (COMPRESS[compression](json_lines(TEXTS[part])) for part in (slice(0, 6), slice(6, None)))
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(first + second)
+    assert documents(path) == TEXTS
+    for damaged in (first + second[:-5], first + second[: len(second) // 2], first + b"garbage" + second, b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.jsonl.*: damaged after \w+ \d+: "):
+            documents(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b"PAR1abc", "this looks like Parquet; name it .parquet"),
+        ("a.txt", gzip.compress(b"x"), "this looks like compressed; name it .gz"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read after record 1: not JSON"),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', "cannot be read after record 1: not a JSON array"),
+        ("a.json", b'[{"text": "a"}] more', "after the end of the array"),
+        ("a.json", b'[{"text": nope}' + b" " * 600_000 + b"]", "cannot be read after record 0: not JSON"),
+        ("a.csv", b"id,words\n1,x\n", "no column 'text' (--json-keys); the columns are 'id', 'words'"),
+        ("a.csv", b'id,text\n1,"x\n', "cannot be read after row 0: unexpected end of data"),
+        ("a.csv", b"id,text\n1,\xff\n", "'utf-8' codec can't decode byte 0xff"),
+        ("a.parquet", b"PAR1 and nothing else", "not Parquet that can be read"),
+        ("a.arrow", b"nothing of it", "not Arrow that can be read"),
+    ],
+)
+def test_what_is_not_what_its_name_says(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / name)) + ".*" + re.escape(said)):
+        documents(tmp_path / name)
+
+
+def test_a_row_that_is_bad_spoils_no_other(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = pa.Array.from_buffers(pa.string(), 4, pa.array([b"one", b"\xff", None, b"four"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_bytes(b"text,id\none,1\n\ntwo\nfour,4\n")
+    how, found = Reading(), []
+    for chunk in read_chunks(find_inputs([str(tmp_path)]), how, 1 << 20):
+        for number, record in enumerate(chunk.records, chunk.first):
+            try:
+                found += texts_of(record, chunk, how)
+            except ValueError as error:
+                found.append(f"{number}: {error}")
+    assert found == [
+        *("one", "2: 1 values where the first row names 2", "four"),
+        *("one", "2: not UTF-8: byte 0 of 'text' is 0xff", "3: 'text' is not text but null", "four"),
+    ]
+
+
+# Training data
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket of a server on this machine that speaks S3."""
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    import boto3
+
+    patch = pytest.MonkeyPatch()
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
+        ("AWS_ACCESS_KEY_ID", "testing"),
+        ("AWS_SECRET_ACCESS_KEY", "testing"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_EC2_METADATA_DISABLED", "true"),
+    ):
+        patch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="texts")
+    yield "s3://texts"
+    server.stop()
+    patch.undo()
+
+
+def samples(prefix: str) -> list[bytes]:
+    config = DatasetConfig(data_path=(prefix,), split="90,10,0")
+    train, valid, _ = build_datasets(config, seq_length=64, seed=3, sizes=(500, 20, 0), eod=256, vocab_size=257)
+    assert train is not None and valid is not None
+    return [dataset[n]["tokens"].tobytes() for dataset in (train, valid) for n in range(len(dataset))]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The dataset that the tool makes of the documents."""
+    folder = tmp_path_factory.mktemp("written")
+    (folder / "a.jsonl").write_bytes(json_lines(TEXTS))
+    flags = ("--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out"), "--append-eod")
+    assert preprocess([*flags, "--tokenizer-type", "ByteTokenizer"]) == 0
+    return str(folder / "out_text_document")
+
+
+def tokenized(value: str, **config: object) -> str:
+    data = DatasetConfig(**config)  # type: ignore[arg-type]
+    return TextData(data, TokenizerConfig(tokenizer_type="ByteTokenizer"), None, list).prefix("--data-path", value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet", "folder"])
+def test_samples_of_text_are_those_of_the_dataset_it_would_become(tmp_path: Path, written: str, name: str) -> None:
+    if name == "folder":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.json").write_bytes(json_array(TEXTS[:9]))
+        (tmp_path / name / "2.csv").write_bytes(table(TEXTS[9:], ","))
+    else:
+        of_format = FORMATS[name.split(".")[1]](TEXTS)
+        (tmp_path / name).write_bytes(COMPRESS[Path(name).suffix if name.count(".") > 1 else ""](of_format))
+    made = tokenized(str(tmp_path / name))
+    for suffix in (".bin", ".idx"):
+        assert Path(made + suffix).read_bytes() == Path(written + suffix).read_bytes()
+    assert samples(made) == samples(written)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_remote_text(tmp_path: Path, written: str, s3: str, name: str) -> None:
+    import boto3
+
+    content = gzip.compress(json_lines(TEXTS)) if name.endswith("gz") else parquet(TEXTS)
+    boto3.client("s3").put_object(Bucket="texts", Key=f"{name}-folder/{name}", Body=content)
+    for value in (f"{s3}/{name}-folder/{name}", f"{s3}/{name}-folder", f"{s3}/{name}-f*/*"):
+        made = tokenized(value, data_cache_path=str(tmp_path))
+        assert Path(made + ".bin").read_bytes() == Path(written + ".bin").read_bytes()
+    with pytest.raises(ValueError, match="there is no such file"):
+        tokenized(f"{s3}/nothing.jsonl", data_cache_path=str(tmp_path))
+    with pytest.raises(ValueError, match="need a folder; add --data-cache-path"):
+        tokenized(f"{s3}/{name}-folder")
+
+
+def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    first = tokenized(str(path))
+    assert tokenized(str(path)) == first and caplog.text.count("tokenizing 1 file") == 1
+    by_line = tokenized(str(path), text_documents="line")
+    assert len(IndexedDataset(first)) == 1 and len(IndexedDataset(by_line)) == 2
+    path.write_text("one\ntwo\nthree\n")
+    assert tokenized(str(path)) != first
+    assert IndexedDataset(tokenized(str(path), append_eod=False))[0].tolist() == list(b"one\ntwo\nthree\n")
+
+
+def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\nnope\n{"text": "two"}\n')
+    with pytest.raises(
+        ValueError, match=r"1 records cannot be read, --max-bad-lines allows for 0.*\n.*a\.jsonl:2: not JSON"
+    ):
+        tokenized(str(path))
+    assert not list((tmp_path / "cache" / "tokenized").glob("*"))
+    assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2
+
+
+def test_damage_is_told_or_does_no_harm(tmp_path: Path) -> None:
+    """Bytes cut, flipped, doubled and put in anywhere. Text formats have no checksums, so letters may change in them,
+    and no document may go without a word. Compressed files and Parquet do have them."""
+    dice = random.Random(5)
+    for suffix, compression in [*((suffix, "") for suffix in FORMATS), *(("jsonl", name) for name in COMPRESS if name)]:
+        whole = COMPRESS[compression](FORMATS[suffix](TEXTS[5:]))
+        for number in range(12):
+            content = bytearray(whole)
+            at = dice.randrange(len(content))
+            if number % 4 == 0:
+                del content[at:]
+            elif number % 4 == 1:
+                content[at] ^= 1 << dice.randrange(8)
+            elif number % 4 == 2:
+                content[at:at] = content[at : at + dice.randrange(1, 200)]
+            else:
+                content[at:at] = bytes(dice.randrange(256) for _ in range(dice.randrange(1, 9)))
+            path = tmp_path / f"{number}.{suffix}{compression}"
+            path.write_bytes(content)
+            try:
+                found = documents(path)
+            except ValueError:
+                continue
+            if suffix == "parquet" or compression:
+                assert found == TEXTS[5:], (path, at)
+            elif number % 4 == 0:  # where a text ends is all that says it is whole
+                assert found[:-1] == TEXTS[5 : 5 + len(found[:-1])], (path, at)
+            elif number % 4 != 2:
+                assert len(found) >= len(TEXTS[5:]) - 1, (path, at)
