@@ -112,6 +112,41 @@ def test_a_region_beyond_its_limit_of_variants_is_found_and_counted_as_it_runs()
     assert done.returncode == 0, done.stderr
 
 
+READS_OF_A_ROTATION = """
+import torch
+from megatron.core import compiled_regions
+from megatron.core.transformer.split_heads import _split_and_rotated
+from megatron.planner.device_file import read_device
+from tools.bench.fake_cuda import fake_cuda
+from tools.bench.kernel_trace import KernelCounter, Trace, counted_regions
+
+def made(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+tokens, groups, q, d = 512, 4, 6, 64
+for rotary in (d // 2, d // 4):
+    for interleaved in (False, True):
+        trace = Trace()
+        counter = KernelCounter(trace, cache=2**20)
+        with fake_cuda(read_device("h100")) as mode, counted_regions(trace, counter, mode), counter:
+            cos_and_sin = made(tokens, 1, 1, rotary), made(tokens, 1, 1, rotary)
+            qkv = made(tokens, 1, groups, q + 2, d)
+            compiled_regions.region(_split_and_rotated, True, True)(qkv, None, (q, 0, 1, 1), cos_and_sin, interleaved)
+        head, tables = tokens * groups * d * 2, 2 * tokens * rotary * 2
+        expected = [(head, head), (head + tables, head), (q * head + tables, q * head)]
+        found = sorted((kernel.read, kernel.written) for kernel in trace.kernels.elements())
+        assert found == expected, (rotary, interleaved, found, expected)
+"""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"tools/bench/gpu_bytes.py {unavailable()}")
+def test_a_rotation_reads_each_channel_once_and_nothing_beside_its_heads() -> None:
+    """Channels are loaded twice, once for themselves and once for their partners, by loads that have masks."""
+    command = [sys.executable, "-c", READS_OF_A_ROTATION]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+
+
 if __name__ == "__main__":
     import tempfile
 

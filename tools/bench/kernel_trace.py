@@ -394,13 +394,20 @@ def _of_node(node: Any, sources: dict[frozenset[str], tuple[str, Any]], cache: i
     """A kernel of Inductor's scheduler."""
     from torch._inductor.scheduler import NopKernelSchedulerNode
     from torch._inductor.utils import get_fused_kernel_name
+    from torch._inductor.virtualized import V
+
+    from tools.bench.kernel_reads import distinct_reads
 
     if isinstance(node, NopKernelSchedulerNode):
         return None
     reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
     both = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
+    written, again = both - sum(reads.values()), 0
+    if not node.is_extern():
+        for buffer, elements in distinct_reads(node.get_nodes()).items():
+            if buffer in reads:
+                reads[buffer] = min(reads[buffer], int(elements) * V.graph.get_dtype(buffer).itemsize)
     read = sum(reads.values())
-    written, again = both - read, 0
     if (found := sources.get(frozenset(each.get_name() for each in node.get_nodes()))) is not None:
         source, kernel = found
         again = sum(
@@ -423,7 +430,7 @@ def _row_bytes(kernel: Any, buffer: str) -> int:
 
     length = 1
     for prefix, size in kernel.numels.items():
-        length *= V.graph.sizevars.size_hint(size) if prefix.startswith("r") else 1
+        length *= V.graph.sizevars.optimization_hint(size) if prefix.startswith("r") else 1
     return int(length) * V.graph.get_dtype(buffer).itemsize
 
 
