@@ -14,7 +14,8 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.norm import build_norm
+from megatron.core.transformer.layer import Stream, TransformerLayer
+from megatron.core.transformer.norm import add_and_norm, build_norm
 from megatron.core.transformer.recompute import recompute_segments, recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding
 
@@ -52,17 +53,26 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         context = self._complete(context, x)
+        stream = Stream(x)
         for segment in self.segments:
             if segment.recompute and self.training:
-                x = recomputed(self._run, segment.layers, x, context)
+                stream = Stream(recomputed(self._recomputed, segment.layers, stream.added(), context))
             else:
-                x = self._run(segment.layers, x, context)
-        return self.final_layernorm(x)
+                stream = self._run(segment.layers, stream, context)
+        if stream.update is None:
+            return self.final_layernorm(stream.x)
+        return add_and_norm(self.final_layernorm, *stream)[1]
 
-    def _run(self, layers: range, x: Tensor, context: BatchContext) -> Tensor:
-        for index in layers:
-            x = self.layers[index](x, context)
-        return x
+    def _recomputed(self, layers: range, x: Tensor, context: BatchContext) -> Tensor:
+        return self._run(layers, Stream(x), context).added()
+
+    def _run(self, layers: range, stream: Stream, context: BatchContext) -> Stream:
+        for layer in (self.layers[index] for index in layers):
+            if isinstance(layer, TransformerLayer) and layer.takes_stream():
+                stream = layer(stream, context)
+            else:
+                stream = Stream(layer(stream.added(), context))
+        return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
         """Adds what layers share: rotary tables, and with cached keys their masks, or for tiles their documents."""

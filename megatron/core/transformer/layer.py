@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
@@ -11,11 +13,22 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
 from megatron.core.seeds import site_key
 from megatron.core.tensor_parallel.layers import TPContext
-from megatron.core.transformer.norm import add_and_norm, build_norm
+from megatron.core.transformer.norm import LayerNorm, add_and_norm, build_norm
 from megatron.core.transformer.recompute import with_recomputed
 
 Update = tuple[Tensor, DropoutMask | None]
 """What a sublayer adds to the residual stream, and a dropout mask that is still to be applied to it."""
+
+
+class Stream(NamedTuple):
+    """The residual stream between two layers, whose last addition the next norm makes: x + dropout of the update."""
+
+    x: Tensor
+    update: Tensor | None = None
+    mask: DropoutMask | None = None
+
+    def added(self) -> Tensor:
+        return self.x if self.update is None else add_update(self.x, self.update, self.mask)
 
 
 class HiddenDropout(nn.Module):
@@ -67,15 +80,27 @@ class TransformerLayer(nn.Module):
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
 
-    def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        x, normed = add_and_norm(self.input_layernorm, x)
+    def forward(self, x: Tensor | Stream, context: BatchContext) -> Tensor | Stream:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. From a `Stream` to one."""
+        if isinstance(x, Tensor):
+            return self._next(Stream(x), context).added()
+        return self._next(x, context)
+
+    def _next(self, stream: Stream, context: BatchContext) -> Stream:
+        x, normed = add_and_norm(self.input_layernorm, *stream)
         update, mask = self._attention(x, normed, context)
         if self.parallel:
             x, normed = add_and_norm(self.pre_mlp_layernorm, x)
-            return add_update(add_update(x, update, mask), *self._mlp(x, normed, context))
+            return Stream(add_update(x, update, mask), *self._mlp(x, normed, context))
         x, normed = add_and_norm(self.pre_mlp_layernorm, x, update, mask)
-        return add_update(x, *self._mlp(x, normed, context))
+        return Stream(x, *self._mlp(x, normed, context))
+
+    def takes_stream(self) -> bool:
+        """Whether `forward` may be given a `Stream`: where a norm adds the update in its kernels. Hooks see the sum."""
+        own, norm = type(self).forward is TransformerLayer.forward, self.input_layernorm
+        return (
+            own and isinstance(norm, LayerNorm) and norm.fuses() and not (self._forward_hooks or self._backward_hooks)
+        )
 
     def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
         y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
