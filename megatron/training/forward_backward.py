@@ -46,10 +46,11 @@ class ForwardBackward:
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
         """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
-        self.ddp.begin_step(len(batches))
+        self.ddp.begin_step(len(batches), overwrite=self.pipeline.graph is None)
         seed = self.loss_seed(loss_scale)
         scaled, total_tokens = self.with_scale(step, batches, seed)
         losses = self.pipeline.train(scaled, seed)
+        self.ddp.zero_stale_grads()
         return Sums(seed, total_tokens, loss_and_tokens(losses, count_tokens(batches), self.runtime))
 
     def loss_seed(self, loss_scale: float) -> float:

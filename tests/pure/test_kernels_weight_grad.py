@@ -56,15 +56,21 @@ def check_sums() -> None:
     torch.manual_seed(2)
     for (o, i, n), scales in product(((130, 50, 300), (1100, 136, 64), (16, 256, 128)), ("matrix", "rows", "tiles")):
         a, b = operand(o, n, E5M2, scales), operand(i, n, E4M3, scales)
-        out = torch.randn(o, i)
+        out, over = torch.randn(o, i), torch.full((o, i), torch.nan)
         expected = out.double() + a.dequantized(torch.float64) @ b.dequantized(torch.float64).t()
+        zeros = torch.zeros(o, i)
         kernels.add_product_(out, a.values, b.values, a.scale, b.scale)
+        kernels.add_product_(zeros, a.values, b.values, a.scale, b.scale)
+        kernels.add_product_(over, a.values, b.values, a.scale, b.scale, overwrite=True)
+        assert torch.equal(over, zeros)
         terms = a.dequantized(torch.float64).abs() @ b.dequantized(torch.float64).abs().t() + expected.abs()
         assert ((out.double() - expected).abs() <= (n + 8) * 2.0**-24 * terms).all(), (o, i, n, scales)
     out = torch.randn(16, 32)
     before, empty = out.clone(), torch.empty(16, 0).to(E4M3)
     kernels.add_product_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()))
     assert torch.equal(out, before)
+    kernels.add_product_(out, empty, torch.empty(32, 0).to(E4M3), torch.ones(()), torch.ones(()), overwrite=True)
+    assert not out.any()
 
 
 def test_interpreted_sums_are_the_definition() -> None:
@@ -78,12 +84,12 @@ def check_compiled() -> None:
     types |= dict.fromkeys(("outputs", "inputs", "n"), "i32")
     for name, scales in product(("fp8e5", "fp8e4nv"), (kernels.OF_MATRIX, kernels.OF_ROWS, kernels.OF_TILES)):
         options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
-        built = compiled(
-            kernels.add_product_kernel, types | {"a": f"*{name}"}, kernels.TILE | {"SCALES": scales}, 90, **options
-        )
+        constants = kernels.TILE | {"SCALES": scales, "OVERWRITE": name == "fp8e5"}
+        built = compiled(kernels.add_product_kernel, types | {"a": f"*{name}"}, constants, 90, **options)
         a_format = "e5m2" if name == "fp8e5" else "e4m3"
         assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{a_format}.e4m3" in built.asm["ptx"]
-        assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]
+        reads_sums = "ld.global.v4.b32" in built.asm["ptx"]
+        assert reads_sums != constants["OVERWRITE"] and "st.global.v4.b32" in built.asm["ptx"]
         assert built.metadata.shared <= 227 * 1024
 
 
@@ -163,9 +169,12 @@ def test_cublaslt_is_asked_for_the_definition(monkeypatch: pytest.MonkeyPatch) -
         for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
             a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
             out = torch.randn(o, i)
-            expected = out + a.dequantized() @ b.dequantized().t()
+            product = a.dequantized() @ b.dequantized().t()
+            expected = out + product
             cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+            cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
+            torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
         rows = operand(o, n, E5M2, "rows")
         with pytest.raises(RuntimeError, match="one scale for each operand"):
             cublaslt.add_product_(out, rows.values, b.values, rows.scale, rows.scale)
@@ -191,8 +200,8 @@ def test_the_fastest_kernel_that_adds_right_sums_is_chosen(monkeypatch: pytest.M
     )
     right = weight_grad_choice.add_product_
 
-    def add(kernel: str, out: Tensor, dy: Scaled, x: Scaled) -> None:
-        right("triton" if kernel == "triton" else "torch", out, dy, x)
+    def add(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+        right("triton" if kernel == "triton" else "torch", out, dy, x, overwrite)
         if kernel == "cublaslt" and out.shape == (32, 16):
             out[-1, -1] += 100.0
 

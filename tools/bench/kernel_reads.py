@@ -93,7 +93,7 @@ class _Loads(DefaultHandler):
 
 def distinct_reads(nodes: Sequence[Any]) -> dict[str, float]:
     """Elements of each buffer that the scheduler nodes of one kernel read, each counted once; {} where an index depends
-    on values. Counts grow linearly with the outermost loop, or not at all: two samples of it determine them."""
+    on values, or a sample would be large. Counts grow linearly with the outermost loop, or not at all: two samples of it determine them."""
     try:
         samples = [_sampled(nodes, SAMPLE // 2), _sampled(nodes, SAMPLE)]
     except _Unknown:
@@ -116,10 +116,10 @@ def _outermost(node: Any) -> int:
 
 def _sampled(nodes: Sequence[Any], iterations: int) -> tuple[int, dict[str, int]]:
     """(iterations of the outermost loop, distinct elements of each buffer that they read)"""
-    if len({_outermost(node) for node in nodes}) > 1:
-        raise _Unknown
     inner = max(int(np.prod(_sizes(node)[1:])) for node in nodes)
-    outer = min(_outermost(nodes[0]), max(1, iterations // inner) + (iterations == SAMPLE and inner > iterations))
+    if len({_outermost(node) for node in nodes}) > 1 or inner > SAMPLE // 2:
+        raise _Unknown
+    outer = min(_outermost(nodes[0]), iterations // inner)
     found: dict[str, list[np.ndarray]] = {}
     for node in nodes:
         body = node._body

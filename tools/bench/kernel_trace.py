@@ -251,8 +251,16 @@ def _product(name: str, a: Tensor, b: Tensor, args: Any, kwargs: dict[str, Any],
     written = 0 if sums else size_of(out)
     yield Kernel("GEMMs", f"{precision} {shape}", read, written, Gemm(precision, batches, m, n, k))
     if sums:
-        whole = size_of(out)
-        yield Kernel("weight-gradient sums", f"beta = 1 {_shown(out)}", whole, whole, launches=0)
+        whole, adds = size_of(out), _adds(name, args, kwargs)
+        text = f"beta = {adds:d} {_shown(out)}"
+        yield Kernel("weight-gradient sums", text, whole * adds, whole, launches=0)
+
+
+def _adds(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a product is added to its output, else written over it."""
+    if name == "add_fp8_product_":
+        return not (args[6] if len(args) > 6 else kwargs.get("overwrite", False))
+    return bool(kwargs.get("beta", 1))
 
 
 def _attention(kernel: str, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> Kernel:
@@ -403,10 +411,9 @@ def _of_node(node: Any, sources: dict[frozenset[str], tuple[str, Any]], cache: i
     reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
     both = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
     written, again = both - sum(reads.values()), 0
-    if not node.is_extern():
-        for buffer, elements in distinct_reads(node.get_nodes()).items():
-            if buffer in reads:
-                reads[buffer] = min(reads[buffer], int(elements) * V.graph.get_dtype(buffer).itemsize)
+    for buffer, elements in ({} if node.is_extern() else distinct_reads(node.get_nodes())).items():
+        if buffer in reads:
+            reads[buffer] = min(reads[buffer], int(elements) * V.graph.get_dtype(buffer).itemsize)
     read = sum(reads.values())
     if (found := sources.get(frozenset(each.get_name() for each in node.get_nodes()))) is not None:
         source, kernel = found

@@ -22,7 +22,7 @@ from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight
 from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
-from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, is_stale, mark_stale
 
 
 class DistributedDataParallel:
@@ -110,10 +110,17 @@ class DistributedDataParallel:
                 parts.append(Part(*weights[piece.index], piece.start, bucket.owned_params[span], shard[span]))
         return WeightGather(list(weights.values()), parts, axis) if weights else None
 
-    def begin_step(self, num_microbatches: int) -> None:
-        """Zeroes the gradients, and expects those of `num_microbatches` micro-batches."""
+    def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
+        """Zeroes the gradients, and expects those of `num_microbatches` micro-batches.
+
+        With `overwrite` the first contribution to each `main_grad` writes over it in place of zeros; until then, or
+        `zero_stale_grads`, it holds the gradient of the step before. All must go through `accumulate_weight_grad`.
+        """
         assert self._started == 0, "reductions of the step before have not been waited for"
-        self.zero_grad_buffer()
+        if overwrite:
+            self._mark_all_stale()
+        else:
+            self.zero_grad_buffer()
         if self._readiness is not None:
             self._readiness.begin_step(num_microbatches)
 
@@ -121,6 +128,24 @@ class DistributedDataParallel:
         """Zeroes the gradients."""
         for buffer in self.buffers:
             buffer.grad_data.zero_()
+        for param in self.params:
+            mark_stale(param, False)
+
+    def _mark_all_stale(self) -> None:
+        """Leaves gradients to be written over; the memory between them stays zero, as it enters norms."""
+        gaps = [gap for buffer in self.buffers for gap in buffer.grad_gaps]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        for param in self.params:
+            mark_stale(param, True)
+
+    def zero_stale_grads(self, bucket: int | None = None) -> None:
+        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all."""
+        buckets = self.buckets if bucket is None else self.buckets[bucket : bucket + 1]
+        for param in (self.params[place.index] for bucket in buckets for place in bucket.layout.params):
+            if is_stale(param):
+                mark_stale(param, False)
+                param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
         """Starts the reductions not started yet, in launch order, up to and including `bucket`; by default all.
@@ -129,6 +154,7 @@ class DistributedDataParallel:
         """
         end = len(self.buckets) if bucket is None else bucket + 1
         while self._started < end:
+            self.zero_stale_grads(self._started)
             self.buckets[self._started].start_grad_sync()
             self._started += 1
 
@@ -185,4 +211,6 @@ def _move_grad(param: Tensor) -> None:
     """
     grad, param.grad = param.grad, None
     if grad is not None:
-        accumulate_weight_grad(param, lambda main_grad: main_grad.add_(grad))
+        accumulate_weight_grad(
+            param, lambda main_grad: main_grad.add_(grad), write_=lambda main_grad: main_grad.copy_(grad)
+        )

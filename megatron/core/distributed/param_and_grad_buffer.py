@@ -130,6 +130,10 @@ class ParamAndGradBuffer:
         sample = params[layout.params[0].index]
         self.param_data = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
         self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=sample.device)
+        ends = [0, *(place.stop for place in layout.params)]
+        starts = [*(place.start for place in layout.params), layout.numel]
+        self.grad_gaps = [self.grad_data[stop:start] for stop, start in zip(ends, starts, strict=True) if start > stop]
+        """The gradients' memory between parameters."""
         for place in layout.params:
             param = params[place.index]
             assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"

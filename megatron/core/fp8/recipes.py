@@ -177,9 +177,9 @@ class Fp8Gemms(nn.Module):
         dx = scaled_mm(_by_rows(dy), self._weight(weight, "columns"), weight.dtype)
         return dx.view(*dy[0].shape[:-1], -1)
 
-    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         columns = self.cast_gathered(x, COLUMNS) if self.cuts.sequence else Scaled(*x)
-        self.products.add_(out, Scaled(*dy), columns)
+        self.products.add_(out, Scaled(*dy), columns, overwrite)
 
     def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
         rows, *columns = self.cast(rows_of(x), which, BOTH if needs_dw else ROWS)

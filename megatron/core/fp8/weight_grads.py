@@ -31,19 +31,20 @@ class WeightGradProducts:
 
     chosen: dict[ProductShape, str] = field(default_factory=dict)
 
-    def add_(self, out: Tensor, dy: Scaled, x: Scaled) -> None:
-        """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns."""
+    def add_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+        """out [o, i] += dy x^T, for dy [o, n] and x [i, n] cast by columns. With `overwrite` out = dy x^T."""
         outputs, inputs = out.shape
         kernel = self.chosen.get(ProductShape(outputs, inputs, dy.values.shape[1]), KERNELS[0])
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
         if fits and kernel == "cublaslt":  # was timed on aligned sums; a buffer may hold others
             fits = out.data_ptr() % ALIGNMENT == 0
-        add_product_(kernel if fits else TORCH, out, dy, x)
+        add_product_(kernel if fits else TORCH, out, dy, x, overwrite)
 
 
-def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled) -> None:
+def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
     """`WeightGradProducts.add_` by a kernel: "torch" or one of `KERNELS`."""
     if kernel == TORCH:
-        out.add_(scaled_mm(dy, x, out.dtype))
+        product = scaled_mm(dy, x, out.dtype)
+        out.copy_(product) if overwrite else out.add_(product)
     else:
-        add_fp8_product_(out, dy.values, x.values, dy.scale, x.scale, kernel)
+        add_fp8_product_(out, dy.values, x.values, dy.scale, x.scale, kernel, overwrite)

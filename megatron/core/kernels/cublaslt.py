@@ -127,7 +127,7 @@ def _prepared(device: int, o: int, i: int, n: int, a_type: int, b_type: int) -> 
     return _Product(description, a, b, out, algorithm)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool = False) -> None:
     """See `fp8_weight_grad`. Scales are of whole matrices."""
     (o, i), n, device = out.shape, a.shape[1], out.device.index
     if a_scale.ndim or b_scale.ndim or any(x.data_ptr() % ALIGNMENT for x in (out, a, b)):
@@ -135,7 +135,7 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Te
     product = _prepared(device, o, i, n, R_8F[a.dtype], R_8F[b.dtype])
     _set_scales(product.description, b_scale.data_ptr(), a_scale.data_ptr())
     workspace = torch.empty(product.algorithm.workspace, dtype=torch.uint8, device=out.device)
-    one = ctypes.c_float(1.0)
+    one, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if overwrite else 1.0)
     _call(
         "cublasLtMatmul",
         _handle(device),
@@ -145,7 +145,7 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Te
         product.a,
         ctypes.c_void_p(a.data_ptr()),
         product.b,
-        ctypes.byref(one),
+        ctypes.byref(beta),
         ctypes.c_void_p(out.data_ptr()),
         product.out,
         ctypes.c_void_p(out.data_ptr()),

@@ -13,8 +13,10 @@ KERNELS = ("triton", "cublaslt")
 
 
 @torch.library.custom_op("megatron::add_fp8_product_", mutates_args=("out",), device_types="cuda")
-def add_fp8_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str) -> None:
-    """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32, by one of `KERNELS`.
+def add_fp8_product_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
+) -> None:
+    """out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32, by one of `KERNELS`; with `overwrite` = it.
 
     out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32: [], or for "triton" also [o, 1] and [i, 1], or of tiles
     of 128, [o, n / 128] and [i, n / 128]. All are contiguous. Raises RuntimeError where a kernel does not support the
@@ -23,13 +25,15 @@ def add_fp8_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale
     if kernel == "triton":
         from megatron.core.kernels import fp8_weight_grad_triton
 
-        fp8_weight_grad_triton.add_product_(out, a, b, a_scale, b_scale)
+        fp8_weight_grad_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
     else:
         from megatron.core.kernels import cublaslt
 
-        cublaslt.add_product_(out, a, b, a_scale, b_scale)
+        cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
 
 
 @add_fp8_product_.register_fake
-def _(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str) -> None:
+def _(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, kernel: str, overwrite: bool = False
+) -> None:
     pass

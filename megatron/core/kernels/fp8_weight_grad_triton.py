@@ -26,12 +26,13 @@ def add_product_kernel(  # type: ignore[no-untyped-def]
     inputs,
     n,
     SCALES: tl.constexpr,
+    OVERWRITE: tl.constexpr,
     TILE_O: tl.constexpr,
     TILE_I: tl.constexpr,
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, a [outputs, n], b [inputs, n].
+    """out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = it, a [outputs, n], b [inputs, n].
 
     Scales are of the matrix [], of rows [outputs], or of tiles of a row [outputs, n / TILE_N]. Programs that run
     together share operands: they take GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum TILE_N
@@ -65,18 +66,34 @@ def add_product_kernel(  # type: ignore[no-untyped-def]
         total *= tl.load(a_scale + a_row)[:, None] * tl.load(b_scale + b_row)[None, :]
     at = out + o.to(tl.int64)[:, None] * inputs + i[None, :]
     inside = (o < outputs)[:, None] & (i < inputs)[None, :]
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
+    if not OVERWRITE:
+        total += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, total, mask=inside)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool = False) -> None:
     """See `fp8_weight_grad`."""
     (outputs, inputs), n = out.shape, a.shape[1]
     assert out.is_contiguous() and a.is_contiguous() and b.is_contiguous()
     assert a_scale.is_contiguous() and b_scale.is_contiguous() and a_scale.ndim == b_scale.ndim
     scales = OF_MATRIX if a_scale.ndim == 0 else OF_ROWS if a_scale.shape[1] == 1 else OF_TILES
     assert scales < OF_TILES or a_scale.shape[1] == triton.cdiv(n, TILE["TILE_N"])
+    if overwrite and not n:
+        out.zero_()
     if out.numel() and n:
         grid = (triton.cdiv(outputs, TILE["TILE_O"]) * triton.cdiv(inputs, TILE["TILE_I"]),)
         add_product_kernel[grid](
-            out, a, b, a_scale, b_scale, outputs, inputs, n, scales, **TILE, num_warps=WARPS, num_stages=STAGES
+            out,
+            a,
+            b,
+            a_scale,
+            b_scale,
+            outputs,
+            inputs,
+            n,
+            scales,
+            overwrite,
+            **TILE,
+            num_warps=WARPS,
+            num_stages=STAGES,
         )

@@ -8,6 +8,7 @@ decide a choice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any, Protocol
 
@@ -49,9 +50,11 @@ class RouterFunction(torch.autograd.Function):
         (x,) = saved_without_graph(ctx)
         weight, dtype = ctx.weight, ctx.dtype
         dx = grad.matmul(weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = accumulate_weight_grad(
-            weight, lambda out: add_product_(out, rows_of(grad), rows_of(x).to(dtype)), ctx.queue
-        )
+
+        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
+            add_product_(out, rows_of(grad), rows_of(x).to(dtype), overwrite)
+
+        dw = accumulate_weight_grad(weight, add_dw_, ctx.queue, partial(add_dw_, overwrite=True))
         return dx, dw, None, None
 
 

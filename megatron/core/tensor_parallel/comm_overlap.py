@@ -15,6 +15,7 @@ Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -141,12 +142,12 @@ class _ColumnFunction(torch.autograd.Function):
         elif needs_dx:
             dx = layer.overlap.matmul_scatter(dy, matrix_of(weight), axis)
 
-        def add_dw_(out: Tensor) -> None:
+        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
             whole_x = (start_all_gather(x, axis) if gathering is None else gathering).wait()
-            add_product_(matrix_of(out), rows_of(dy), rows_of(whole_x))
+            add_product_(matrix_of(out), rows_of(dy), rows_of(whole_x), overwrite)
 
         if needs_dw:
-            dw = accumulate_weight_grad(weight, add_dw_, layer.queue)
+            dw = accumulate_weight_grad(weight, add_dw_, layer.queue, partial(add_dw_, overwrite=True))
         db = dy.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (dx if reducing is None else reducing.wait()), dw, db, None
 
@@ -173,10 +174,12 @@ class _RowFunction(torch.autograd.Function):
             dy, dx = layer.overlap.gather_matmul(grad_output, matrix_of(weight), layer.axis)
         elif needs_dw:
             dy = start_all_gather(grad_output, layer.axis).wait()
+
+        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
+            add_product_(matrix_of(out), rows_of(dy), rows_of(x), overwrite)
+
         if needs_dw:
-            dw = accumulate_weight_grad(
-                weight, lambda out: add_product_(matrix_of(out), rows_of(dy), rows_of(x)), layer.queue
-            )
+            dw = accumulate_weight_grad(weight, add_dw_, layer.queue, partial(add_dw_, overwrite=True))
         db = grad_output.flatten(0, -2).sum(0) if needs_db else None
         return dx, dw, db, None
 

@@ -12,6 +12,7 @@ sequence parallelism [s/t, b, h].
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,12 +209,12 @@ class LinearFunction(torch.autograd.Function):
             dx = boundary.enter_adjoint(gemms.input_grad(dy_for_dx, weight), axis)
             del dy_for_dx
 
-        def add_dw_(out: Tensor) -> None:
+        def add_dw_(out: Tensor, overwrite: bool = False) -> None:
             full_x = _entered(_enter(x, boundary, axis) if gathering is None else gathering)
-            gemms.add_weight_grad_(matrix_of(out), dy, full_x)
+            gemms.add_weight_grad_(matrix_of(out), dy, full_x, overwrite)
 
         if needs_dw:
-            dw = accumulate_weight_grad(weight, add_dw_, ctx.queue)
+            dw = accumulate_weight_grad(weight, add_dw_, ctx.queue, partial(add_dw_, overwrite=True))
         db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
         return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None
 

@@ -60,8 +60,8 @@ class LinearGemms(Protocol):
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
 
-    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        """out [out, in] += dYᵀ X"""
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """out [out, in] += dYᵀ X; with `overwrite` out = dYᵀ X"""
 
 
 class PlainGemms:
@@ -79,8 +79,8 @@ class PlainGemms:
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
         return dy[0].matmul(matrix_of(weight))
 
-    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand) -> None:
-        add_product_(out, rows_of(dy[0]), rows_of(x[0]))
+    def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        add_product_(out, rows_of(dy[0]), rows_of(x[0]), overwrite)
 
 
 PLAIN = PlainGemms()

@@ -65,12 +65,16 @@ class WeightGradQueue:
 
 
 def accumulate_weight_grad(
-    weight: Tensor, add_: Callable[[Tensor], object], queue: WeightGradQueue | None = None
+    weight: Tensor,
+    add_: Callable[[Tensor], object],
+    queue: WeightGradQueue | None = None,
+    write_: Callable[[Tensor], object] | None = None,
 ) -> Tensor | None:
     """Adds a weight gradient to `weight.main_grad`, now or from the queue. Returns what a Function's backward returns.
 
     `add_(out)` adds dW to `out`, a tensor of the weight's shape. It is called only when the gradient is computed, so
-    that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first.
+    that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first. `write_`
+    writes dW over what `out` holds: the first contribution of a step uses it where `main_grad` has not been zeroed.
 
     A frozen weight needs nothing. A weight without `main_grad` gets its gradient from autograd: it is returned. After
     each contribution to a `main_grad`, `weight.on_main_grad` is called where it is set (`GradReadiness` counts them).
@@ -79,12 +83,16 @@ def accumulate_weight_grad(
         return None
     main_grad = main_grad_of(weight)
     if main_grad is None:
-        dw = torch.zeros_like(weight)
-        add_(dw)
+        dw = torch.empty_like(weight)
+        _write(dw, add_, write_)
         return dw
 
     def accumulate() -> None:
-        add_(main_grad)
+        if is_stale(weight):
+            mark_stale(weight, False)
+            _write(main_grad, add_, write_)
+        else:
+            add_(main_grad)
         report = getattr(weight, "on_main_grad", None)
         if report is not None:
             report()
@@ -94,6 +102,22 @@ def accumulate_weight_grad(
     else:
         queue.run_or_defer(accumulate)
     return None
+
+
+def _write(out: Tensor, add_: Callable[[Tensor], object], write_: Callable[[Tensor], object] | None) -> None:
+    if write_ is None:
+        add_(out.zero_())
+    else:
+        write_(out)
+
+
+def mark_stale(weight: Tensor, stale: bool) -> None:
+    """Says whether `weight.main_grad` still holds the gradient of the step before, to be written over."""
+    weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
+
+
+def is_stale(weight: Tensor) -> bool:
+    return getattr(weight, "main_grad_is_stale", False)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -106,24 +130,26 @@ def saved_without_graph(ctx: Any) -> tuple[Tensor, ...]:
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
-def add_product_(out: Tensor, dy: Tensor, x: Tensor) -> None:
-    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`.
+def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
+    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite` out = dyᵀ x.
 
     On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added: a relative error of at most 2^-9 of
     what one micro-batch adds. CPU kernels of bf16 have no fp32 result, and are several times as fast as fp32 ones.
     """
+    beta = 0 if overwrite else 1
     if out.dtype == dy.dtype:
-        out.addmm_(dy.t(), x)
+        out.addmm_(dy.t(), x, beta=beta)
     elif out.is_cuda and out.dtype == torch.float32:
-        torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+        torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=beta, out=out)
     elif dy.dtype == torch.bfloat16:
         rows = max(1, CONVERTED_AT_ONCE // out.shape[1])
         for part, product in zip(out.split(rows), dy.t().mm(x).split(rows), strict=True):
-            part.add_(product)
+            part.copy_(product) if overwrite else part.add_(product)
     elif torch.promote_types(out.dtype, dy.dtype) == out.dtype:
-        out.addmm_(dy.t().to(out.dtype), x.to(out.dtype))
+        out.addmm_(dy.t().to(out.dtype), x.to(out.dtype), beta=beta)
     else:
-        out.add_(dy.t().mm(x))
+        product = dy.t().mm(x)
+        out.copy_(product) if overwrite else out.add_(product)
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -1,0 +1,86 @@
+"""The first micro-batch of a step writes over the gradients of the step before in place of adding to zeros."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.parallel import DDPConfig
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, add_product_, is_stale
+from tests.gpt_cases import FP64, STYLES, random_batch
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("gpt", {}),
+    "untied": ("llama", {}),
+    "multi-token prediction": ("gpt", {"mtp_num_layers": 1}),
+    "experts": ("llama", {"num_experts": 8, "moe_router_topk": 1}),
+    "experts without groups": ("llama", {"num_experts": 8, "moe_router_topk": 1, "moe_grouped_gemm": False}),
+}
+
+
+class WithSpare(nn.Module):
+    """A model, and a parameter that it does not use."""
+
+    def __init__(self, model: GPTModel) -> None:
+        super().__init__()
+        self.model, self.spare = model, nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.spare.meta = ParamMeta("spare.weight", (5,))  # type: ignore[attr-defined]
+
+
+def gradients(name: str, overwrite: bool, queued: bool, overlap: bool) -> list[Tensor]:
+    """Of a second step of two micro-batches, after a first one with other values, and NaN in what it left."""
+    style, settings = MODELS[name]
+    config = replace(STYLES[style], num_layers=2, **settings)
+    queue = WeightGradQueue()
+    model = GPTModel(config, FP64, queue=queue)
+    model.decoder.layers[0].self_attention.linear_proj.weight.requires_grad_(False)
+    whole = WithSpare(model)
+    ddp = DistributedDataParallel(
+        DDPConfig(overlap_grad_reduce=overlap, ddp_bucket_size=5_000), FP64, ParallelState(), [whole]
+    )
+    for step in range(2):
+        for buffer in ddp.buffers:
+            buffer.grad_data.fill_(torch.nan)
+        ddp.begin_step(2, overwrite=overwrite)
+        for number in range(2):
+            if queued:
+                queue.begin(number)
+            model(None, random_batch(config, seed=2 * step + number)).backward()
+            if queued:
+                queue.end()
+        if queued:
+            queue.run(1)
+            queue.run(0)
+        ddp.finish_grad_sync()
+        assert not any(is_stale(param) for param in ddp.params)
+    assert not whole.spare.main_grad.any()  # type: ignore[attr-defined]
+    return [buffer.grad_data.clone() for buffer in ddp.buffers]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["at once", "queued", "overlap"])
+def test_gradients_have_the_bits_that_they_have_from_zeros(name: str, how: str) -> None:
+    """Padding too, which enters norms."""
+    queued, overlap = how == "queued", how == "overlap"
+    expected = gradients(name, False, queued, overlap)
+    for found, zeroed in zip(gradients(name, True, queued, overlap), expected, strict=True):
+        assert torch.equal(found, zeroed)
+
+
+@pytest.mark.parametrize("sums", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("operands", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_product_written_is_one_added_to_zeros(sums: torch.dtype, operands: torch.dtype) -> None:
+    torch.manual_seed(1)
+    dy, x = torch.randn(24, 40).to(operands), torch.randn(24, 16).to(operands)
+    added, written = torch.zeros(40, 16, dtype=sums), torch.full((40, 16), torch.nan, dtype=sums)
+    add_product_(added, dy, x)
+    add_product_(written, dy, x, overwrite=True)
+    assert torch.equal(written, added)
