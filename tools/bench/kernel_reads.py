@@ -93,7 +93,8 @@ class _Loads(DefaultHandler):
 
 def distinct_reads(nodes: Sequence[Any]) -> dict[str, float]:
     """Elements of each buffer that the scheduler nodes of one kernel read, each counted once; {} where an index depends
-    on values, or a sample would be large. Counts grow linearly with the outermost loop, or not at all: two samples of it determine them."""
+    on values, or a sample would be large. Counts grow linearly with the outermost loop, or not at all: two samples of
+    it determine them."""
     try:
         samples = [_sampled(nodes, SAMPLE // 2), _sampled(nodes, SAMPLE)]
     except _Unknown:
