@@ -91,6 +91,24 @@ STYLES = {
         GPT, norm_placement="sandwich", attention_output_gate=True, final_logit_softcapping=2.0, softmax_scale=0.4
     ),
     "capped": replace(GPT, attn_logit_softcapping=0.5, window_size=5, window_attn_skip_freq="2"),
+    "head-wise-gate": replace(LLAMA, head_wise_attn_gate=True, qk_layernorm=True, add_qkv_bias=True),
+    "own-heads": replace(
+        LLAMA,
+        kv_channels=8,
+        value_channels=6,
+        attention_value_scale=0.7,
+        head_wise_attn_gate=True,
+        window_size=5,
+        window_attn_skip_freq="2",
+        window_num_attention_heads=16,
+        window_num_query_groups=8,
+        window_softmax_type="learnable",
+        window_rotary_base=500.0,
+        window_rotary_percent=0.5,
+    ),
+    "own-heads-mla": replace(
+        LATENT, window_size=5, window_attn_skip_freq="2", window_num_attention_heads=4, window_softmax_type="off-by-one"
+    ),
     "pythia": replace(GPT, parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5),
     "granite": replace(
         LLAMA, embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=4.0, attention_output_gate=True

@@ -55,19 +55,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
-    config = replace(
-        config,
-        seq_length=length,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        window_size=None,
-        attention_chunk_size=None,
-        window_attn_skip_freq=None,
-        softmax_type="vanilla",
-        attn_logit_softcapping=None,
-        position_embedding_type="none" if config.alibi else config.position_embedding_type,
-        recompute_granularity=None,
-    )
+    config = replace(config.with_plain_attention(length), hidden_dropout=0.0, recompute_granularity=None)
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
@@ -102,7 +90,8 @@ class _FlopCounts(TorchDispatchMode):
 def _count(fakes: FakeStages, stage: GPTModel, seen: float) -> FlopsPerToken:
     model, length = fakes.batch.model, fakes.batch.model.seq_length
     # A kernel for keys and values of one width multiplies with zeros where they differ.
-    of_tokens = partial(_attention, share=seen / length, widths=model.latent and (model.head_dim, model.value_head_dim))
+    widths = model.head_dim, model.value_head_dim
+    of_tokens = partial(_attention, share=seen / length, widths=widths[0] != widths[1] and widths)
     formulas: dict[Any, Callable[..., float]] = {
         # Weight gradients are added in place, which torch has no formula of: [m, n] += [m, k] x [k, n].
         aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],

@@ -68,7 +68,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "plain": "",
         "output norms": "--norm-placement output --logits-scaling 3 --embedding-multiplier 2",
         "sandwich": "--norm-placement sandwich --attention-output-gate --final-logit-softcapping 2",
-        "parallel": "--parallel-residual --residual-multiplier 0.7 --softmax-scale 0.3",
+        "parallel": "--parallel-residual --residual-multiplier 0.7 --softmax-scale 0.3 --head-wise-attn-gate",
         "wide norms": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope all",
     },
     "softmax": {
@@ -83,6 +83,9 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*2+[0]+[1]*3)"
         " --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 4 --linear-value-head-dim 3",
         "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
+        "own heads": "--window-size 5 --window-attn-skip-freq 3 --window-num-attention-heads 16"
+        " --window-num-query-groups 8 --window-softmax-type learnable --window-rotary-percent 0.5 --value-channels 6"
+        " --attention-value-scale 0.7",
     },
     "mlp": {
         "dense": "",

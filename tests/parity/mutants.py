@@ -29,6 +29,7 @@ from megatron.core.attention.partition import Documents, cut_documents
 from megatron.core.attention.sinks import add_sinks_
 from megatron.core.attention.tiles import Tile
 from megatron.core.batch import Batch, BatchContext
+from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
@@ -43,7 +44,16 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from megatron.core.transformer import activations, fused_norm, gated_delta_net, latent_attention, norm, split_heads
+from megatron.core.transformer import (
+    activations,
+    fused_norm,
+    gated_delta_net,
+    latent_attention,
+    norm,
+    rotary,
+    self_attention,
+    split_heads,
+)
 from megatron.core.transformer.parameters import DeltaNetParameters
 from tests.parity.matrix import Combination, difference, reference, whole_matrix
 
@@ -80,6 +90,18 @@ def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tenso
     return _true_tile_backward(shown, rows, q, k, v, tile)
 
 
+def _gated_without_gradient(x: Tensor, gate: Tensor) -> Tensor:
+    return _true_head_gate(x, gate.detach())
+
+
+_true_head_gate = self_attention.head_wise_gated_output
+
+
+def _frequencies_of_other_layers(config: TransformerConfig, rotation: Rotation) -> Tensor:
+    return _true_frequencies(config, config.rotation)
+
+
+_true_frequencies = rotary.rotary_frequencies
 _true_tile_backward = tile_kernels.TorchKernel._backward
 
 
@@ -402,6 +424,14 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "each part of a row has the sink": (
         [(ring, "_merge_", _merge_with_a_sink)],
         [Combination.of(world="2", cp="2ring", softmax="off by one")],
+    ),
+    "gates of heads get no gradient": (
+        [(self_attention, "head_wise_gated_output", _gated_without_gradient)],
+        [Combination.of(world="2", tp="2", block="parallel"), Combination.of(world="2", cp="2ring", block="parallel")],
+    ),
+    "layers with windows rotated as other layers": (
+        [(rotary, "rotary_frequencies", _frequencies_of_other_layers)],
+        [Combination.of(world="2", pp="2", style="llama", layers="own heads")],
     ),
     "slope of a cap of scores forgotten": (
         [(tile_kernels.TorchKernel, "_backward", _backward_without_a_cap)],

@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import parameter_metas
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.pipeline_parallel.layout import attended_tokens
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.planner.fake_stage import built_metas
 from megatron.planner.flops import flops_per_token, model_flops
@@ -158,6 +157,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "latent": {**LLAMA, **LATENT, "qk_layernorm": True},
     "delta net": {**LLAMA, **DELTA_NET, "linear_attention_freq": "2"},
     "latent, whole queries": {**LATENT, "q_lora_rank": None, "position_embedding_type": "rope"},
+    "own heads": {
+        **LLAMA,
+        **gqa(2),
+        "head_wise_attn_gate": True,
+        "value_channels": 6,
+        "window_size": 16,
+        "window_attn_skip_freq": "2",
+        "window_num_attention_heads": 6,
+    },
     "gated with biases": {"swiglu": True, "qk_layernorm": True, "kv_channels": 24, "position_embedding_type": "none"},
     "gated attention": {**LLAMA, **gqa(2), "norm_placement": "sandwich", "attention_output_gate": True},
     "wide norms": {**LLAMA, "norm_placement": "output", "qk_layernorm": True, "qk_layernorm_scope": "all"},
@@ -250,6 +258,13 @@ def test_flops_of_latent_attention() -> None:
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
 
 
+def test_flops_of_layers_with_heads_of_their_own() -> None:
+    """Keys of 8 channels and values of 6: for the 4 heads of one layer, which see half of 16 tokens, and for the 6 of
+    the other one, which see 4 - 4² / 32 tokens."""
+    config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
+    assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
+
+
 def test_flops_of_gated_delta_nets() -> None:
     """Of two chunks of 64 tokens, per token: products of [64, 64] by [64, d] and those with the state, thrice; twice
     the sums of decays, and the gradient of the solution. What the backward computes again does not count."""
@@ -276,8 +291,8 @@ def test_window_counts_what_is_seen(window: int) -> None:
     """The continuous count is the exact one up to half a token, as for the causal half of the square."""
     config = TransformerConfig(**shape(1, 8, 1, 8, 8, 32), window_size=window)
     exact = sum(min(i + 1, window) for i in range(32)) / 32
-    assert attended_tokens(config) == pytest.approx(exact, abs=0.5)
-    assert attended_tokens(TransformerConfig(**shape(1, 8, 1, 8, 8, 32))) == 16
+    assert config.layer(0).span.mean(32) == pytest.approx(exact, abs=0.5)
+    assert TransformerConfig(**shape(1, 8, 1, 8, 8, 32)).layer(0).span.mean(32) == 16
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 32, 40])

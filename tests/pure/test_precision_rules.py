@@ -104,6 +104,24 @@ DELAYED = (
             ["--hidden-size 72: must be a multiple of 16 under --fp8-format; nearest: 64 or 80"],
         ),
         (
+            "--fp8-format hybrid --bf16 --head-wise-attn-gate",
+            1,
+            [
+                "--head-wise-attn-gate: makes 196 rows of queries, gates, keys and values and 64 channels of values of "
+                "4 heads in 4 groups; both must be a multiple of 16 * --tensor-model-parallel-size 1 under "
+                "--fp8-format; use a number of heads that is a multiple of 16"
+            ],
+        ),
+        (
+            "--fp8-format hybrid --bf16 --value-channels 6",
+            1,
+            [
+                "--value-channels 6: makes 152 rows of queries, keys and values and 24 channels of values of 4 heads "
+                "in 4 groups; both must be a multiple of 16 * --tensor-model-parallel-size 1 under --fp8-format; use "
+                "a multiple of 16"
+            ],
+        ),
+        (
             "--fp8-format hybrid --bf16 --tp 4 --kv-channels 12",
             4,
             [

@@ -105,6 +105,43 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ),
         ("--hidden-dropout 1.0", 1, "--hidden-dropout 1.0: must be in [0, 1)"),
         ("--rotary-percent 0", 1, "--rotary-percent 0.0: must be in (0, 1]"),
+        # heads of their own in layers with windows
+        ("--window-num-attention-heads 8", 1, "--window-num-attention-heads 8: has no effect without --window-size"),
+        ("--window-softmax-type learnable", 1, "--window-softmax-type learnable: has no effect without --window-size"),
+        ("--window-rotary-percent 0.5 --window-size 4", 1, "has no effect without --position-embedding-type rope"),
+        (
+            "--window-rotary-percent 0.2 --window-size 4 --position-embedding-type rope",
+            1,
+            "--window-rotary-percent 0.2: rotates 0 of the 4 channels of a head; it must be an even number above 0",
+        ),
+        (
+            "--window-num-query-groups 5 --window-size 4",
+            1,
+            "--window-num-query-groups 5: must divide --num-attention-heads 12; nearest: 4 or 6",
+        ),
+        (
+            "--window-num-attention-heads 6 --window-size 4 --group-query-attention --num-query-groups 4",
+            1,
+            "--num-query-groups 4: must divide --window-num-attention-heads 6; nearest: 2 or 3, or add --window-num-qu",
+        ),
+        (
+            "--window-num-attention-heads 6 --window-num-query-groups 2 --window-size 4 --tp 4",
+            4,
+            "--window-num-query-groups 2: must be a multiple of --tensor-model-parallel-size 4; nearest: 4",
+        ),
+        (
+            "--window-num-attention-heads 6 --window-size 4 --cp 4 --cp-comm-type a2a",
+            4,
+            "--window-num-attention-heads 6: must be a multiple of --tensor-model-parallel-size 1 * --context-parallel",
+        ),
+        ("--head-wise-attn-gate --attention-output-gate", 1, "--attention-output-gate: cannot be combined with --head"),
+        ("--multi-latent-attention --head-wise-attn-gate", 1, "cannot be combined with --head-wise-attn-gate"),
+        ("--multi-latent-attention --value-channels 8", 1, "cannot be combined with --value-channels 8"),
+        (
+            "--attn-logit-softcapping 30 --attention-backend flash3 --bf16",
+            1,
+            "--attention-backend flash3: has no effect beside --attn-logit-softcapping 30.0: plain torch computes capp",
+        ),
         ("--lr inf", 1, "--lr inf: must be finite"),
         ("--clip-grad -1", 1, "--clip-grad -1.0: must not be negative"),
         ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 2^32 - 1]"),

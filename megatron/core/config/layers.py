@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Rotation:
     scaled: bool = True
     """Whether the model's scaling of frequencies and interpolation of positions apply."""
 
+    percent: float = 1.0
+    """Fraction of each head's channels that are rotated."""
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -55,6 +59,9 @@ class LayerKind:
 
     rotation: Rotation | None = None
     """The rotary embedding of its queries and keys; None for none, as in linear attention."""
+
+    own: tuple[tuple[str, Any], ...] = ()
+    """Fields of the configuration that have another value in this layer than in the model, each with that value."""
 
 
 MOST_LAYERS = 10**6

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log, sqrt
+from typing import Any
 
 from megatron.core.config.flag_spec import Section, flag
 from megatron.core.config.latent_attention import LatentAttentionConfig
@@ -19,7 +20,7 @@ from megatron.core.config.layers import (
 )
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
-from megatron.core.config.self_attention import SelfAttentionConfig
+from megatron.core.config.self_attention import SOFTMAX_TYPES, SelfAttentionConfig
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
 
@@ -205,7 +206,7 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     softmax_scale: float | None = None
     """Factor of attention scores; default 1 / sqrt(head width)."""
 
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
     """Softmax of attention scores: plain (vanilla), or with an attention sink, one more score in each row that no value
     belongs to. The sink is 0 (off-by-one) or a parameter of each head (learnable, as in gpt-oss)."""
 
@@ -302,12 +303,16 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     @property
     def value_head_dim(self) -> int:
         """Channels of a value head."""
-        return self.v_head_dim if self.latent else self.head_dim
+        return self.v_head_dim if self.latent else self.value_channels or self.head_dim
 
     @property
     def rotary_dim(self) -> int:
         """Channels of a query or key head that the rotary embedding rotates."""
-        return int((self.qk_pos_emb_head_dim if self.latent else self.head_dim) * self.rotary_percent)
+        return self.rotated_channels(self.rotary_percent)
+
+    def rotated_channels(self, percent: float) -> int:
+        """Channels of a query or key head that are this fraction of those with positions."""
+        return int((self.qk_pos_emb_head_dim if self.latent else self.head_dim) * percent)
 
     @property
     def yarn(self) -> bool:
@@ -358,6 +363,11 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     def layer(self, number: int) -> LayerKind:
         """What layer `number` is. ValueError if a pattern of layers cannot be read."""
         return _layer_kinds(self)[number]
+
+    def of_layer(self, number: int) -> TransformerConfig:
+        """The configuration by which layer `number` is built: fields have the values that they have there."""
+        own = self.layer(number).own
+        return replace(self, **dict(own)) if own else self
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -416,9 +426,27 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     @property
     def local_rotation(self) -> Rotation:
         """The rotary embedding of layers with a sliding window or chunks."""
+        percent = self.window_rotary_percent or self.rotary_percent
         if self.window_rotary_base is None:
-            return Rotation(self.rotary_base)
-        return Rotation(self.window_rotary_base, scaled=False)
+            return Rotation(self.rotary_base, percent=percent)
+        return Rotation(self.window_rotary_base, scaled=False, percent=percent)
+
+    @property
+    def rotation(self) -> Rotation:
+        """The rotary embedding of other layers."""
+        return Rotation(self.rotary_base, percent=self.rotary_percent)
+
+    @property
+    def local_own(self) -> tuple[tuple[str, Any], ...]:
+        """Fields that have another value in layers with a sliding window or chunks."""
+        own: dict[str, Any] = {}
+        if self.window_num_attention_heads is not None:
+            own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
+        if self.window_num_query_groups is not None:
+            own |= {"group_query_attention": True, "num_query_groups": self.window_num_query_groups}
+        if self.window_softmax_type is not None:
+            own["softmax_type"] = self.window_softmax_type
+        return tuple((name, value) for name, value in own.items() if value != getattr(self, name))
 
     @property
     def moe_ffn_size(self) -> int:
@@ -454,6 +482,21 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
         """Factor of attention scores."""
         of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.latent else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
+
+    def with_plain_attention(self, length: int) -> TransformerConfig:
+        """The same layers at sequences of `length` tokens whose attention is one kernel of torch: causal, without
+        dropout, and without limits, biases, sinks or caps of scores."""
+        return replace(
+            self,
+            seq_length=length,
+            attention_dropout=0.0,
+            window_size=self.window_size and length,
+            attention_chunk_size=self.attention_chunk_size and length,
+            position_embedding_type="none" if self.alibi else self.position_embedding_type,
+            softmax_type="vanilla",
+            window_softmax_type=None,
+            attn_logit_softcapping=None,
+        )
 
     @property
     def attends_in_tiles(self) -> bool:
@@ -514,7 +557,8 @@ def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
             experts,
             None,
             config.local_span if local else Span(),
-            (config.local_rotation if local else Rotation(config.rotary_base)) if rotated else None,
+            (config.local_rotation if local else config.rotation) if rotated else None,
+            config.local_own if local else (),
         )
         for experts, linear, local, rotated in zip(
             config.expert_pattern, config.linear_pattern, config.local_pattern, config.rope_pattern, strict=True

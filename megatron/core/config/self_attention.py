@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.config.flag_spec import flag
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
 
 @dataclass(frozen=True)
 class SelfAttentionConfig:
@@ -11,3 +15,25 @@ class SelfAttentionConfig:
 
     attn_logit_softcapping: float | None = None
     """Cap c of attention scores z, scaled and before the mask, which become c tanh(z / c) (Gemma 2); default: none."""
+
+    head_wise_attn_gate: bool = False
+    """Multiply the output of each head of attention, before the last projection, by the sigmoid of one number, a linear
+    map of the layer's input (Step-3.5)."""
+
+    value_channels: int | None = None
+    """Width of one value head; default: that of a query or key head, --kv-channels."""
+
+    attention_value_scale: float = 1.0
+    """Factor of the values (MiMo-V2)."""
+
+    window_num_attention_heads: int | None = None
+    """Query heads in layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
+
+    window_num_query_groups: int | None = None
+    """Key/value heads in layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
+
+    window_softmax_type: str | None = flag(None, choices=SOFTMAX_TYPES)
+    """--softmax-type of layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
+
+    window_rotary_percent: float | None = None
+    """--rotary-percent of layers with a sliding window or chunks (Step-3.5); default: as in other layers."""

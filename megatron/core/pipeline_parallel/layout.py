@@ -86,12 +86,6 @@ def split_layers(
     return list(starmap(range, pairwise(accumulate(counts, initial=0))))
 
 
-def attended_tokens(config: TransformerConfig, seq_length: int | None = None) -> float:
-    """Mean over layers of the mean number of tokens that a token attends to (`Span.mean`)."""
-    spans = [kind.span.mean(seq_length or config.seq_length) for kind in config.layers]
-    return sum(spans) / max(len(spans), 1)
-
-
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
     """What the embedding and the head cost, in layers of the mean, by their FLOPs: the embedding is a look-up and
     costs nothing. By the parameters of built-in layers, which stand for an extension's."""
@@ -105,20 +99,22 @@ def multi_token_cost(config: TransformerConfig) -> float:
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0
-    seen = config.layer(config.num_layers - 1).span.mean(config.seq_length)
-    module = _matrices([*multi_token_metas(0, config, False)], config) + _attention_cost(config, seen)
+    attention = _attention_cost(config, config.num_layers - 1)
+    module = _matrices([*multi_token_metas(0, config, False)], config) + attention
     return depths * (module * config.num_layers / layers + end_costs(config)[1])
 
 
 def _layer_costs(config: TransformerConfig) -> float:
     """Multiplications per token of all layers; 0 without layers."""
     matrices = _matrices(parameter_metas(config, first=False, last=False), config)
-    return matrices + config.num_layers * _attention_cost(config, attended_tokens(config)) if matrices else 0.0
+    attention = sum(_attention_cost(config, number) for number in range(config.num_layers))
+    return matrices + attention if matrices else 0.0
 
 
-def _attention_cost(config: TransformerConfig, seen: float) -> float:
-    """Multiplications per token of one layer's attention, to `seen` tokens."""
-    return (config.query_projection_size + config.attention_output_size) * seen
+def _attention_cost(config: TransformerConfig, number: int) -> float:
+    """Multiplications per token of a layer's attention, to the tokens that it sees."""
+    own = config.of_layer(number)
+    return (own.query_projection_size + own.attention_output_size) * config.layer(number).span.mean(config.seq_length)
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:

@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         build = LAYERS[config.layer_module]
-        self.layers = nn.ModuleList(build(layer.format(n), config, ctx.of_layer(n)) for n in numbers)
+        self.layers = nn.ModuleList(build(layer.format(n), config.of_layer(n), ctx.of_layer(n)) for n in numbers)
         for built, number in zip(self.layers, numbers, strict=True):
             built.number = number  # type: ignore[assignment]
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
@@ -46,8 +46,11 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        self.spans = tuple(dict.fromkeys(kind.span for kind in kinds))
-        self.masked = not config.attends_in_tiles
+        in_tiles = [config.of_layer(number).attends_in_tiles for number in numbers]
+        self.masked_spans = tuple(
+            dict.fromkeys(kind.span for kind, tiles in zip(kinds, in_tiles, strict=True) if not tiles)
+        )
+        self.has_tiles = any(in_tiles)
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -81,13 +84,10 @@ class TransformerBlock(nn.Module):
         if cache is not None:
             documents = context.document_ids
             of_keys = cache.append_documents(documents)
-            if self.masked:
-                shape = length, past + length
-                masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.spans}
-                context = replace(context, masks=masks)
-            else:
-                starts = None if of_keys is None else document_starts(of_keys.tolist())
-                context = replace(context, documents=starts)
+            shape = length, past + length
+            masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.masked_spans}
+            starts = document_starts(of_keys.tolist()) if of_keys is not None and self.has_tiles else None
+            context = replace(context, masks=masks, documents=starts)
         if not self.rotary:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

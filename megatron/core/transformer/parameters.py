@@ -52,7 +52,25 @@ def sinks_metas(name: str, config: TransformerConfig) -> list[ParamMeta]:
 def head_counts(config: TransformerConfig) -> tuple[int, int, int, int]:
     """Heads of a query group: queries, gates of their outputs, keys, values."""
     queries = config.queries_per_group
-    return queries, queries if config.attention_output_gate else 0, 1, 1
+    return queries, queries if config.attention_output_gate or config.head_wise_attn_gate else 0, 1, 1
+
+
+def head_widths(config: TransformerConfig) -> tuple[int, int, int, int]:
+    """Channels of each of these heads. A gate of a whole head is one number."""
+    key, value = config.head_dim, config.value_head_dim
+    return key, 1 if config.head_wise_attn_gate else value, key, value
+
+
+def group_rows(config: TransformerConfig) -> tuple[int, ...]:
+    """Rows of linear_qkv of a query group: all its queries, gates, keys and values."""
+    return tuple(count * width for count, width in zip(head_counts(config), head_widths(config), strict=True))
+
+
+def has_even_heads(config: TransformerConfig) -> bool:
+    """Whether all these heads have the same width."""
+    return all(
+        rows == count * config.head_dim for rows, count in zip(group_rows(config), head_counts(config), strict=True)
+    )
 
 
 def wide_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
@@ -62,15 +80,18 @@ def wide_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMet
 
 
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-    """linear_qkv and linear_proj. A group's rows of linear_qkv: its query heads, the gates of their outputs if there
-    are any, then its key, then its value."""
+    """linear_qkv [groups, heads, channels, h], or [groups, rows, h] where heads differ in width, and linear_proj. A
+    group's rows of linear_qkv: its query heads, the gates of their outputs if there are any, then its key, then its
+    value."""
     hidden, bias = config.hidden_size, config.add_bias_linear
-    out_dims = (config.query_groups, sum(head_counts(config)), config.head_dim)
-    fused = Fused("qkv", 1, tuple(count for count in head_counts(config) if count))
+    even = has_even_heads(config)
+    sizes = head_counts(config) if even else group_rows(config)
+    out_dims = (config.query_groups, sum(sizes), *((config.head_dim,) if even else ()))
+    fused = Fused("qkv", 1, tuple(size for size in sizes if size))
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     return (
         ColumnLinear(f"{name}.linear_qkv", hidden, out_dims, bias or config.add_qkv_bias, init, fused=fused),
-        RowLinear(f"{name}.linear_proj", config.query_projection_size, hidden, bias, output_init),
+        RowLinear(f"{name}.linear_proj", config.attention_output_size, hidden, bias, output_init),
     )
 
 

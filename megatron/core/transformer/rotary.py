@@ -19,31 +19,32 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation | None = No
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3); dividing the frequencies is the same.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-    rotation = rotation or Rotation(config.rotary_base)
+    rotation = rotation or config.rotation
+    channels = config.rotated_channels(rotation.percent)
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     frequencies = 1.0 / (rotation.base**exponents)
     if not rotation.scaled:
         return frequencies
     if config.use_rope_scaling:
         frequencies = _scale_frequencies(frequencies, config)
     if config.yarn:
-        frequencies = _yarn_frequencies(frequencies, config)
+        frequencies = _yarn_frequencies(frequencies, channels, config)
     return frequencies / (config.rotary_seq_len_interpolation_factor or 1.0)
 
 
-def _yarn_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+def _yarn_frequencies(frequencies: Tensor, channels: int, config: TransformerConfig) -> Tensor:
     """Divides slow frequencies by the scaling factor, keeps fast ones, and blends linearly over the pairs in between
     (YaRN, arXiv:2309.00071, section 3.2). The bounds are rounded to pairs, as in most published models, or not."""
 
     def pair(rotations: float) -> float:
         """The pair, as a real number, that turns so many times over the original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
-        return config.rotary_dim * math.log(wavelengths) / (2 * math.log(config.rotary_base))
+        return channels * math.log(wavelengths) / (2 * math.log(config.rotary_base))
 
     first, last = pair(config.beta_fast), pair(config.beta_slow)
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    first, last = max(first, 0), min(last, channels - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32)
     share_slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequencies / config.rotary_scaling_factor * share_slowed + frequencies * (1 - share_slowed)

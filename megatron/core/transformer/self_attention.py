@@ -12,7 +12,13 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import build_query_key_norms
-from megatron.core.transformer.parameters import attention_linears, head_counts, sinks_metas
+from megatron.core.transformer.parameters import (
+    attention_linears,
+    group_rows,
+    has_even_heads,
+    head_counts,
+    sinks_metas,
+)
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
 from megatron.core.transformer.split_heads import Heads, split_heads
@@ -22,12 +28,14 @@ class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core, projection back.
 
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate the gates follow the query heads.
+    --attention-output-gate the gates follow the query heads. Where heads differ in width, the rows of a group are one
+    dimension.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.layer, self.head_dim, self.head_counts = ctx.layer, config.head_dim, head_counts(config)
+        self.group_rows, self.value_scale = group_rows(config), config.attention_value_scale
         qkv, proj = attention_linears(name, config)
         self.linear_qkv = column_parallel(qkv, ctx)
         self.q_layernorm, self.k_layernorm = build_query_key_norms(name, config, ctx)
@@ -38,14 +46,15 @@ class SelfAttention(nn.Module):
         self.rotation = config.layer(ctx.layer).rotation
         rotates = self.rotation is not None
         sums_bias = ctx.compiled and self.linear_qkv.bias is not None
-        self.splits_at_once = (rotates or sums_bias) and not config.qk_layernorm
+        self.splits_at_once = (rotates or sums_bias) and not config.qk_layernorm and has_even_heads(config)
         self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
-        self.gated = region(gated_output, ctx.compiled)
+        self.gated = region(head_wise_gated_output if config.head_wise_attn_gate else gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         q, gate, k, v = self._project(x, context)
+        v = v if self.value_scale == 1 else v * self.value_scale
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         if self.recompute_core and self.training:
@@ -58,17 +67,23 @@ class SelfAttention(nn.Module):
         tables = () if self.rotation is None else context.rotary[self.rotation]
         bias = self.linear_qkv.bias if self.splits_at_once and self.compiled else None
         y = self.linear_qkv(x, add_bias=bias is None or not tables, bias_gradient=bias is None)
-        qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
         if self.splits_at_once:
+            qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
             settings = {"interleaved": self.rotary_interleaved, "compiled": self.compiled}
             return split_heads(qkv, self.head_counts, tables, bias, **settings)
-        q, gate, k, v = qkv.split(self.head_counts, dim=-2)
-        gate = gate.flatten(2) if gate.shape[-2] else None
-        q, k = self.q_layernorm(q.flatten(2, 3)), self.k_layernorm(k.squeeze(3))
+        q, gate, k, v = y.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
+        gate = gate.flatten(2) if gate.shape[-1] else None
+        q, k = self.q_layernorm(q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)), self.k_layernorm(k)
         if tables:
             q, k = self.rotate(q, k, *tables)
-        return q, gate, k, v.squeeze(3)
+        return q, gate, k, v
 
 
 def gated_output(x: Tensor, gate: Tensor) -> Tensor:
+    """x and gate [s, b, heads * d]"""
     return x * torch.sigmoid(gate)
+
+
+def head_wise_gated_output(x: Tensor, gate: Tensor) -> Tensor:
+    """x [s, b, heads * d], gate [s, b, heads]"""
+    return (x.unflatten(-1, (gate.shape[-1], -1)) * torch.sigmoid(gate).unsqueeze(-1)).flatten(2)

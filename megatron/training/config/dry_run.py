@@ -62,6 +62,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
     elif m.query_groups != m.num_attention_heads:
         heads += f" in {m.query_groups} groups"
+    if not m.latent and m.value_head_dim != m.head_dim:
+        heads += f", values of {m.value_head_dim}"
     yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
@@ -101,11 +103,21 @@ def _local_attention(m: TransformerConfig) -> str:
     local = sum(m.local_pattern)
     kind = f"chunks of {m.attention_chunk_size}" if m.attention_chunk_size else f"window {m.window_size}"
     where = f" in {local} layers" if local < m.num_layers else ""
-    return f", {kind}{where}" if local else ""
+    own = dict(m.local_own)
+    shown = [
+        f"{own['num_attention_heads']} heads" if "num_attention_heads" in own else "",
+        f"{own['num_query_groups']} groups" if "num_query_groups" in own else "",
+        SINKS[own["softmax_type"]] or "no sinks" if "softmax_type" in own else "",
+    ]
+    heads = f" ({', '.join(filter(None, shown))})" if any(shown) else ""
+    return f", {kind}{where}{heads}" if local else ""
+
+
+SINKS = {"vanilla": "", "off-by-one": "attention sinks of 0", "learnable": "attention sinks"}
 
 
 def _sinks(m: TransformerConfig) -> str:
-    return {"vanilla": "", "off-by-one": ", attention sinks of 0", "learnable": ", attention sinks"}[m.softmax_type]
+    return f", {SINKS[m.softmax_type]}" if SINKS[m.softmax_type] else ""
 
 
 def _experts_line(m: TransformerConfig) -> str:

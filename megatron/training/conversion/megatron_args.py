@@ -29,6 +29,7 @@ WITHOUT_EQUAL = {
     "is_hybrid_model": "state-space layers",
     "use_mup": "muP",
     "attention_output_gate": "gates of attention's output",
+    "head_wise_attn_gate": "gates of attention's heads",
     "scale_embeddings": "scaled embeddings",
     "fp32_residual_connection": "an fp32 residual stream",
     "apply_query_key_layer_scaling": "query-key layer scaling",
@@ -93,6 +94,12 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--final-logit-softcapping": model.final_logit_softcapping,
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--window-rotary-base": model.window_rotary_base,
+        "--value-channels": model.value_channels,
+        "--attention-value-scale": model.attention_value_scale != 1,
+        "--window-num-attention-heads": model.window_num_attention_heads,
+        "--window-num-query-groups": model.window_num_query_groups,
+        "--window-softmax-type": model.window_softmax_type,
+        "--window-rotary-percent": model.window_rotary_percent,
         "--position-embedding-type alibi": model.alibi,
         "--scale-word-embeddings": model.scale_word_embeddings,
         "--activation-func": model.activation_func not in (None, "gelu", "squared_relu", "swiglu", "quick_geglu"),
@@ -102,6 +109,7 @@ def refuse_inexpressible(config: RunConfig) -> None:
     unwritten = {
         "--multi-latent-attention": model.latent,
         "--rope-type yarn": model.yarn,
+        "--head-wise-attn-gate": model.head_wise_attn_gate,
         "--experimental-attention-variant": any(model.linear_pattern),
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }

@@ -149,6 +149,7 @@ def _norm(name: str, size: int, config: TransformerConfig, partial_over: tuple[s
 
 def _layer(name: str, number: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
     """The parameters, under `name`, of a layer of the kind of layer `number`."""
+    config = config.of_layer(number)
     partial_over = sequence_partial(sequence_parallel)
 
     def norm(of: str, present: bool) -> list[ParamMeta]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.attention.partition import sequence_divisor
 from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.rules.model import window_heads
 from megatron.training.config.run_config import RunConfig
 
 
@@ -40,6 +41,7 @@ def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
     flags = [("--num-attention-heads", m.num_attention_heads)]
     if m.group_query_attention:
         flags.append(("--num-query-groups", m.num_query_groups or 0))
+    flags += [(flag, value) for flag, value in window_heads(c).items() if value is not None]
     for flag, value in flags:
         if not divides(tp * cp, value):
             yield Problem(flag, value, rule, f"{multiples(value, tp * cp)}, or use --cp-comm-type p2p or all_gather")

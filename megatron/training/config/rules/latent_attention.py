@@ -25,8 +25,15 @@ def latent_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.group_query_attention:
         why = "all heads share one latent, and each has keys and values of its own"
         yield Problem.exclusive(MLA, None, "--group-query-attention", why)
-    if m.attention_output_gate:
-        yield Problem.exclusive(MLA, None, "--attention-output-gate", "a gate is a part of other attention only")
+    for flag, given in (
+        ("--attention-output-gate", m.attention_output_gate),
+        ("--head-wise-attn-gate", m.head_wise_attn_gate),
+        (f"--value-channels {m.value_channels}", m.value_channels),
+        (f"--attention-value-scale {m.attention_value_scale:g}", m.attention_value_scale != 1),
+        (f"--window-num-query-groups {m.window_num_query_groups}", m.window_num_query_groups),
+    ):
+        if given:
+            yield Problem.exclusive(MLA, None, flag, "it is a part of other attention only")
     if m.qk_layernorm and m.qk_layernorm_scope != "head":
         rule = f"is not known to {MLA}, whose norms are those of latents"
         yield Problem("--qk-layernorm-scope", m.qk_layernorm_scope, rule, "remove it")

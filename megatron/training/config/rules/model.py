@@ -25,10 +25,22 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.group_query_attention and not divides(tp, m.num_query_groups):
         remedy = f"{multiples(m.num_query_groups or 1, tp)}, or a TP size that divides it"
         yield Problem("--num-query-groups", m.num_query_groups, rule, remedy)
+    for flag, value in window_heads(c).items():
+        if value and not divides(tp, value):
+            yield Problem(flag, value, rule, multiples(value, tp))
     if m.hidden_size > 0 and not divides(tp, m.ffn_size):
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
     yield from _vocabulary(c, tp)
     yield from _tensor_overlap(c.parallel)
+
+
+def window_heads(c: RunConfig) -> dict[str, int | None]:
+    """Flag -> heads of layers with a sliding window or chunks, where it is given."""
+    m = c.model
+    return {
+        "--window-num-attention-heads": m.window_num_attention_heads,
+        "--window-num-query-groups": m.window_num_query_groups,
+    }
 
 
 def _tensor_overlap(p: ModelParallelConfig) -> Iterator[Problem]:
@@ -74,12 +86,13 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         remedy = f"add --num-query-groups, a divisor of --num-attention-heads {heads}"
         yield Problem("--group-query-attention", None, "needs --num-query-groups", remedy)
     if m.group_query_attention and not divides(groups, heads):
-        legal = [n for n in range(1, heads + 1) if heads % n == 0]
-        near = sorted(sorted(legal, key=lambda n: abs(n - (groups or 0)))[:2])
         rule = f"must divide --num-attention-heads {heads}"
-        yield Problem("--num-query-groups", groups, rule, f"nearest: {' or '.join(map(str, near))}")
+        yield Problem("--num-query-groups", groups, rule, _divisors(heads, groups or 0))
     if not m.group_query_attention and groups not in (None, heads):
         yield Problem.no_effect("--num-query-groups", groups, "--group-query-attention")
+    if m.attention_output_gate and m.head_wise_attn_gate:
+        yield Problem.exclusive("--attention-output-gate", None, "--head-wise-attn-gate", "both gate the same output")
+    yield from _heads_of_windows(c)
     yield from _activation(m)
     if m.qk_layernorm_scope == "all":
         if not m.qk_layernorm:
@@ -111,6 +124,26 @@ def _activation(m: TransformerConfig) -> Iterator[Problem]:
         if value != default:
             rule = f"is not known to the activation function {m.activation}"
             yield Problem(flag, value, rule, f"remove it, or use --activation-func {' or '.join(bounded)}")
+
+
+def _divisors(heads: int, groups: int) -> str:
+    """The divisors of `heads` that are nearest to `groups`, as a remedy."""
+    legal = [n for n in range(1, heads + 1) if heads % n == 0]
+    near = sorted(sorted(legal, key=lambda n: abs(n - groups))[:2])
+    return f"nearest: {' or '.join(map(str, near))}"
+
+
+def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
+    """Heads of layers with a window or chunks."""
+    m, own = c.model, window_heads(c)
+    heads = m.window_num_attention_heads or m.num_attention_heads
+    groups = m.window_num_query_groups or (m.num_query_groups if m.group_query_attention else None)
+    if any(own.values()) and not divides(groups, heads):
+        of_windows = m.window_num_query_groups is not None
+        flag = "--window-num-query-groups" if of_windows else "--num-query-groups"
+        which = "--window-num-attention-heads" if m.window_num_attention_heads else "--num-attention-heads"
+        remedy = _divisors(heads, groups or 0) + ("" if of_windows else ", or add --window-num-query-groups")
+        yield Problem(flag, groups, f"must divide {which} {heads}", remedy)
 
 
 def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -151,6 +184,10 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
         ("--window-attn-skip-freq", m.window_attn_skip_freq, local, some_local),
         ("--window-rotary-base", m.window_rotary_base, local, some_local),
         ("--window-rotary-base", m.window_rotary_base, rotary, m.rotary),
+        ("--window-rotary-percent", m.window_rotary_percent, local, some_local),
+        ("--window-rotary-percent", m.window_rotary_percent, rotary, m.rotary),
+        *((flag, value, local, some_local) for flag, value in window_heads(c).items()),
+        ("--window-softmax-type", m.window_softmax_type, local, some_local),
         ("--no-rope-freq", m.no_rope_freq, rotary, m.rotary),
     ):
         if value is not None and not given:
@@ -182,13 +219,8 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be at least --seq-length {m.seq_length}"
         yield Problem("--max-position-embeddings", longest, rule, f"nearest: {m.seq_length}")
     if m.rotary:
-        if m.kv_channels and m.kv_channels > 0 and 0 < m.rotary_percent <= 1:
-            rotated = int(m.kv_channels * m.rotary_percent)
-            if rotated < 2 or rotated % 2:
-                rule = f"rotates {rotated} of the {m.kv_channels} channels of a head; it must be an even number above 0"
-                near = max(2, rotated // 2 * 2)
-                shown = f"--kv-channels {m.kv_channels + 1}, or " if m.rotary_percent == 1 else ""
-                yield Problem("--rotary-percent", m.rotary_percent, rule, f"nearest: {shown}{near / m.kv_channels:g}")
+        yield from _rotated_channels("--rotary-percent", m.rotary_percent, m.kv_channels)
+        yield from _rotated_channels("--window-rotary-percent", m.window_rotary_percent, m.kv_channels)
         low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
         if m.use_rope_scaling and low >= high:
             rule = f"must be below --rope-scaling-high-freq-factor {high}"
@@ -202,6 +234,18 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
     for flag, value in settings.items():
         if value:
             yield Problem.no_effect(flag, None if value is True else value, "--position-embedding-type rope")
+
+
+def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
+    """A head's rotated channels are pairs. `width` is that of a head."""
+    if percent is None or not width or width < 0 or not 0 < percent <= 1:
+        return
+    rotated = int(width * percent)
+    if rotated < 2 or rotated % 2:
+        rule = f"rotates {rotated} of the {width} channels of a head; it must be an even number above 0"
+        near = max(2, rotated // 2 * 2)
+        shown = f"--kv-channels {width + 1}, or " if percent == 1 else ""
+        yield Problem(flag, percent, rule, f"nearest: {shown}{near / width:g}")
 
 
 YARN = (

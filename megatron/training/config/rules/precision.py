@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 from typing import NamedTuple
 
+from megatron.core.transformer.parameters import group_rows
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
 from megatron.training.config.run_config import RunConfig
@@ -119,6 +120,8 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
             near = multiples(m.head_dim, rank // gcd(rank, heads))
             yield Problem(flag, shown, rule, f"add --kv-channels, {near}")
             break
+    else:
+        yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
     if _kinds_in_fp8(c).dense and m.ffn_size % rank:
         rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, rank))
@@ -148,6 +151,30 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"a rank has {each} tokens of a micro-batch; under --fp8-format this must be a multiple of"
         near = multiples(m.seq_length, lcm(tokens * cp, 2 * cp if cp > 1 else 1))
         yield Problem("--seq-length", m.seq_length, f"{rule} {FP8_ALIGNMENT}", f"{near}, or another --micro-batch-size")
+
+
+def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
+    """Rows of the projection to queries, gates, keys and values of several widths, and columns of the last one, in
+    layers of each kind. `rank` is a number that divides them, `rule` says so."""
+    try:
+        kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
+    except ValueError:
+        return
+    for m in kinds:
+        if m.latent or m.query_groups < 1 or m.num_attention_heads % m.query_groups:
+            continue
+        rows, columns = m.query_groups * sum(group_rows(m)), m.attention_output_size
+        if rows % rank == columns % rank == 0:
+            continue
+        parts = "queries, gates, keys and values" if m.head_wise_attn_gate else "queries, keys and values"
+        heads = f"{m.num_attention_heads} heads in {m.query_groups} groups"
+        what = f"makes {rows} rows of {parts} and {columns} channels of values of {heads}; both {rule}"
+        if m.value_head_dim != m.head_dim:
+            yield Problem("--value-channels", m.value_channels, what, f"use a multiple of {FP8_ALIGNMENT}")
+        elif m.head_wise_attn_gate:
+            yield Problem("--head-wise-attn-gate", None, what, f"use a number of heads that is a multiple of {rank}")
+        else:
+            yield Problem("--window-num-attention-heads", m.num_attention_heads, what, f"use a multiple of {rank}")
 
 
 class _Kinds(NamedTuple):

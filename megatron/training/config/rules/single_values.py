@@ -53,6 +53,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "sgd_momentum": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "fp8_margin": (0, 16, "in [0, 16], as e4m3 has 18 powers of two"),
     "rotary_scaling_factor": (1.0, math.inf, "at least 1"),
+    "window_rotary_percent": (math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
     "rotary_percent": (math.nextafter(0.0, 1.0), 1.0, "in (0, 1]"),
     "lr_warmup_fraction": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "seed": (0, 2**32 - 1, "in [0, 2^32 - 1]"),
