@@ -86,6 +86,27 @@ STYLES = {
         LLAMA, window_size=5, window_attn_skip_freq="2", window_rotary_base=500.0, use_rope_scaling=True
     ),
     "chunks-in-some": replace(LLAMA, attention_chunk_size=6, window_attn_skip_freq="2", no_rope_freq="2"),
+    "gpt-oss": replace(
+        LLAMA,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=0.05,
+        add_bias_linear=True,
+        softmax_type="learnable",
+        window_size=5,
+        window_attn_skip_freq="2",
+    ),
+    "llama4": replace(
+        LLAMA,
+        attention_chunk_size=6,
+        window_attn_skip_freq="2",
+        no_rope_freq="2",
+        rotary_interleaved=True,
+        qk_l2_norm=True,
+        attention_temperature_coeff=0.5,
+        attention_temperature_floor=3,
+    ),
     "olmo2": replace(LLAMA, norm_placement="output", qk_layernorm=True, qk_layernorm_scope="all"),
     "sandwich": replace(
         GPT, norm_placement="sandwich", attention_output_gate=True, final_logit_softcapping=2.0, softmax_scale=0.4

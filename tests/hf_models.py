@@ -50,6 +50,17 @@ MIXTURE = SIZES | {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
 }
+LLAMA4 = SIZES | {
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 56,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 4,
+    "pad_token_id": None,
+}
 NEOX = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"use_parallel_residual": False}
 GPT2_SIZES = {"vocab_size": 83, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
@@ -190,6 +201,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": (
         "afmoe",
         {**MIXTURE, "num_dense_layers": 2, "num_shared_experts": 1, "route_scale": 2.5, "mup_enabled": True},
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {**LLAMA3_SCALING, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "rope_theta": 500.0},
+        },
+    ),
+    "llama4-lists": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "moe_layers": [0, 1, 3],
+            "no_rope_layers": [0, 1, 1, 0],
+            "attn_temperature_tuning": False,
+            "use_qk_norm": False,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
+        },
     ),
     "gpt-oss": (
         "gpt_oss",

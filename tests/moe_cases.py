@@ -43,7 +43,16 @@ GPT_OSS = replace(
     activation_func_clamp_value=0.7,
     moe_router_topk=3,
 )
+LLAMA4 = replace(
+    MIXTRAL,
+    moe_router_topk=1,
+    moe_router_score_function="sigmoid",
+    moe_apply_probs_on_input=True,
+    moe_shared_expert_intermediate_size=24,
+)
 CASES: dict[str, TransformerConfig] = {
+    "llama4": LLAMA4,
+    "llama4, biases": replace(LLAMA4, moe_router_topk=2, add_bias_linear=True, moe_expert_capacity_factor=0.7),
     "gpt-oss": GPT_OSS,
     "gpt-oss drop": replace(
         GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1, moe_shared_expert_intermediate_size=16
@@ -144,7 +153,11 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
                 if config.moe_token_drop_policy == "probs":
                     takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
                 kept[takers[int(capacity) :], j, e] = 0
-    out = sum((weights * kept)[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count))
+    if config.moe_apply_probs_on_input:
+        of_experts = [mlp(config, layer.experts, weights[..., e, None] * x, e) for e in range(count)]
+    else:
+        of_experts = [weights[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count)]
+    out = sum(kept[..., e, None] * y for e, y in enumerate(of_experts))
     shared = layer.shared_experts
     if shared is not None:
         of_shared = mlp(config, shared, x)

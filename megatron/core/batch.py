@@ -167,6 +167,9 @@ class BatchContext:
     rotary: Mapping[Rotation, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding that the stage's layers have."""
 
+    query_scales: Tensor | None = None
+    """[s, 1 or b, 1, 1] fp32: factors of the queries of layers that are `tempered`, if the stage has any."""
+
     masks: Mapping[Span, Tensor | None] = field(default_factory=dict)
     """With a cache, for each span that the stage's layers have: [1 or b, 1, s, keys] bool, true where a query sees a
     cached key; None for plain causal attention."""
@@ -182,7 +185,7 @@ class BatchContext:
 
     @classmethod
     def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
-        """The context of a batch; the stage adds `rotary` and `masks`."""
+        """The context of a batch; the stage adds `rotary`, `query_scales` and `masks`."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None and cache is None:
             documents = document_starts(batch.document_ids.tolist())

@@ -174,3 +174,4 @@ for _family in (
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")
 HF_FAMILIES.register("gemma2", "megatron.core.models.hf.families:GEMMA2")
 HF_FAMILIES.register("gemma3_text", "megatron.core.models.hf.families:GEMMA3")
+HF_FAMILIES.register("llama4_text", "megatron.core.models.hf.families:LLAMA4")

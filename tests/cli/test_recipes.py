@@ -41,6 +41,8 @@ PUBLISHED = {
     ("minimax_m2", "230b-a10b"): (512, "minimax_m2", 228_689_748_992),
     ("gpt_oss", "20b"): (128, "gpt_oss", 20_914_757_184),
     ("gpt_oss", "120b"): (512, "gpt_oss", 116_829_156_672),
+    ("llama4", "scout"): (512, "llama4_text", 107_769_861_120),
+    ("llama4", "maverick"): (1024, "llama4_text", 400_711_848_960),
     ("k_exaone", "236b-a23b"): (512, "exaone_moe", 236_571_150_336),
     ("trinity", "mini"): (512, "afmoe", 26_123_970_560),
     ("trinity", "nano"): (512, "afmoe", 6_119_996_416),

@@ -79,6 +79,10 @@ def random_model(case: str) -> Any:
             module.embed_scale = torch.tensor(float(module.scalar_embed_scale), dtype=torch.float64)
         if type(module).__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"):
             module.forward = partial(rms_norm, 1 + module.weight, module.eps)
+        elif type(module).__name__ == "Llama4TextL2Norm":
+            module.forward = partial(rms_norm, 1, module.eps)
+        elif type(module).__name__ == "Llama4TextRMSNorm":
+            module.forward = partial(rms_norm, module.weight, module.eps)
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
         if type(module).__name__ == "Qwen3NextGatedDeltaNet":
@@ -132,7 +136,7 @@ def route_in_groups(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, experts
 
 
-def rms_norm(weight: Tensor, eps: float, x: Tensor) -> Tensor:
+def rms_norm(weight: Tensor | float, eps: float, x: Tensor) -> Tensor:
     return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
@@ -155,8 +159,9 @@ def ours(model: Any) -> GPTModel:
     return mine
 
 
-FP32_PARTS = ("deepseek_v2", "qwen3_next")
-"""Families of which `transformers` computes positions, or the decay of gated delta nets, in fp32 at any dtype."""
+FP32_PARTS = ("deepseek_v2", "qwen3_next", "llama4_text")
+"""Families of which `transformers` computes positions, weights of experts or the decay of delta nets in fp32 at any
+dtype."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,7 +177,7 @@ def test_logits(case: str) -> None:
 
 GRADIENTS = (
     *("deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"),
-    *("qwen3-next", "apertus", "gemma2", "gpt-oss"),
+    *("qwen3-next", "apertus", "gemma2", "gpt-oss", "llama4"),
 )
 
 

@@ -223,6 +223,26 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--num-query-groups 4", 1, "--num-query-groups 4: has no effect without --group-query-attention"),
         ("--swiglu --squared-relu", 1, "--swiglu: cannot be combined with --squared-relu"),
         ("--quick-geglu --activation-func gelu", 1, "--activation-func gelu: cannot be combined with --quick-geglu"),
+        ("--qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm: cannot be combined with --qk-layernorm"),
+        ("--qk-l2-norm", 1, "--qk-l2-norm: has no effect without --position-embedding-type rope"),
+        ("--qk-l2-norm --multi-latent-attention", 1, "--qk-l2-norm: cannot be combined with --multi-latent-attention"),
+        (
+            "--attention-temperature-coeff 0.1 --multi-latent-attention",
+            1,
+            "--attention-temperature-coeff 0.1: cannot be combined with --multi-latent-attention",
+        ),
+        (
+            "--attention-temperature-coeff 0.1 --position-embedding-type rope",
+            1,
+            "--attention-temperature-coeff 0.1: has no effect without --no-rope-freq",
+        ),
+        (
+            "--attention-temperature-floor 64",
+            1,
+            "--attention-temperature-floor 64: has no effect without --attention-temperature-coeff",
+        ),
+        ("--attention-temperature-coeff -1", 1, "--attention-temperature-coeff -1.0: must not be negative"),
+        ("--moe-apply-probs-on-input", 1, "--moe-apply-probs-on-input: has no effect without --num-experts"),
         ("--activation-func-clamp-value 7", 1, "--activation-func-clamp-value 7.0: is not known to the activation"),
         ("--squared-relu --glu-linear-offset 1", 1, "--glu-linear-offset 1.0: is not known to the activation function"),
         (
@@ -269,9 +289,9 @@ def test_one_expert_is_a_dense_mlp() -> None:
             "--reset-position-ids: has no effect without --position-embedding-type learned_absolute",
         ),
         (
-            "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 5",
             1,
-            "--rope-scaling-low-freq-factor 4.0: must be below",
+            "--rope-scaling-low-freq-factor 5.0: must be at most",
         ),
         ("--recompute-method block", 1, "--recompute-method block: has no effect without --recompute-granularity full"),
         (

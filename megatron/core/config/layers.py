@@ -63,6 +63,9 @@ class LayerKind:
     own: tuple[tuple[str, Any], ...] = ()
     """Fields of the configuration that have another value in this layer than in the model, each with that value."""
 
+    tempered: bool = False
+    """Whether its queries are scaled by their positions (--attention-temperature-coeff)."""
+
 
 MOST_LAYERS = 10**6
 """Entries that a list may have while it is evaluated."""

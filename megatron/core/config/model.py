@@ -559,6 +559,7 @@ def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
             config.local_span if local else Span(),
             (config.local_rotation if local else config.rotation) if rotated else None,
             config.local_own if local else (),
+            tempered=config.attention_temperature_coeff > 0 and not rotated,
         )
         for experts, linear, local, rotated in zip(
             config.expert_pattern, config.linear_pattern, config.local_pattern, config.rope_pattern, strict=True

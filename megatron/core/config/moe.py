@@ -45,6 +45,9 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = False
     """Replace the router's logits by random numbers in training, for benchmarks with even loads."""
 
+    moe_apply_probs_on_input: bool = False
+    """Multiply the experts' inputs by their weights, in place of their outputs (Llama 4)."""
+
     moe_router_topk_scaling_factor: float | None = None
     """Factor of the weights of the chosen experts' outputs."""
 

@@ -37,3 +37,14 @@ class SelfAttentionConfig:
 
     window_rotary_percent: float | None = None
     """--rotary-percent of layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
+
+    qk_l2_norm: bool = False
+    """Divide each head's queries and keys by the root of their mean square, without weights, in layers with rotary
+    embedding (Llama 4). Megatron-LM does so in all layers."""
+
+    attention_temperature_coeff: float = 0.0
+    """In layers without rotary embedding, multiply the queries of position p, counted from 0, by 1 + this number times
+    ln(1 + floor((p + 1) / N)), N being --attention-temperature-floor (arXiv 2501.19399). 0.1 in Llama 4."""
+
+    attention_temperature_floor: int = 8192
+    """N of --attention-temperature-coeff: queries of positions below N - 1 stay as they are."""

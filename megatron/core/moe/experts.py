@@ -321,6 +321,30 @@ class _FusedWeightedActivation(torch.autograd.Function):
         return dx, d_weights, None, None
 
 
+def _weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
+    return x * weights[:, None].to(x.dtype)
+
+
+def _gradients_of_weighted_rows(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _weighted_rows(grad, weights), (grad * x).sum(-1, dtype=weights.dtype)
+
+
+class WeightedRowsFunction(torch.autograd.Function):
+    """Rows x [n, h] times their weights [n]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.compiled = compiled
+        return region(_weighted_rows, compiled)(x, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        return *region(_gradients_of_weighted_rows, ctx.compiled)(x, weights, grad), None
+
+
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], b [E/ep, ...] if there are
     biases.
@@ -345,7 +369,8 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the local experts: weight * fc2(activation(fc1(x)))."""
+    """MLPs of the local experts: weight * fc2(activation(fc1(x))), or with --moe-apply-probs-on-input
+    fc2(activation(fc1(weight * x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -364,16 +389,23 @@ class Experts(nn.Module):
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )
         self.recompute_activation = config.recomputes("moe_act")
+        self.weights_inputs, self.compiled = config.moe_apply_probs_on_input, ctx.compiled
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
         """rows [n, h], routing weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
 
+        factors: Tensor | None = weights
+        if self.weights_inputs:
+            rows, factors = WeightedRowsFunction.apply(rows, weights, self.compiled), None
+
         def activate(hidden: Tensor) -> Tensor:
+            if factors is None:
+                return self.activation(hidden)
             if isinstance(self.activation, FusedActivation):
                 return _FusedWeightedActivation.apply(hidden, weights, self.activation.kind, self.activation.compiled)
             return _WeightedActivation.apply(hidden, weights, self.activation, *self.activation_parameters)
 
         hidden = self.linear_fc1(rows, segments)
         if self.recompute_activation and self.training:
-            return with_input_recomputed(activate, hidden, self.linear_fc2, segments, weights)
-        return self.linear_fc2(activate(hidden), segments, weights)
+            return with_input_recomputed(activate, hidden, self.linear_fc2, segments, factors)
+        return self.linear_fc2(activate(hidden), segments, factors)

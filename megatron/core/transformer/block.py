@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.layer import Stream, TransformerLayer
 from megatron.core.transformer.norm import add_and_norm, build_norm
 from megatron.core.transformer.recompute import recompute_segments, recomputed
-from megatron.core.transformer.rotary import RotaryEmbedding
+from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class TransformerBlock(nn.Module):
@@ -46,6 +47,7 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
+        self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         in_tiles = [config.of_layer(number).attends_in_tiles for number in numbers]
         self.masked_spans = tuple(
             dict.fromkeys(kind.span for kind, tiles in zip(kinds, in_tiles, strict=True) if not tiles)
@@ -78,7 +80,8 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what layers share: rotary tables, and with cached keys their masks, or for tiles their documents."""
+        """Adds what layers share: rotary tables, factors of queries, and with cached keys their masks, or for tiles
+        their documents."""
         length, cache = x.shape[0] * self.sequence_shards, context.cache
         past = cache.length if cache else 0
         if cache is not None:
@@ -88,9 +91,11 @@ class TransformerBlock(nn.Module):
             masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.masked_spans}
             starts = document_starts(of_keys.tolist()) if of_keys is not None and self.has_tiles else None
             context = replace(context, masks=masks, documents=starts)
-        if not self.rotary:
+        if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places
         if positions is None:
             positions = torch.arange(past, past + length, device=x.device)
-        return replace(context, rotary={rotation: table(positions) for rotation, table in self.rotary.items()})
+        rotary = {rotation: table(positions) for rotation, table in self.rotary.items()}
+        scales = None if self.scales_of is None else self.scales_of(positions)
+        return replace(context, rotary=rotary, query_scales=scales)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.collectives import copy_to, reduce_from
+from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.parts import NORMALIZATIONS
@@ -91,8 +92,28 @@ class WideRMSNorm(nn.Module):
         return (wide * torch.rsqrt(squares / self.size + self.eps) * weight).to(x.dtype)
 
 
+class L2Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) over the last dim, without weights; 16-bit inputs in fp32."""
+
+    def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
+        super().__init__()
+        self.eps, self.function = config.norm_epsilon, region(_divided_by_root_mean_square, ctx.compiled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.eps)
+
+
+def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], None, eps)
+
+
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
-    """Norms of queries and keys [s, b, heads/tp, d]; identities without --qk-layernorm."""
+    """Norms of queries and keys [s, b, heads/tp, d]; identities without any.
+
+    They come before the rotary embedding. Those of --qk-l2-norm could as well come behind it, which changes no norm.
+    """
+    if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
+        return L2Norm(config, ctx), L2Norm(config, ctx)
     if not config.qk_layernorm:
         return nn.Identity(), nn.Identity()
     queries, keys = (f"{name}.{norm}" for norm in HEAD_NORMS)

@@ -86,6 +86,19 @@ class RotaryEmbedding:
         return cos, sin
 
 
+def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
+    """positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32: factors of queries by their positions, which keep attention
+    without a rotary embedding sharp over long contexts (--attention-temperature-coeff)."""
+    positions = positions[None] if positions.ndim == 1 else positions
+    steps = ((positions.t().float() + 1) / config.attention_temperature_floor).floor()
+    return (1 + config.attention_temperature_coeff * steps.log1p())[:, :, None, None]
+
+
+def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
+    """q [s, b, heads, d] times `query_scales`"""
+    return (q * scales).to(q.dtype)
+
+
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Both by the angles of their positions."""
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)

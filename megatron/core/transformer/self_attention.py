@@ -20,7 +20,11 @@ from megatron.core.transformer.parameters import (
     sinks_metas,
 )
 from megatron.core.transformer.recompute import recomputed
-from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.rotary import (
+    rotate_queries_and_keys,
+    rotate_queries_and_keys_interleaved,
+    scaled_queries,
+)
 from megatron.core.transformer.split_heads import Heads, split_heads
 
 
@@ -43,10 +47,12 @@ class SelfAttention(nn.Module):
         rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
         self.rotate = region(rotate, ctx.compiled)
         self.recompute_core = config.recomputes("core_attn")
-        self.rotation = config.layer(ctx.layer).rotation
-        rotates = self.rotation is not None
+        kind = config.layer(ctx.layer)
+        self.rotation, self.tempered = kind.rotation, kind.tempered
+        self.scaled = region(scaled_queries, ctx.compiled)
+        rotates, normed = self.rotation is not None, not isinstance(self.q_layernorm, nn.Identity)
         sums_bias = ctx.compiled and self.linear_qkv.bias is not None
-        self.splits_at_once = (rotates or sums_bias) and not config.qk_layernorm and has_even_heads(config)
+        self.splits_at_once = (rotates or sums_bias) and not normed and has_even_heads(config)
         self.rotary_interleaved, self.compiled = config.rotary_interleaved, ctx.compiled
         self.gated = region(head_wise_gated_output if config.head_wise_attn_gate else gated_output, ctx.compiled)
         self.linear_proj = row_parallel(proj, ctx)
@@ -55,6 +61,9 @@ class SelfAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         q, gate, k, v = self._project(x, context)
         v = v if self.value_scale == 1 else v * self.value_scale
+        if self.tempered:
+            assert context.query_scales is not None
+            q = self.scaled(q, context.query_scales)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         if self.recompute_core and self.training:

@@ -23,7 +23,6 @@ WITHOUT_EQUAL = {
     "apply_residual_connection_post_layernorm": "residual connections after the norm",
     "heterogeneous_layers_config_path": "layers of different shapes",
     "heterogeneous_layers_config_encoded_json": "layers of different shapes",
-    "qk_l2_norm": "L2 norms of queries and keys",
     "add_bias_linear_fc": "biases in some layers",
     "hybrid_override_pattern": "state-space layers",
     "is_hybrid_model": "state-space layers",
@@ -50,6 +49,8 @@ def config_of(args: Mapping[str, Any], padding_counts: bool) -> RunConfig:
     positions = args.get("position_embedding_type", "learned_absolute")
     if positions not in POSITIONS:
         problems.append(f"position_embedding_type {positions}")
+    if args.get("qk_l2_norm") and args.get("no_rope_freq"):
+        problems.append("qk_l2_norm True with no_rope_freq: norms in layers without rotary embedding")
     if args.get("num_experts") and args.get("add_bias_linear", True):
         problems.append("add_bias_linear True: biases of experts, which are not converted")
     if problems:
@@ -84,6 +85,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
     problems = {
         "--embed-layernorm": model.embed_layernorm,
         "--attention-chunk-size": model.attention_chunk_size,
+        "--attention-temperature-coeff": model.attention_temperature_coeff,
+        "--qk-l2-norm in some layers": model.qk_l2_norm and not all(model.rope_pattern),
         "--norm-placement": not model.norms_inputs or model.norms_outputs,
         "--parallel-residual": model.parallel_residual,
         "--qk-layernorm-scope all": model.qk_layernorm and model.qk_layernorm_scope == "all",

@@ -59,6 +59,10 @@ LOCAL = "sliding_attention"
 """In layer_types of config.json, a layer with a sliding window."""
 
 
+CHUNKED = "chunked_attention"
+"""In layer_types of config.json, a layer with chunked attention."""
+
+
 LINEAR = "linear_attention"
 """In layer_types of config.json, a layer with linear attention."""
 
@@ -145,6 +149,7 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
     fields |= {ours: hf[key] ** -0.5 for key, ours in family.inverse_roots.items()}
+    fields |= {ours: fields[other] for ours, other in family.same.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
     fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
@@ -162,6 +167,12 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
     if "full_attention_interval" in family.defaults:
         fields["linear_attention_freq"] = _linear_from_hf(hf)
+    if "attention_chunk_size" in family.defaults:
+        fields |= _chunks_from_hf(hf)
+    if "attn_temperature_tuning" in family.defaults:
+        fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
+    if "moe_layers" in family.defaults:
+        fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
     return TransformerConfig(**_window_from_hf(hf) | fields)
 
 
@@ -273,6 +284,29 @@ def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
     return _pattern([kind != LOCAL for kind in _kinds_of_layers(hf)], usual=False)
 
 
+def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
+    chunk, layers = hf["attention_chunk_size"], hf["num_hidden_layers"]
+    kinds = hf["layer_types"] or [CHUNKED if rotated else "full_attention" for rotated in _rotated_layers(hf)]
+    local = [kind == CHUNKED for kind in _checked_kinds(kinds, layers, CHUNKED)]
+    if chunk is None or not any(local):
+        return {"attention_chunk_size": None}
+    if rule := _broken_rule(chunk, int):
+        raise ValueError(f"config.json: attention_chunk_size = {chunk!r} must be {rule}")
+    return {"attention_chunk_size": chunk, "window_attn_skip_freq": _pattern(local, usual=True)}
+
+
+def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
+    """--moe-layer-freq of a list of the layers with experts, or of their distance."""
+    layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
+    if rule := _broken_rule(step, int):
+        raise ValueError(f"config.json: interleave_moe_layer_step = {step!r} must be {rule}")
+    listed = hf["moe_layers"] if hf["moe_layers"] is not None else range(step - 1, layers, step)
+    if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
+        raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
+    return _pattern([layer in chosen for layer in range(layers)], usual=True) or "1"
+
+
 def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
     """The layers with linear attention."""
     layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
@@ -282,11 +316,16 @@ def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
 
 def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
     """The layers without rotary embedding. A list has 1 for those with it."""
+    return _pattern([not rotated for rotated in _rotated_layers(hf)], usual=False)
+
+
+def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
+    """By layer, whether it has a rotary embedding: by a list, or all but each so many-th."""
     layers, interval = hf.get("num_hidden_layers", 0), hf.get("no_rope_layer_interval") or 0
     rotated = hf.get("no_rope_layers") or [not interval or (number + 1) % interval for number in range(layers)]
     if len(rotated) != layers:
         raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries for {layers} layers")
-    return _pattern([not item for item in rotated], usual=False)
+    return [bool(item) for item in rotated]
 
 
 def _pattern(layers: Sequence[bool], usual: bool) -> str | None:
@@ -329,6 +368,14 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
             hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
     if "full_attention_interval" in family.defaults:
         hf["layer_types"] = [LINEAR if linear else "full_attention" for linear in config.linear_pattern]
+    if "attention_chunk_size" in family.defaults:
+        hf["attention_chunk_size"] = config.attention_chunk_size
+        hf["layer_types"] = [CHUNKED if local else "full_attention" for local in config.local_pattern]
+    if "attn_temperature_tuning" in family.defaults:
+        coeff = config.attention_temperature_coeff
+        hf |= {"attn_temperature_tuning": coeff > 0, "attn_scale": coeff or family.defaults["attn_scale"]}
+    if "moe_layers" in family.defaults:
+        hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
     return {family.spelling.get(key, key): value for key, value in hf.items()}
@@ -441,4 +488,5 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
     idle += ["window_rotary_base"] if not any(config.local_pattern) else []
     idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
+    idle += ["attention_temperature_floor"] if not config.attention_temperature_coeff else []
     return {name: value for name, value in fields.items() if name not in idle}

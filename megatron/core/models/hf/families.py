@@ -262,6 +262,9 @@ class Family:
     equal: Mapping[str, str] = field(default_factory=dict)
     """Key -> the key whose value it must have, where it is given."""
 
+    same: Mapping[str, str] = field(default_factory=dict)
+    """Field of TransformerConfig -> the field whose value it has."""
+
     inverse_roots: Mapping[str, str] = field(default_factory=dict)
     """Key of config.json -> field of TransformerConfig that is 1 / sqrt of its value."""
 
@@ -344,6 +347,22 @@ GPT_OSS = _family(
         *(rule for rule in LLAMA_RULES if ".mlp." not in rule.ours),
         *_joined_experts("mlp", "InterleavedGateUpColumns"),
         Rule(f"{OUR_LAYER}.self_attention.core.softmax_offset", (f"{_HF_LAYER}.self_attn.sinks",)),
+    ),
+)
+_LLAMA4_DENSE, _LLAMA4_SHARED = (f"{_HF_LAYER}.feed_forward{part}" for part in ("", ".shared_expert"))
+LLAMA4 = _family(
+    "llama4_text",
+    (
+        *(rule for rule in LLAMA_RULES if ".mlp." not in rule.ours),
+        *_joined_experts("feed_forward", "GateUpColumns"),
+        *(
+            rule
+            for ours, theirs in (("mlp", _LLAMA4_DENSE), ("mlp.shared_experts", _LLAMA4_SHARED))
+            for rule in (
+                *_linear(f"{ours}.linear_fc1", f"{theirs}.gate_proj {theirs}.up_proj", "Stacked"),
+                *_linear(f"{ours}.linear_fc2", f"{theirs}.down_proj", "Same"),
+            )
+        ),
     ),
 )
 QWEN3_NEXT = _family("qwen3_next", _delta_nets(_EXPERTS))

@@ -100,11 +100,31 @@ def attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         elif m.normalization != "RMSNorm":
             rule = f"is an RMSNorm, and --normalization is {m.normalization}"
             yield Problem("--qk-layernorm-scope", "all", rule, "use head, or --normalization RMSNorm")
+    yield from _position_scales(m)
     if m.apply_layernorm_1p and m.normalization not in ("LayerNorm", "RMSNorm"):
         rule = f"is not known to --normalization {m.normalization}"
         yield Problem("--apply-layernorm-1p", None, rule, "remove it, or use LayerNorm or RMSNorm")
     if not m.bias_gelu_fusion and (m.activation != "gelu" or not m.add_bias_linear):
         yield Problem.no_effect("--no-bias-gelu-fusion", None, "GeLU in a model with biases")
+
+
+def _position_scales(m: TransformerConfig) -> Iterator[Problem]:
+    """What depends on whether a layer has a rotary embedding."""
+    coeff, floor = m.attention_temperature_coeff, m.attention_temperature_floor
+    if m.qk_l2_norm and m.qk_layernorm:
+        yield Problem.exclusive("--qk-l2-norm", None, "--qk-layernorm", "both normalize queries and keys")
+    if m.latent:
+        why = "its heads are made of latents"
+        if m.qk_l2_norm:
+            yield Problem.exclusive("--qk-l2-norm", None, "--multi-latent-attention", why)
+        if coeff:
+            yield Problem.exclusive("--attention-temperature-coeff", coeff, "--multi-latent-attention", why)
+    if m.qk_l2_norm and not m.rotary:
+        yield Problem.no_effect("--qk-l2-norm", None, "--position-embedding-type rope")
+    if coeff and m.rotary and not m.latent and m.no_rope_freq is None:
+        yield Problem.no_effect("--attention-temperature-coeff", coeff, "--no-rope-freq")
+    if not coeff and floor != field_table()["attention_temperature_floor"].default:
+        yield Problem.no_effect("--attention-temperature-floor", floor, "--attention-temperature-coeff")
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
@@ -222,8 +242,8 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _rotated_channels("--rotary-percent", m.rotary_percent, m.kv_channels)
         yield from _rotated_channels("--window-rotary-percent", m.window_rotary_percent, m.kv_channels)
         low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
-        if m.use_rope_scaling and low >= high:
-            rule = f"must be below --rope-scaling-high-freq-factor {high}"
+        if m.use_rope_scaling and low > high:
+            rule = f"must be at most --rope-scaling-high-freq-factor {high}"
             yield Problem("--rope-scaling-low-freq-factor", low, rule, "for example 1 and 4, as in Llama 3.1")
         return
     settings = {
