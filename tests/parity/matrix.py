@@ -82,6 +82,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "chunks": "--attention-chunk-size 6 --window-attn-skip-freq ([1]*2+[0]*2+[1]*2) --no-rope-freq 2",
         "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*2+[0]+[1]*3)"
         " --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 4 --linear-value-head-dim 3",
+        "tempered": "--attention-chunk-size 6 --window-attn-skip-freq 2 --no-rope-freq 2 --qk-l2-norm"
+        " --attention-temperature-coeff 0.5 --attention-temperature-floor 3",
         "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
         "own heads": "--window-size 5 --window-attn-skip-freq 3 --window-num-attention-heads 16"
         " --window-num-query-groups 8 --window-softmax-type learnable --window-rotary-percent 0.5 --value-channels 6"
@@ -98,6 +100,8 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "groups": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2"
         " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5",
         "shared": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*2+[1]*4)",
+        "weighted inputs": "--moe-router-score-function sigmoid --moe-apply-probs-on-input"
+        " --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*3)",
         "gated": "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-layer-freq 2",
     },
     "update": {
@@ -307,6 +311,9 @@ NAMED = {
     "experts with biases": Combination.of(world="8", mlp="biased", tp="2sp", ep="2", etp="2", dispatcher="allgather"),
     "experts with biases, weight gradients later": Combination.of(
         world="4", mlp="biased", pp="2", ep="2", schedule="zb-h1", recompute="full uniform", layers="windows"
+    ),
+    "weights on experts' inputs, positions of a rank's own": Combination.of(
+        world="8", mlp="moe", routing="weighted inputs", layers="tempered", style="gptj", cp="2ring", tp="2sp", ep="2"
     ),
     "experts and context parallelism": Combination.of(world="8", mlp="moe", ep="2", cp="2ring", tp="2sp"),
     "fused norms, recomputed": Combination.of(

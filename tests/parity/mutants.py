@@ -35,7 +35,7 @@ from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.moe import dispatcher
+from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
 from megatron.core.optimizer import matrix_exchange, muon
 from megatron.core.optimizer.matrix_plan import MatrixPlan
@@ -46,6 +46,7 @@ from megatron.core.tensor_parallel import cross_entropy, layers, weight_grad
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
 from megatron.core.transformer import (
     activations,
+    block,
     fused_norm,
     gated_delta_net,
     latent_attention,
@@ -199,6 +200,38 @@ def _documents_of_own_rows(context: BatchContext, length: int, device: torch.dev
 
 
 _true_begun = gated_delta_net.documents_begun
+
+
+def _bias_in_the_first_columns(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    return _true_add_bias_(y, bias, of_rows, factors, 0)
+
+
+def _bias_of_full_weight(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    return _true_add_bias_(y, bias, of_rows, None, first)
+
+
+_true_add_bias_ = experts._add_bias_
+
+
+def _router_not_summed(*args: Any) -> list[ParamMeta]:
+    return [replace(meta, partial_over=()) for meta in _true_router_metas(*args)]
+
+
+_true_router_metas = router.router_metas
+
+
+def _no_gradient_of_input_weights(x: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _true_weighted_rows(x, weights, grad)[0], torch.zeros_like(weights)
+
+
+_true_weighted_rows = experts._gradients_of_weighted_rows
+
+
+def _scales_of_rows(config: TransformerConfig, positions: Tensor) -> Tensor:
+    return _true_query_scales(config, torch.arange(positions.shape[-1]))
+
+
+_true_query_scales = block.query_scales
 
 
 def _slice_rows(x: Tensor, axis: Axis) -> collectives.Pending:
@@ -559,6 +592,34 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
             Combination.of(world="4", pp="2", ep="2", mlp="moe", schedule="interleaved2", expert_messages="in turns"),
             Combination.of(world="2", ep="2", mlp="moe"),
         ],
+    ),
+    "bias of an expert's output in the columns of another rank": (
+        [(experts, "_add_bias_", _bias_in_the_first_columns)],
+        [Combination.of(world="2", tp="2sp", mlp="biased")],
+    ),
+    "bias of an expert's output without the expert's weight": (
+        [(experts, "_add_bias_", _bias_of_full_weight)],
+        [Combination.of(mlp="biased"), Combination.of(world="2", ep="2", mlp="biased")],
+    ),
+    "gradients of gates beyond their bound": (
+        [(activations, "_within", lambda x, clamp: torch.ones_like(x))],
+        [Combination.of(mlp="biased"), Combination.of(mlp="biased", regions="fused")],
+    ),
+    "gradients of the router not summed over the parts of the sequence": (
+        [(router, "router_metas", _router_not_summed)],
+        [Combination.of(world="2", tp="2sp", mlp="biased")],
+    ),
+    "no gradient of the weights of experts' inputs": (
+        [(experts, "_gradients_of_weighted_rows", _no_gradient_of_input_weights)],
+        [Combination.of(mlp="moe", routing="weighted inputs")],
+    ),
+    "temperature by a rank's rows, not by positions": (
+        [(block, "query_scales", _scales_of_rows)],
+        [Combination.of(world="2", cp="2ring", style="gptj", layers="tempered")],
+    ),
+    "norms of queries and keys without weights skipped": (
+        [(norm, "_divided_by_root_mean_square", lambda x, eps: x)],
+        [Combination.of(style="gptj", layers="tempered")],
     ),
     "padding of experts' messages summed": (
         [(dispatcher, "sum_of_slots", _sum_of_all_slots)],
