@@ -1,5 +1,6 @@
 """Packaging: `pip install .` installs the library, the command `pretrain_gpt` and each tool as `megatron-NAME`."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -29,7 +30,7 @@ COMMANDS = sorted(
 
 setup(
     name="paritrain",
-    version="0.1.0",
+    version=re.search(r'"(.+)"', Path(__file__).with_name("megatron").joinpath("__init__.py").read_text())[1],
     description="Pretraining of GPT-style language models over tensor, sequence, pipeline and data parallelism",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

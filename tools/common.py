@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -91,6 +92,10 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, as head does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except ValueError as error:
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
@@ -101,8 +106,6 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         code = 130
-    except BrokenPipeError:
-        code = 141
     sys.exit(code)
 
 

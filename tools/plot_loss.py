@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def series(records: list[dict[str, float]], key: str) -> tuple[list[float], list
     return [record["iteration"] for record in having], [float(record[key]) for record in having]  # also of "NaN"
 
 
+def labels_of(paths: list[Path]) -> dict[Path, str]:
+    """The folder of each run, without what all of them begin with."""
+    folders = {path: path.resolve().parent for path in paths}
+    shared = Path(os.path.commonpath(folders.values()))
+    shared = shared.parent if shared in folders.values() else shared
+    return {path: str(folder.relative_to(shared)) for path, folder in folders.items()}
+
+
 def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     """Writes the picture and returns a line that says what is in it."""
     import matplotlib
@@ -49,13 +58,13 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
-    summary = []
+    summary, labels = [], labels_of(paths)
     for path in paths:
         records = read_records(path)
         iterations, losses = series(records, TRAIN_KEY)
         if not losses:
             raise ValueError(f"{path} has no record with an iteration and {TRAIN_KEY}")
-        label = path.parent.name or path.stem
+        label = labels[path]
         (line,) = axes.plot(iterations, losses, linewidth=1.2, label=f"{label}, training")
         at, values = series(records, VALID_KEY)
         if values:

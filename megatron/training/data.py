@@ -12,6 +12,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.build import Datasets, build_datasets, split_share
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
+from megatron.core.datasets.sources import source_lines
 from megatron.core.parts import LOSSES
 from megatron.core.text_files.tokenized import TextData, is_text
 from megatron.core.tokenizers import build_tokenizer
@@ -100,6 +101,8 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
 
     train_iterator = iterator(datasets.train, "training")
     assert train_iterator is not None
+    for line in source_lines(with_tokens(config), samples, config.model.seq_length):
+        runtime.say(f"data: {line}")
     data = TrainingData(
         config.model,
         runtime,
@@ -117,6 +120,8 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
     Raises ValueError with what is wrong with any of them.
     """
     prepare = partial(load_extensions, config.extensions.extension or ())
+    if config.data.dataset != "gpt":
+        return config.data
     made = TextData(config.data, config.tokenizer, config.model.vocab_size, prepare)
     replaced: dict[str, Any] = {}
     problems = []

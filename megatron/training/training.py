@@ -90,6 +90,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
     saved_at, startup = progress.iteration or None, True
+    if progress.iteration >= run.train_iters and not config.training.skip_train:
+        longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
+        runtime.say(f" the run is complete: its {run.train_iters} iterations are trained; {longer}")
     while progress.iteration < run.train_iters and not config.training.skip_train:
         watchdog.begin(f"step {progress.iteration + 1}")
         if not requests.tick():

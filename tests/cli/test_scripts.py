@@ -17,6 +17,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
+from tools.plot_loss import labels_of
 
 SCRIPTS = sorted(ROOT.glob("scripts/**/*.sh"))
 
@@ -153,6 +154,19 @@ def test_loss_plot(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "8.000 -> 0.250" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_in_one_picture_have_labels_of_their_own() -> None:
+    paths = [Path(f"/r/{run}/checkpoints/metrics.jsonl") for run in ("a", "b")]
+    assert list(labels_of(paths).values()) == ["a/checkpoints", "b/checkpoints"]
+    assert list(labels_of(paths[:1]).values()) == ["checkpoints"]
+    assert list(labels_of([Path("/r/m.jsonl"), Path("/r/s/m.jsonl")]).values()) == ["r", "r/s"]
+
+
+def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:
+    command = f"{sys.executable} tools/translate_flags.py --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.stderr == "" and done.stdout.splitlines()[-1] in ("0", "141")
 
 
 def test_loss_plot_of_a_missing_file_names_it(tmp_path: Path) -> None:

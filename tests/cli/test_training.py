@@ -44,6 +44,8 @@ def test_resume_is_bitwise_and_fits_another_layout(tmp_path: Path) -> None:
     assert "valid after iteration 10" in said and "saved checkpoint" not in said and not saved_folders(alone)
     run_forked(2, half, screen)
     assert losses(halves) == losses(whole)
+    again = run_forked(2, half, screen)
+    assert "the run is complete: its 20 iterations are trained; to go on, raise --train-iters" in again
     assert len(losses(whole)) == 20
     assert losses(other) == pytest.approx(losses(whole)[10:], rel=1e-5)
     first, last = losses(whole)[0], losses(whole)[-1]

@@ -178,7 +178,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "and --make-vocab-size-divisible-by",
         "--dataloader-type cyclic: asks for another order of samples, which is not built; only single is",
         "--pipeline-schedule 1f1: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v; nearest: 1f1b",
-        "--swiglu yes: takes no value; give the flag alone",
+        "--swiglu yes: takes no value but true or false; give the flag alone",
         "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
@@ -423,6 +423,28 @@ def test_help_is_fast_and_complete() -> None:
             assert f"{spelling}" in done.stdout
     assert "Width h of the residual stream." in done.stdout
     assert "--use-distributed-optimizer, --no-use-distributed-optimizer" in done.stdout
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        command_line(argv)
+    return capsys.readouterr().out
+
+
+def test_help_about_words_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    about = said(capsys, "--help", "window", "SIZE")
+    assert "--window-size" in about and "--num-layers" not in about
+    assert "no flag is about nonsense" in said(capsys, "--help", "nonsense")
+    assert "--num-layers INT                Transformer layers. (required)" in said(capsys, "--help")
+    assert said(capsys, "--version").startswith("pretrain_gpt 0.")
+
+
+def test_switches_may_say_true_or_false() -> None:
+    assert parse_args(["--mock-data=true", "--swiglu", "false"]).data.mock_data
+    assert not parse_args(["--swiglu", "--swiglu=False"]).model.swiglu
+    assert parse_args(["--no-async-save=true"]).checkpoint.async_save is False
+    with pytest.raises(ValueError, match="--mock-data 1: takes no value but true or false; give the flag alone"):
+        parse_args(["--mock-data=1"])
 
 
 if __name__ == "__main__":

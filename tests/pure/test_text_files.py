@@ -19,6 +19,7 @@ import zstandard
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.sources import source_lines
 from megatron.core.text_files.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.core.text_files.inputs import find_inputs
 from megatron.core.text_files.tokenized import TextData
@@ -267,6 +268,17 @@ def test_tokens_are_made_once_and_again_when_anything_changes(tmp_path: Path, ca
     path.write_text("one\ntwo\nthree\n")
     assert tokenized(str(path)) != first
     assert IndexedDataset(tokenized(str(path), append_eod=False))[0].tolist() == list(b"one\ntwo\nthree\n")
+
+
+def test_sources_say_how_often_a_run_goes_through_them(written: str) -> None:
+    config, tokens = DatasetConfig(data_path=("3", written, "1", "nothing"), split="80,20,0"), sum(map(len, TEXTS))
+    lines = list(source_lines(config, 400, 64))
+    size = IndexedDataset(written).num_tokens
+    epochs = 400 * 0.75 * 64 / (size * 0.8)
+    assert size > tokens
+    assert lines[0] == f"{written}: 44 documents, {size:,} tokens; {epochs:.3g} epochs of the 80 % for training"
+    assert "there is no file nothing.idx" in lines[1] and len(lines) == 2
+    assert list(source_lines(DatasetConfig(mock_data=True), 400, 64)) == []
 
 
 def test_bad_records_end_a_run_unless_it_may_leave_them_out(tmp_path: Path) -> None:

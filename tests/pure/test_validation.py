@@ -350,6 +350,7 @@ def test_one_expert_is_a_dense_mlp() -> None:
             1,
             "--merge-file: is required by --tokenizer-type GPT2BPE",
         ),
+        ("--no-mock-data --data-path a.jsonl", 1, "--data-path a.jsonl: is text, whose tokens need a tokenizer"),
         ("--finetune", 1, "--finetune: has no effect without --load; add --load"),
     ],
 )

@@ -9,14 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron import __version__
 from megatron.training.config.flags import (
     all_flags,
     config_of_sections,
     field_table,
     flat_values,
+    help_about,
     help_text,
     spelling_table,
     value_of,
@@ -25,6 +29,7 @@ from megatron.training.config.megatron_flags import foreign_flags
 from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, plain, texts_of, tokens_of
+from megatron.training.config.rules.single_values import REQUIRED
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.extensions import ExtensionError, load_extensions
@@ -37,7 +42,8 @@ OPTION_HELP = (
     ("--dry-run", "Validate, print the plan of the run, and exit."),
     ("--json FILE", "With --dry-run: write the plan and the resolved configuration to FILE as well."),
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
-    ("--help, -h", "Print this and exit."),
+    ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
+    ("--version", "Print the version and exit."),
 )
 
 
@@ -63,15 +69,20 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
     after one rank has printed every problem, those of the validation included."""
     launch = launch or Launch.from_environment()
+    if "--version" in argv:
+        if launch.rank == 0:
+            print(f"pretrain_gpt {__version__}, torch {version('torch')}")
+        raise SystemExit(0)
     try:
         reader = read_flags(argv)
     except ExtensionError as error:
         if launch.rank == 0:
             print_problems([Problem("--extension", None, str(error), "correct the extension, or remove --extension")])
         raise SystemExit(2) from None
-    if any(token in ("--help", "-h") for token in argv):
+    if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
-            sys.stdout.write(help_text(OPTION_HELP))
+            nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
+            sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(OPTION_HELP, REQUIRED))
         raise SystemExit(0)
     config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
@@ -95,6 +106,12 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             print_problems(problems)
         raise SystemExit(2)
     return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file)
+
+
+def _help_words(argv: Sequence[str]) -> list[str] | None:
+    """What stands behind --help up to the next flag; None without --help."""
+    place = next((number for number, token in enumerate(argv) if token in ("--help", "-h")), None)
+    return None if place is None else list(takewhile(lambda token: not token.startswith("-"), argv[place + 1 :]))
 
 
 def parse_args(argv: Sequence[str]) -> RunConfig:

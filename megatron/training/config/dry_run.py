@@ -40,6 +40,7 @@ def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None)
         (f"Groups, world size {world_size}", group_lines(dims)),
         ("Pipeline stages and memory of each rank", memory_lines(config, dims)),
         ("Batch and length", batch_lines(config, dims)),
+        ("Data", data_lines(config)),
     ):
         print(title)
         plan[title] = []
@@ -49,6 +50,31 @@ def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None)
     if plan_file is not None:
         record = {"world_size": world_size, "config": flat_values(config), "plan": plan}
         Path(plan_file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def data_lines(config: RunConfig) -> Iterator[str]:
+    """The data sets of the training split as they are on this machine."""
+    from megatron.core.datasets.sources import source_lines, training_sources
+    from megatron.core.text_files.inputs import find_inputs
+    from megatron.core.text_files.tokenized import is_text
+
+    data = config.data
+    if data.dataset != "gpt":
+        yield "synthetic" if data.dataset == "mock" else f"--dataset-type {data.dataset}"
+        return
+    text = [path for path, _, _ in training_sources(data) if is_text(path)]
+    for path in text:
+        try:
+            files = find_inputs([path], "--data-path")
+        except ValueError as error:
+            yield str(error)
+        else:
+            size = sum(file.size for file in files)
+            yield f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
+    if not text:
+        iterations = iterations_of_run(config)
+        samples = None if iterations is None else BatchSizes.from_config(config).samples(iterations)
+        yield from source_lines(data, samples, config.model.seq_length)
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:

@@ -7,13 +7,13 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megatron.core.config.flag_spec import FlagSpec
+from megatron.core.config.flag_spec import FlagSpec, Section
 from megatron.training.config.run_config import RunConfig
 
 SECTION_TITLES = {
@@ -260,8 +260,22 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def help_text(extra: Sequence[tuple[str, str]], width: int = 110) -> str:
-    """All flags by section, with defaults. `extra` are (spelling, help) of what is not configuration."""
+def help_about(words: Sequence[str], required: Collection[str], width: int = 110) -> str:
+    """The flags whose name or help contains each of the words, by section; empty if there is none."""
+    lines = []
+    for section, cls in sections().items():
+        entries = [_about(flag, cls, required) for flag in all_flags() if flag.section == section]
+        found = [entry for entry in entries if all(word.lower() in " ".join(entry).lower() for word in words)]
+        if found:
+            lines += ["", f"{SECTION_TITLES.get(section, section)}:"]
+        for usage, text in found:
+            lines += _entry(usage, text, width)
+    return "\n".join([*lines[1:], ""]) if lines else ""
+
+
+def help_text(extra: Sequence[tuple[str, str]], required: Collection[str], width: int = 110) -> str:
+    """All flags by section, with defaults. `extra` are (spelling, help) of what is not configuration; fields that are
+    `required` have no default."""
     lines = [
         "usage: pretrain_gpt.py [--config FILE] [flags]",
         "",
@@ -272,11 +286,16 @@ def help_text(extra: Sequence[tuple[str, str]], width: int = 110) -> str:
     for spelling, text in extra:
         lines += _entry(spelling, text, width)
     for section, cls in sections().items():
-        docs = field_docs(cls)
         lines += ["", f"{SECTION_TITLES.get(section, section)}:"]
         for flag in (f for f in all_flags() if f.section == section):
-            lines += _entry(_usage(flag), docs.get(f"{cls.__name__}.{flag.field}", "") + _default(flag), width)
+            lines += _entry(*_about(flag, cls, required), width)
     return "\n".join(lines) + "\n"
+
+
+def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
+    """How a flag is written, and its help."""
+    default = " (required)" if flag.field in required else _default(flag)
+    return _usage(flag), field_docs(cls).get(f"{cls.__name__}.{flag.field}", "") + default
 
 
 def _usage(flag: Flag) -> str:

@@ -19,6 +19,10 @@ OPTIONS = {"--config": 1, "--world-size": 1, "--json": 1, "--dry-run": 0}
 """What is not configuration -> its number of values."""
 
 
+SAID_OF_SWITCHES = {"true": True, "false": False}
+"""Values that a switch may have on a command line, as it may in a file."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """What became of one flag as it was given."""
@@ -113,8 +117,10 @@ class FlagReader:
         if flag.kind is not bool:
             texts = [self._same_value(flag, name, text) for text in texts]
             self.set_value(flag, name, texts)
+        elif len(texts) == 1 and texts[0].lower() in SAID_OF_SWITCHES:
+            self.set(flag, name, on == SAID_OF_SWITCHES[texts[0].lower()])
         elif texts:
-            self.wrong(flag, name, texts, "takes no value", "give the flag alone")
+            self.wrong(flag, name, texts, "takes no value but true or false", "give the flag alone")
         else:
             self.set(flag, name, on)
         why = "; ".join(map(str, self.problems[before:])) or ("" if texts == given else "another name of the value")

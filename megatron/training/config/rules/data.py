@@ -64,6 +64,8 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
 def _text_files(c: RunConfig) -> Iterator[Problem]:
     from megatron.core.text_files.tokenized import is_text  # numpy and the tokenizers
 
+    if c.data.dataset != "gpt":
+        return
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for word in filter(is_text, getattr(c.data, field) or ()):
             rule = "is text, whose tokens need a tokenizer"
