@@ -48,8 +48,9 @@ def states_of_rank(
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
     sizes = dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size
     apart = ddp.fp8_param_gather and parallel.fp8_format is not None
-    buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart)
-    memory = buffer_bytes(buffers, parallel.params_dtype, parallel.main_dtype, optimizer)
+    buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
+    dtypes = parallel.params_dtype, parallel.main_dtype
+    memory = buffer_bytes(buffers, *dtypes, optimizer, ddp.shards_parameters)
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)

@@ -112,12 +112,12 @@ def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: 
 
 def forget(run: TrainingRun) -> None:
     """Fills everything that a checkpoint holds with NaN."""
-    run.optimizer.finish_param_sync()
+    run.ddp.gather_params_()
     with torch.no_grad():
         for stage in run.stages.values():
             for param in stage.parameters():
                 param.fill_(torch.nan)
-        for piece in run.optimizer.sharded_state():
+        for piece in (*run.ddp.sharded_params(), *run.optimizer.sharded_state()):
             piece.data.fill_(torch.nan)
     run.optimizer.step_count = -1
 

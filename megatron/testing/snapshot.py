@@ -194,7 +194,7 @@ def _shard(run: TrainingRun, label: Label, phase: str, meta: ParamMeta, values: 
 
 
 def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
-    run.optimizer.finish_param_sync()
+    run.ddp.gather_params_()
     params: list[Any] = run.ddp.params
     places = _places(run)
     for param in params:

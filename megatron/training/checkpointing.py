@@ -85,7 +85,7 @@ class Checkpointer:
         """
         config, optimizer, zero = self.config, self.optimizer, self.config.optimizer.use_distributed_optimizer
         optimizer.finish_param_sync()
-        tensors = model_state(self.stages.values(), self.state)
+        tensors = model_state(self.stages.values(), self.state, optimizer.ddp.sharded_params())
         if config.checkpoint.save_optim:
             tensors |= optimizer_state(optimizer.sharded_state(), self.state, zero)
         payload = {
@@ -128,7 +128,10 @@ class Checkpointer:
             say(f" {checkpoint.folder} {what}: the optimizer starts fresh")
         _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
         pieces = self.optimizer.sharded_state()
-        targets = load_targets(self.stages.values(), pieces, self.state, checkpoint.tensors, load_optimizer)
+        ddp, stages = self.optimizer.ddp, self.stages.values()
+        ddp.drop_params()
+        sharded = ddp.sharded_params()
+        targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
         targets = _without_new_histories(targets, checkpoint)
         if load_optimizer:
             _tell_of_other_groups(saved_config(checkpoint), config, say)

@@ -164,6 +164,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.optimizer.use_distributed_optimizer,
             config.optimizer.group_of,
             config.optimizer.whole_roles,
+            queue,
+            casts,
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         training = config.training

@@ -155,6 +155,8 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "zero1": "",
         "replicated": "--no-use-distributed-optimizer",
         "overlapped": "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
+        "gradients": "--data-parallel-sharding-strategy optim_grads",
+        "parameters": "--data-parallel-sharding-strategy optim_grads_params",
         "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
     },
     "recompute": {
@@ -320,6 +322,31 @@ NAMED = {
         world="2", tp="2sp", regions="fused", style="llama", recompute="latents", optimizer="overlapped"
     ),
     "fused norms and dropout": Combination.of(world="4", pp="2", tp="2", regions="fused", micro_batch="2"),
+    "sharded gradients of tied embeddings": Combination.of(
+        world="4", pp="2", optimizer="gradients", recompute="selective"
+    ),
+    "sharded gradients on both ends of one rank": Combination.of(
+        world="4", pp="2", schedule="zb-v", optimizer="gradients"
+    ),
+    "sharded parameters, split backwards": Combination.of(
+        world="4", pp="2", schedule="zb-h1", optimizer="parameters", embeddings="untied", style="llama"
+    ),
+    "sharded parameters, computed again": Combination.of(
+        world="4", tp="2sp", optimizer="parameters", recompute="full uniform", regions="fused"
+    ),
+    "sharded parameters of experts": Combination.of(
+        world="8",
+        pp="2",
+        ep="2",
+        mlp="moe",
+        optimizer="parameters",
+        schedule="interleaved2",
+        expert_messages="in turns",
+    ),
+    "sharded parameters under context parallelism": Combination.of(world="4", cp="2ring", optimizer="parameters"),
+    "sharded parameters, further tokens, whole matrices": Combination.of(
+        world="4", pp="2", optimizer="parameters", multi_token="2", update="muon"
+    ),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
     "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
     "latents under sequence and context parallelism": Combination.of(

@@ -34,6 +34,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
@@ -157,6 +158,28 @@ def _bias_gradient_of_some_rows(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return dx, dx[1:].sum((0, 1))
 
 
+def _own_shard_alone(x: Tensor, axis: Axis, out: Tensor) -> collectives.Pending:
+    return collectives.Pending(out.zero_().chunk(axis.size)[axis.rank].copy_(x))
+
+
+def _opened_empty(self: UnitBucket) -> None:
+    self.drop_grads()
+    _true_open_grads(self)
+
+
+def _added_twice(self: UnitBucket) -> None:
+    if self._reduced is not None:
+        self.grad_shard.add_(self._reduced.wait())
+    _true_finish_grad_sync(self)
+
+
+def _replaced(self: UnitBucket) -> None:
+    if self._reduced is not None:
+        self.grad_shard.zero_()
+    _true_finish_grad_sync(self)
+
+
+_true_open_grads, _true_finish_grad_sync = UnitBucket.open_grads, UnitBucket.finish_grad_sync
 _true_biased_backward = activations._biased_backward
 _true_parts = split_heads._parts
 _true_backward = fused_norm._backward
@@ -534,6 +557,32 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "gradient of values lost where queries and keys are rotated": (
         [(split_heads, "_parts", _without_values)],
         [Combination.of(world="2", style="gptj"), Combination.of(world="2", style="gemma", heads="gqa")],
+    ),
+    "parameters that are gathered before an update read after it": (
+        [(UnitBucket, "drop_params", lambda self: None)],
+        [
+            Combination.of(world="2", optimizer="parameters"),
+            Combination.of(world="4", pp="2", schedule="zb-h1", optimizer="parameters"),
+        ],
+    ),
+    "a gather of other ranks' shards left out": (
+        [(param_and_grad_buffer, "start_all_gather", _own_shard_alone)],
+        [Combination.of(world="2", optimizer="parameters", style="llama")],
+    ),
+    "gradients of a unit dropped before all of them have been reduced": (
+        [(UnitBucket, "open_grads", _opened_empty)],
+        [
+            Combination.of(world="2", optimizer="gradients"),
+            Combination.of(world="4", ep="2", mlp="moe", optimizer="parameters"),
+        ],
+    ),
+    "a shard of gradients added twice": (
+        [(UnitBucket, "finish_grad_sync", _added_twice)],
+        [Combination.of(world="2", optimizer="parameters"), Combination.of(world="2", optimizer="gradients")],
+    ),
+    "only the last micro-batch in a shard of gradients": (
+        [(UnitBucket, "finish_grad_sync", _replaced)],
+        [Combination.of(world="4", pp="2", schedule="zb-v", optimizer="gradients")],
     ),
     "rotary keys' gradient not summed over tp": (
         [(latent_attention, "copy_to", _unchanged)],

@@ -160,8 +160,24 @@ class DDPConfig:
     overlap_param_gather: bool = False
     """Overlap the gather of updated parameters with the next forward pass, bucket by bucket."""
 
+    data_parallel_sharding_strategy: str | None = flag(
+        None, choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
+    )
+    """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), gradients too, reduced with each micro-batch
+    (ZeRO-2), parameters too, gathered layer by layer (ZeRO-3); default: as --use-distributed-optimizer says."""
+
     fp8_param_gather: bool = False
     """Gather updated weights of fp8 linear layers in fp8 over the data-parallel ranks: half the bytes, same numbers."""
 
     grad_reduce_in_bf16: bool = False
     """Reduce gradients in bfloat16: half the bytes, sums over ranks with 8 bits. Accumulation stays in fp32."""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """ZeRO-2 or ZeRO-3: a rank keeps the gradients of its shards alone."""
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """ZeRO-3: a rank keeps the parameters of its shards alone."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"

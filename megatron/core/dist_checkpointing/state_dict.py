@@ -29,12 +29,15 @@ def optimizer_key(kind: str, name: str) -> str:
     return f"{OPTIMIZER}{kind}.{name}"
 
 
-def model_state(modules: Iterable[nn.Module], state: ParallelState) -> StateDict:
-    """State dict of the parameters of this rank's stages, for saving."""
-    writers, entries = _Writers(state), _Entries()
+def model_state(
+    modules: Iterable[nn.Module], state: ParallelState, sharded: Iterable[OptimizerPiece] = ()
+) -> StateDict:
+    """State dict of the parameters of this rank's stages, for saving. Of some the rank has `sharded` pieces alone."""
+    writers, of_shards, entries, pieces = _Writers(state), _Writers(state, True), _Entries(), _by_name(sharded)
     for meta, param in tagged_parameters(modules):
-        key = model_key(meta.name)
-        entries.add(key, meta, [_whole(meta, param, state)], writers.mine(key, meta))
+        key, parts = model_key(meta.name), pieces.get(meta.name)
+        mine = (writers if parts is None else of_shards).mine(key, meta)
+        entries.add(key, meta, _boxes(meta, param, state, parts), mine)
     return entries.state_dict()
 
 
@@ -53,8 +56,10 @@ def load_targets(
     state: ParallelState,
     saved: Collection[str],
     load_optimizer: bool,
+    sharded: Iterable[OptimizerPiece] = (),
 ) -> StateDict:
-    """State dict to load into, given the keys `saved` in a checkpoint.
+    """State dict to load into, given the keys `saved` in a checkpoint. Of some parameters the rank has `sharded` pieces
+    alone.
 
     A parameter and its main copy load from the same tensor: the saved main parameter if the optimizer is loaded and the
     file has one, else the saved model parameter. So a checkpoint of any precision loads into a run of any other, and a
@@ -65,9 +70,9 @@ def load_targets(
         main = optimizer_key(MAIN_PARAM, name)
         return main if load_optimizer and main in saved else model_key(name)
 
-    entries = _Entries()
+    entries, parts = _Entries(), _by_name(sharded)
     for meta, param in tagged_parameters(modules):
-        entries.add(weight_key(meta.name), meta, [_whole(meta, param, state)])
+        entries.add(weight_key(meta.name), meta, _boxes(meta, param, state, parts.get(meta.name)))
     for piece in pieces:
         name = piece.meta.name
         if piece.key == MAIN_PARAM:
@@ -86,10 +91,20 @@ def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta,
         yield meta, param
 
 
-def _whole(meta: ParamMeta, param: Tensor, state: ParallelState) -> LocalBox:
+def _by_name(sharded: Iterable[OptimizerPiece]) -> dict[str, list[OptimizerPiece]]:
+    found: dict[str, list[OptimizerPiece]] = {}
+    for piece in sharded:
+        found.setdefault(piece.meta.name, []).append(piece)
+    return found
+
+
+def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[OptimizerPiece] | None) -> list[LocalBox]:
+    """Boxes of a parameter that the rank has whole, or in parts."""
+    if parts is not None:
+        return [box for part in parts for box in part.boxes(state.coords)]
     offset, shape = meta.box(state.coords)
     assert tuple(param.shape) == shape, f"{meta.name}: local shape {tuple(param.shape)}, expected {shape}"
-    return offset, param
+    return [(offset, param)]
 
 
 class _Entries:

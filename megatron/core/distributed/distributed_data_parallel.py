@@ -7,7 +7,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
-from megatron.core.distributed.param_layout import DEFAULT, GroupOf, launch_order, plan_buffers
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitBucket
+from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
+from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.fp8.casts import E4M3
-from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight
+from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, WeightCasts
 from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
+from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
-from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, is_stale, mark_stale
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, is_stale, mark_stale
 
 
 class DistributedDataParallel:
@@ -36,6 +38,10 @@ class DistributedDataParallel:
     module waits for its own parameters before it runs. With `fp8_param_gather`, weights of fp8 layers are gathered in
     fp8, and outside of this rank's shards the parameters themselves fall behind. Call `finish_param_sync` before you
     read parameters outside of a forward pass.
+
+    With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
+    passes of their unit (`UnitSharding`); `queue` is where split backwards leave weight gradients,
+    `casts` are the kept casts of parameters. Call `gather_params_` before you read such parameters.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class DistributedDataParallel:
         use_distributed_optimizer: bool = True,
         group_of: GroupOf = DEFAULT.group_of,
         whole_roles: Collection[str] = (),
+        queue: WeightGradQueue | None = None,
+        casts: WeightCasts | None = None,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
@@ -62,6 +70,7 @@ class DistributedDataParallel:
             group_of=group_of,
             whole_roles=whole_roles,
             linears_apart=ddp_config.fp8_param_gather and parallel_config.fp8_format is not None,
+            units_apart=ddp_config.shards_gradients,
         )
         self.device = self.params[0].device if self.params else _communication_device(state.world)
         self.main_dtype: torch.dtype = getattr(torch, parallel_config.main_dtype)
@@ -73,15 +82,20 @@ class DistributedDataParallel:
                 self.main_dtype,
                 use_distributed_optimizer,
                 torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
+                ddp_config.shards_parameters,
             )
             for layout in self.layouts
         ]
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
+        self._reduced_whole = [bucket for bucket in self.buckets if not isinstance(bucket, UnitBucket)]
+        """Buckets whose gradients are reduced once a step, in launch order."""
+        of_units = [bucket for bucket in self.buckets if isinstance(bucket, UnitBucket)]
+        self.units = UnitSharding(self.modules, self.params, of_units, ddp_config.shards_parameters, queue, casts)
         self._weight_gather = self._gather_in_fp8() if ddp_config.fp8_param_gather else None
         self._started = 0
         self._readiness = None
         if ddp_config.overlap_grad_reduce:
-            self._readiness = GradReadiness(self.params, self.buckets, self.start_grad_sync)
+            self._readiness = GradReadiness(self.params, self._reduced_whole, self.start_grad_sync)
         if ddp_config.overlap_param_gather:
             wait_before_forward(self.modules, self.params, self.buckets)
         self._hooks = [param.register_post_accumulate_grad_hook(_move_grad) for param in self.params]
@@ -121,28 +135,34 @@ class DistributedDataParallel:
             self._mark_all_stale()
         else:
             self.zero_grad_buffer()
+        self.units.begin_step(num_microbatches)
         if self._readiness is not None:
             self._readiness.begin_step(num_microbatches)
 
     def zero_grad_buffer(self) -> None:
         """Zeroes the gradients."""
+        self.units.drop_grads()
         for buffer in self.buffers:
             buffer.grad_data.zero_()
         for param in self.params:
             mark_stale(param, False)
 
     def _mark_all_stale(self) -> None:
-        """Leaves gradients to be written over; the memory between them stays zero, as it enters norms."""
-        gaps = [gap for buffer in self.buffers for gap in buffer.grad_gaps]
-        if gaps:
-            torch._foreach_zero_(gaps)
-        for param in self.params:
+        """Leaves gradients to be written over; the memory between them stays zero, as it enters norms. Shards of units
+        are zeroed, as each micro-batch's sum is added to them."""
+        of_units = [buffer.grad_data for buffer in self.buffers if buffer.layout.by_unit]
+        if zeroed := of_units + [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
+            torch._foreach_zero_(zeroed)
+        for param in self._params_of(self._reduced_whole):
             mark_stale(param, True)
+
+    def _params_of(self, buckets: Iterable[Bucket]) -> Iterator[nn.Parameter]:
+        return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
         """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all."""
-        buckets = self.buckets if bucket is None else self.buckets[bucket : bucket + 1]
-        for param in (self.params[place.index] for bucket in buckets for place in bucket.layout.params):
+        buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
+        for param in self._params_of(buckets):
             if is_stale(param):
                 mark_stale(param, False)
                 param.main_grad.zero_()  # type: ignore[attr-defined]
@@ -152,16 +172,17 @@ class DistributedDataParallel:
 
         Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
         """
-        end = len(self.buckets) if bucket is None else bucket + 1
+        end = len(self._reduced_whole) if bucket is None else bucket + 1
         while self._started < end:
             self.zero_stale_grads(self._started)
-            self.buckets[self._started].start_grad_sync()
+            self._reduced_whole[self._started].start_grad_sync()
             self._started += 1
 
     def finish_grad_sync(self) -> None:
         """Starts the remaining reductions and waits for all. Owned gradients are then sums over data-parallel ranks."""
         self.start_grad_sync()
-        for bucket in self.buckets:
+        self.units.finish_grad_sync()
+        for bucket in self._reduced_whole:
             bucket.finish_grad_sync()
         self._started = 0
         if self._readiness is not None:
@@ -186,10 +207,32 @@ class DistributedDataParallel:
 
     def finish_param_sync(self) -> None:
         """Waits for the all-gathers, and repeats those that were in fp8 in the parameters' format: every parameter is
-        whole again. Collective over the data-parallel ranks."""
+        whole again that is whole between passes. Collective over the data-parallel ranks."""
         self.wait_param_sync()
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(self._reduced_whole):
             bucket.gather_params_()
+
+    def gather_params_(self) -> None:
+        """`finish_param_sync`, and makes sharded parameters whole until the next step. For tests and diagnosis."""
+        self.finish_param_sync()
+        for bucket in self.buckets:
+            bucket.gather_params_()
+
+    def drop_params(self) -> None:
+        """Gives back the memory of parameters that have been gathered, as when their shards have been written."""
+        self.units.drop_params()
+
+    def sharded_params(self) -> Iterator[OptimizerPiece]:
+        """Live views of the parameters that this rank holds shards of alone; an empty one where it has no element."""
+        for bucket in self.buckets:
+            if not (isinstance(bucket, UnitBucket) and bucket.shards_params):
+                continue
+            owned = {piece.index: piece for piece in bucket.owned_pieces}
+            for place in bucket.layout.params:
+                piece = owned.get(place.index, Piece(place.index, place.meta, 0, 0, bucket.owned_range[0]))
+                start = piece.offset - bucket.owned_range[0]
+                data = bucket.param_shard[start : start + piece.stop - piece.start]
+                yield OptimizerPiece("param", piece.meta, data, piece.start, piece.stop)
 
     def gather_grads_(self) -> None:
         """All-gathers every `main_grad` after a sync that left shards. For tests and diagnosis."""

@@ -20,7 +20,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 
 class GradReadiness:
-    """Counts the parameters' reports within a step, and starts the reduction of complete buckets.
+    """Counts the reports of the buckets' parameters within a step, and starts the reduction of complete buckets.
 
     The first step learns the number of reports per micro-batch, and starts nothing early. A parameter with an uneven
     number of reports never counts as complete, and its bucket waits for the end of the step. `start(k)` starts all
@@ -32,7 +32,8 @@ class GradReadiness:
         self.bucket_of = bucket_numbers(buckets)
         self.per_microbatch: list[float] | None = None
         self.microbatches = 0
-        for i, param in enumerate(params):
+        for i in self.bucket_of:
+            param = params[i]
             param.on_main_grad = partial(self.report, i)  # type: ignore[attr-defined]
         self.begin_step(0)
 
@@ -77,7 +78,7 @@ def wait_before_forward(
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)
     for module in modules:
-        for unit, read in _units(module):
+        for unit, read in units_of(module):
             wanted = {bucket_of[number[id(param)]] for param in read if id(param) in number}
             unit.register_forward_pre_hook(partial(_finish, [buckets[k] for k in sorted(wanted, reverse=True)]))
 
@@ -87,7 +88,7 @@ def bucket_numbers(buckets: Sequence[Bucket]) -> dict[int, int]:
     return {place.index: k for k, bucket in enumerate(buckets) for place in bucket.layout.params}
 
 
-def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     own = list(module.parameters(recurse=False))
     if own:
         yield module, own
@@ -95,7 +96,7 @@ def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         if isinstance(module, nn.ModuleList):
             yield child, list(child.parameters())
         else:
-            yield from _units(child)
+            yield from units_of(child)
 
 
 def _finish(buckets: Sequence[Bucket], module: nn.Module, args: Any) -> None:

@@ -1,12 +1,13 @@
 """ParamAndGradBuffer: contiguous memory of parameters and gradients, and its reduce-scatters and all-gathers.
 
 Each parameter becomes a view of one flat tensor, and its `main_grad` a view of another, in the main dtype. One in-place
-collective on a slice of that memory reduces the gradients of a bucket, and another gathers its parameters.
+collective on a slice of that memory reduces the gradients of a bucket, and another gathers its parameters. The bucket
+of a unit has flat tensors of its own, whose memory comes and goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
 
 
 class Bucket:
@@ -30,11 +32,9 @@ class Bucket:
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout, self.axis, self.reduce_dtype = layout, buffer.axis, buffer.reduce_dtype
         self.shard_grads = shard_grads = buffer.shard_grads
-        self.params = buffer.param_data[layout.start : layout.stop]
-        self.grads = buffer.grad_data[layout.start : layout.stop]
         self.shard_range = layout.shard(self.axis.rank)
-        first, last = self.shard_range[0] - layout.start, self.shard_range[1] - layout.start
-        self.param_shard, self.grad_shard = self.params[first:last], self.grads[first:last]
+        self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
+        self.grads, self.grad_shard = self.memory(buffer.grad_data, True)
         self.owned_range = self.shard_range if shard_grads else (layout.start, layout.stop)
         self.owned_params = self.param_shard if shard_grads else self.params
         self.owned_grads = self.grad_shard if shard_grads else self.grads
@@ -45,11 +45,20 @@ class Bucket:
         self._fp8: Tensor | None = None
         self._behind = False
 
+    def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
+        """(the whole bucket, this rank's shard of it) in `data`, the memory of the buffer."""
+        start = self.layout.start
+        whole = data[start : self.layout.stop]
+        return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
+
     def gather_in_fp8(self) -> tuple[Tensor, Tensor]:
         """Makes gathers of parameters send bytes, which `fp8_param_gather` casts, in place of parameters. Returns the
         memory of the whole bucket in uint8, and this rank's part of it."""
         self._fp8 = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._fp8, self._fp8.chunk(self.axis.size)[self.axis.rank]
+
+    def begin(self, owners: Sequence[nn.Parameter]) -> None:
+        """Called when the parameters, its `owners`, have been moved into `params`."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Gradient of one of `owned_pieces`, a 1-D view."""
@@ -108,6 +117,135 @@ class Bucket:
             start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
 
+class UnitBucket(Bucket):
+    """Bucket of one unit, of which this rank keeps the shard of the gradients (ZeRO-2), and of the parameters (ZeRO-3).
+
+    Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
+    `grad_shard`, whole parameters between a first `acquire` and the last `release`. Their memory is taken and given
+    back under the same views, so that what autograd has saved of a parameter is valid whenever it is whole.
+    """
+
+    def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
+        super().__init__(layout, buffer)
+        self.shards_params = buffer.shard_params
+        self.whole_params, self.whole_grads = True, False
+        self.users = 0
+        """Passes that compute with the parameters now."""
+        self.on_drop: list[Callable[[], None]] = []
+        """Called when whole parameters are dropped."""
+        self._reduced: Pending | None = None
+
+    def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
+        if not sharded:
+            return super().memory(data, sharded)
+        first, stop = (end // self.layout.num_shards for end in (self.layout.start, self.layout.stop))
+        return data.new_zeros(self.layout.stop - self.layout.start), data[first:stop]
+
+    def begin(self, owners: Sequence[nn.Parameter]) -> None:
+        self.owners = list(owners)
+        set_present(self.grads, False)
+        if self.shards_params:
+            self.param_shard.copy_(self.params.chunk(self.axis.size)[self.axis.rank])
+            self.drop_params()
+
+    def start_gather(self) -> None:
+        """Starts to make the parameters whole, where they are not and no gather is under way. Collective."""
+        if not self.whole_params:
+            set_present(self.params, True)
+            self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
+            self.whole_params = True
+
+    def acquire(self) -> None:
+        """Makes the parameters whole for one more pass. Collective where they are not whole."""
+        self.users += 1
+        self.start_gather()
+        self.finish_param_sync()
+
+    def release(self, keep: bool) -> None:
+        """Ends the use of one pass: after the last one the memory is given back, unless the next pass is to `keep`
+        it."""
+        self.users -= 1
+        if not self.users and not keep:
+            self.drop_params()
+
+    def drop_params(self) -> None:
+        """Gives back the memory of whole parameters, as when they have changed. None may be in use."""
+        assert self.users == 0, "parameters in use"
+        if self.shards_params and self.whole_params:
+            self.finish_param_sync()
+            set_present(self.params, False)
+            self.whole_params = False
+            for drop in self.on_drop:
+                drop()
+
+    def start_param_sync(self) -> None:
+        if self.shards_params:
+            self.drop_params()
+        else:
+            super().start_param_sync()
+
+    def open_grads(self) -> None:
+        """Makes room for contributions to whole gradients: the first one of each parameter writes over it."""
+        self.finish_grad_sync()
+        if not self.whole_grads:
+            set_present(self.grads, True)
+            start = self.layout.start
+            ends = [start, *(place.stop for place in self.layout.params)]
+            starts = [*(place.start for place in self.layout.params), self.layout.stop]
+            for stop, following in zip(ends, starts, strict=True):
+                self.grads[stop - start : following - start].zero_()
+            for owner in self.owners:
+                mark_stale(owner, True)
+            self.whole_grads = True
+
+    def zero_stale_grads(self) -> None:
+        """Zeroes whole gradients to which nothing has been added."""
+        for owner in self.owners:
+            if is_stale(owner):
+                mark_stale(owner, False)
+                owner.main_grad.zero_()  # type: ignore[attr-defined]
+
+    def start_grad_sync(self) -> None:
+        """Starts to reduce what has been added to whole gradients, if anything has. Collective over the axis."""
+        self.finish_grad_sync()
+        if self.whole_grads:
+            self.zero_stale_grads()
+            whole = self.grads if self.reduce_dtype == self.grads.dtype else self.grads.to(self.reduce_dtype)
+            self._reduced = start_reduce_scatter(whole, self.axis)
+
+    def finish_grad_sync(self) -> None:
+        """Waits for `start_grad_sync`, adds its sum to `grad_shard` and gives back the memory of whole gradients."""
+        if self._reduced is not None:
+            self.grad_shard.add_(self._reduced.wait())
+            self._reduced = None
+            self.drop_grads()
+
+    def drop_grads(self) -> None:
+        """Gives back the memory of whole gradients."""
+        assert self._reduced is None, "gradients on their way"
+        if self.whole_grads:
+            for owner in self.owners:
+                mark_stale(owner, False)
+            set_present(self.grads, False)
+            self.whole_grads = False
+
+    def gather_params_(self) -> None:
+        self.start_gather()
+        super().gather_params_()
+
+    def gather_grads_(self) -> None:
+        self.open_grads()
+        super().gather_grads_()
+        for owner in self.owners:
+            mark_stale(owner, False)
+
+
+def set_present(flat: Tensor, present: bool) -> None:
+    """Takes memory for a tensor that has its storage for itself, or gives it back. Views stay, and are valid again with
+    new memory, whose values are undefined."""
+    torch.ops.inductor.resize_storage_bytes_(flat, flat.numel() * flat.itemsize if present else 0)
+
+
 class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
@@ -124,21 +262,29 @@ class ParamAndGradBuffer:
         grad_dtype: torch.dtype,
         shard_grads: bool,
         reduce_dtype: torch.dtype,
+        shard_params: bool = False,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
+        self.shard_params = shard_params and layout.by_unit
         sample = params[layout.params[0].index]
-        self.param_data = torch.zeros(layout.numel, dtype=sample.dtype, device=sample.device)
-        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=sample.device)
+        self.param_data = torch.zeros(layout.kept(shard_params), dtype=sample.dtype, device=sample.device)
+        self.grad_data = torch.zeros(layout.kept(True), dtype=grad_dtype, device=sample.device)
+        self.buckets: list[Bucket] = []
+        for bucket_layout in layout.buckets:
+            bucket = (UnitBucket if layout.by_unit else Bucket)(bucket_layout, self)
+            for place in bucket_layout.params:
+                param = params[place.index]
+                assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"
+                span = slice(place.start - bucket_layout.start, place.stop - bucket_layout.start)
+                view = bucket.params[span].view(param.shape)
+                view.copy_(param.data)
+                param.data = view
+                param.main_grad = bucket.grads[span].view(param.shape)  # type: ignore[attr-defined]
+            bucket.begin([params[place.index] for place in bucket_layout.params])
+            self.buckets.append(bucket)
         ends = [0, *(place.stop for place in layout.params)]
         starts = [*(place.start for place in layout.params), layout.numel]
-        self.grad_gaps = [self.grad_data[stop:start] for stop, start in zip(ends, starts, strict=True) if start > stop]
-        """The gradients' memory between parameters."""
-        for place in layout.params:
-            param = params[place.index]
-            assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"
-            view = self.param_data[place.start : place.stop].view(param.shape)
-            view.copy_(param.data)
-            param.data = view
-            param.main_grad = self.grad_data[place.start : place.stop].view(param.shape)  # type: ignore[attr-defined]
-        self.buckets = [Bucket(bucket, self) for bucket in layout.buckets]
+        gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
+        self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
+        """The gradients' memory between parameters, where it stays."""

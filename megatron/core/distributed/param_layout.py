@@ -6,12 +6,17 @@ All of this is decided here, once, from integers: buffers, distributed optimizer
 checkpoints and memory plans read the same layout.
 
 Buckets are filled in reverse order of registration, roughly the order in which backward completes gradients, so that
-the first buckets are ready first. Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need
-aligned operands. Buckets are padded so that their shards are equal and aligned too; padding stays zero.
+the first buckets are ready first. Where gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
+matrices holds those of one unit: a transformer layer, or a module outside of layers. Norms and biases, a thousandth of
+the elements, keep ordinary buckets and are whole on every rank.
+
+Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
+that their shards are equal and aligned too; padding stays zero.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,10 +109,19 @@ class BufferLayout:
     linear: bool = False
     """Whether its parameters are weights of linear layers, which have buffers of their own (`linears_apart`)."""
 
+    by_unit: bool = False
+    """Whether each bucket holds the matrices of one unit, and whole gradients (ZeRO-2) or whole gradients and whole
+    parameters (ZeRO-3) only while the unit is computed."""
+
     @property
     def numel(self) -> int:
         """Elements, padding included."""
         return self.buckets[-1].stop
+
+    def kept(self, shards: bool) -> int:
+        """Elements that a rank holds all the time, of a tensor that it holds the shards of alone where `shards` says so
+        and buckets are units."""
+        return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
     @cached_property
     def params(self) -> tuple[ParamRange, ...]:
@@ -122,35 +136,49 @@ def plan_buffers(
     group_of: GroupOf = DEFAULT.group_of,
     whole_roles: Collection[str] = (),
     linears_apart: bool = False,
+    units_apart: bool = False,
 ) -> tuple[BufferLayout, ...]:
     """Plans the buffers of one rank from the (meta, local shape) of its parameters, in order of registration.
 
     `data_parallel_size` counts the ranks of "dp_cp", `expert_data_parallel_size` those of "expt_dp". A bucket is closed
     once it holds `bucket_size` elements. `group_of` is the optimizer's; matrices of `whole_roles` are updated as a
     whole. With `linears_apart`, weights of linear layers have buffers of their own, which can be gathered in another
-    format. Ranks with equal shapes get equal layouts, so that parameters replicated over tp have the same shard ranges
-    on every tp rank.
+    format. With `units_apart`, matrices that are reduced over several ranks have a bucket for each unit. Ranks with
+    equal shapes get equal layouts, so that parameters replicated over tp have the same shard ranges on every tp rank.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"
-    found: dict[tuple[bool, ParamGroup, bool, bool], list[tuple[int, ParamMeta, int]]] = {}
+    found: dict[tuple[bool, ParamGroup, bool, bool, bool], list[tuple[int, ParamMeta, int]]] = {}
     for index, (meta, shape) in enumerate(params):
         whole, linear = meta.matrix and meta.role in whole_roles, linears_apart and meta.linear
-        key = (meta.expert, group_of(meta.name, meta.kind), whole, linear)
+        by_unit = units_apart and meta.matrix and (expert_data_parallel_size if meta.expert else data_parallel_size) > 1
+        key = (meta.expert, group_of(meta.name, meta.kind), whole, linear, by_unit)
         found.setdefault(key, []).append((index, meta, prod(shape)))
     buffers = []
     for key in sorted(found, key=lambda key: (key[0], key[1].order, *key[2:])):
-        expert, group, whole, linear = key
+        expert, group, whole, linear, by_unit = key
         shards = expert_data_parallel_size if expert else data_parallel_size
-        buckets = _fill_buckets(reversed(found[key]), shards, bucket_size or default_bucket_size(shards))
-        buffers.append(BufferLayout(expert, group, shards, tuple(buckets), whole, linear))
+        size = None if by_unit else bucket_size or default_bucket_size(shards)
+        buckets = tuple(_fill_buckets(reversed(found[key]), shards, size))
+        buffers.append(BufferLayout(expert, group, shards, buckets, whole, linear, by_unit))
     return tuple(buffers)
 
 
+def unit_of(name: str) -> str:
+    """The unit of a parameter, by its name in the whole model: a layer, or the module that owns the parameter.
+
+    >>> unit_of("decoder.layers.3.mlp.linear_fc1.weight"), unit_of("output_layer.weight")
+    ('decoder.layers.3', 'output_layer')
+    """
+    layer = re.match(r"(?:.*?\.)?layers\.\d+(?=\.)", name)
+    return layer[0] if layer else name.rpartition(".")[0]
+
+
 def _fill_buckets(
-    members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int
+    members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int | None
 ) -> list[BucketLayout]:
-    """Fills buckets of at least `bucket_size` elements; smaller ones only at the end and around shared parameters.
+    """Fills buckets of at least `bucket_size` elements, smaller ones only at the end and around shared parameters; one
+    for each unit if it is None.
 
     A parameter that two stages share has a bucket of its own: its shards then cover the same elements on both stages,
     whatever else the stages hold, and only the shards need to be summed over the stages.
@@ -167,11 +195,13 @@ def _fill_buckets(
             start, cursor, filling = stop, stop, []
 
     for index, meta, numel in members:
-        if meta.shared_stages:
+        if meta.shared_stages or (
+            bucket_size is None and filling and unit_of(filling[-1].meta.name) != unit_of(meta.name)
+        ):
             close()
         filling.append(ParamRange(index, meta, cursor, cursor + numel))
         cursor += round_up(numel, ALIGNMENT)
-        if cursor - start >= bucket_size or meta.shared_stages:
+        if meta.shared_stages or (bucket_size is not None and cursor - start >= bucket_size):
             close()
     close()
     return buckets
@@ -208,16 +238,18 @@ def buffer_bytes(
     params_dtype: str,
     main_dtype: str,
     optimizer: OptimizerConfig,
+    shards_parameters: bool = False,
 ) -> BufferBytes:
-    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket."""
-    whole = sum(buffer.numel for buffer in buffers)
+    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket.
+
+    Of buffers `by_unit` what stays between units counts: `gathered_elements` come on top."""
     sharded = optimizer.use_distributed_optimizer
     owned = [buffer.numel // (buffer.data_parallel_size if sharded else 1) for buffer in buffers]
     states = (len(optimizer.states(buffer.whole)) for buffer in buffers)
     main = DTYPE_BYTES[main_dtype]
     return BufferBytes(
-        parameters=whole * DTYPE_BYTES[params_dtype],
-        gradients=whole * main,
+        parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * DTYPE_BYTES[params_dtype],
+        gradients=sum(buffer.kept(True) for buffer in buffers) * main,
         main_parameters=0 if params_dtype == main_dtype else sum(owned) * main,
         moments=sum(map(mul, owned, states)) * main,
     )

@@ -75,6 +75,11 @@ class WeightCasts:
             self._kept[key] = make()
         return self._kept[key]
 
+    def forget(self, weight: Tensor) -> None:
+        """Drops the casts of a weight, which are made again at its next use."""
+        for key in [key for key in self._kept or () if key[0] == id(weight)]:
+            del self._kept[key]  # type: ignore[union-attr]
+
     def keep(self, weight: Tensor, **casts: Scaled) -> None:
         """Keeps casts of a weight, by kind."""
         assert self._kept is not None

@@ -36,7 +36,7 @@ class GradNorm:
                 else:
                     runs.append((counts, piece.offset, stop))
             for counts, start, stop in runs:
-                view = bucket.grads[start - bucket.layout.start : stop - bucket.layout.start]
+                view = bucket.grad_shard[start - bucket.shard_range[0] : stop - bucket.shard_range[0]]
                 (self.counted if counts else self.replicas).append(view)
 
     def __call__(self, sums: Tensor | None = None, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -321,6 +321,8 @@ class EmbeddingFunction(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Word embeddings [vocab_rows, hidden], padding included, with sharded rows."""
 
+    backward_reads_parameters = False
+
     def __init__(self, meta: ParamMeta, ctx: TPContext) -> None:
         super().__init__()
         self.weight = make_parameter(meta, ctx)

@@ -76,6 +76,7 @@ def accumulate_weight_grad(
     that a queued job may fetch its operands late, as a sequence-parallel input that has to be gathered first. `write_`
     writes dW over what `out` holds: the first contribution of a step uses it where `main_grad` has not been zeroed.
 
+    Before each contribution `weight.before_main_grad` is called where it is set: a `main_grad` may have no memory yet.
     A frozen weight needs nothing. A weight without `main_grad` gets its gradient from autograd: it is returned. After
     each contribution to a `main_grad`, `weight.on_main_grad` is called where it is set (`GradReadiness` counts them).
     """
@@ -88,6 +89,9 @@ def accumulate_weight_grad(
         return dw
 
     def accumulate() -> None:
+        prepare = getattr(weight, "before_main_grad", None)
+        if prepare is not None:
+            prepare()
         if is_stale(weight):
             mark_stale(weight, False)
             _write(main_grad, add_, write_)

@@ -5,6 +5,7 @@ Random numbers need no care: dropout masks are functions of the batch, so the se
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,22 +25,28 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-_running = [0]
-"""How many functions are computed again just now, one within the other."""
+class _Running(threading.local):
+    """How many functions this thread computes again just now, one within the other: passes that run in turns have a
+    thread each."""
+
+    depth = 0
+
+
+_running = _Running()
 
 
 @contextmanager
 def _again() -> Iterator[None]:
-    _running[0] += 1
+    _running.depth += 1
     try:
         yield
     finally:
-        _running[0] -= 1
+        _running.depth -= 1
 
 
 def computing_again() -> bool:
     """Whether what runs now is computed a second time, for a backward pass."""
-    return _running[0] > 0
+    return _running.depth > 0
 
 
 class _View(NamedTuple):

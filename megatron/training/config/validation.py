@@ -139,6 +139,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
     """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in."""
     optimizer, sequence = config.optimizer, config.model.seq_length
+    if config.ddp.data_parallel_sharding_strategy == "no_shard":
+        optimizer = replace(optimizer, use_distributed_optimizer=False)
     if sequence < 1 or not training.global_batch_size:
         return optimizer
     by_samples = training.train_samples is not None

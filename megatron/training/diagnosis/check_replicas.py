@@ -63,7 +63,11 @@ def replicas_of(
 ) -> Iterator[Replica]:
     """Parameters, then optimizer state, in the same order on all ranks of a group."""
     params: list[Any] = [param for module in modules for param in module.parameters()]
-    tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in params]
+    parts = list(optimizer.ddp.sharded_params())
+    sharded = {part.meta.name for part in parts}
+    kept = [param for param in params if param.meta.name not in sharded]
+    tensors = [(f"parameter {param.meta.name}", param.detach(), param.meta, True) for param in kept]
+    tensors += [(f"parameter {part.meta.name}", part.data, part.meta, False) for part in parts]
     whole = not optimizer.config.use_distributed_optimizer
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in optimizer.sharded_state()]
     for label, values, meta, data_replicated in tensors:

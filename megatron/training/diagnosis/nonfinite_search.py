@@ -104,7 +104,8 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     world = passes.runtime.state.world
     passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
     passes.ddp.finish_param_sync()
-    bad = [param.meta.name for param in passes.ddp.params if not _finite(param)]  # type: ignore[attr-defined]
+    bad = [piece.meta.name for piece in passes.ddp.sharded_params() if not _finite(piece.data)]
+    bad += [p.meta.name for p in passes.ddp.params if _has_memory(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
     passes.ddp.begin_step(0)  # nothing is reduced
@@ -184,7 +185,8 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
         if notes.found or action.kind not in (Kind.B, Kind.W):
             return
         for place, param in enumerate(reversed(params)):
-            if not _finite(param.main_grad):  # type: ignore[attr-defined]
+            main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+            if _has_memory(main_grad) and not _finite(main_grad):
                 name = param.meta.name  # type: ignore[attr-defined]
                 notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
                 return
@@ -235,3 +237,8 @@ def _largest(tensor: Tensor) -> float:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a sharded parameter is whole, or gradients have come to a sharded one."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

@@ -27,6 +27,8 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 class PositionEmbedding(nn.Module):
     """A learned vector for each position."""
 
+    backward_reads_parameters = False
+
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         self.weight = make_parameter(position_embedding_meta(config, ctx.sequence_parallel), ctx)

@@ -191,3 +191,25 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--overlap-param-gather", None, rule, "remove it, or remove --no-use-distributed-optimizer")
     if c.ddp.grad_reduce_in_bf16 and c.parallel.fp64:
         yield Problem.exclusive("--grad-reduce-in-bf16", None, "--fp64")
+
+
+def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What --data-parallel-sharding-strategy shards agrees with the optimizer, and is there when it is read."""
+    flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
+    given = f"{flag} {strategy}"
+    if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:
+        why = "it shards the optimizer's state"
+        yield Problem.exclusive(flag, strategy, "--no-use-distributed-optimizer", why)
+    if not c.ddp.shards_gradients:
+        return
+    if c.ddp.overlap_grad_reduce:
+        rule = f"has no effect beside {given}, which always reduces gradients during the backward pass"
+        yield Problem("--overlap-grad-reduce", None, rule, "remove it", harmless=True)
+    if c.ddp.overlap_param_gather and c.ddp.shards_parameters:
+        rule = f"has no effect beside {given}, which always gathers parameters during the passes"
+        yield Problem("--overlap-param-gather", None, rule, "remove it", harmless=True)
+    if c.ddp.fp8_param_gather:
+        yield Problem.exclusive("--fp8-param-gather", None, given, "units are gathered in the parameters' format")
+    if c.parallel.cuda_graph_impl == "local":
+        why = "memory of whole gradients comes and goes during the passes"
+        yield Problem.exclusive("--cuda-graph-impl", "local", given, why)
