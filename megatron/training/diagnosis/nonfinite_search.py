@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.tensor_parallel.weight_grad import is_stale
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Step
@@ -186,7 +187,7 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
             return
         for place, param in enumerate(reversed(params)):
             main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-            if _has_memory(main_grad) and not _finite(main_grad):
+            if _has_memory(main_grad) and not is_stale(param) and not _finite(main_grad):
                 name = param.meta.name  # type: ignore[attr-defined]
                 notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
                 return
