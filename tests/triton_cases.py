@@ -31,18 +31,24 @@ def run_apart(function: Callable[[], None], interpret: bool) -> None:
 
 
 def round_to_fp8_as_torch() -> None:
-    """Makes the interpreter round fp32 to fp8 as torch does: its own rounding loses the carry out of the mantissa."""
+    """Makes the interpreter round fp32 to fp8 and bf16 as torch does: its own rounding to fp8 loses the carry out of
+    the mantissa, and it cuts off what bf16 has not."""
     from triton import language as tl
     from triton.runtime import interpreter
 
-    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    formats = {
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8),
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+    }
     theirs = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source != tl.float32 or target not in formats:
             return theirs(data, source, target, rounding)
         exact = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
-        return exact.to(formats[target]).view(torch.uint8).numpy()
+        dtype, bits = formats[target]
+        return exact.to(dtype).view(bits).numpy()
 
     interpreter._convert_float = convert
 

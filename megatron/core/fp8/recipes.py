@@ -28,6 +28,7 @@ from megatron.core.kernels.cast_transpose import (
     multiplier_of,
     transpose,
 )
+from megatron.core.kernels.swiglu_cast import swiglu_cast, swiglu_gradient_cast
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import Cuts, Operand, Operands, matrix_of, rows_of
@@ -187,8 +188,7 @@ class Fp8Gemms(nn.Module):
         self.products.add_(out, Scaled(*dy), columns, overwrite)
 
     def _operands(self, x: Tensor, which: int, needs_dw: bool) -> Operands:
-        rows, *columns = self.cast(rows_of(x), which, BOTH if needs_dw else ROWS)
-        return Operands((rows.values.view(x.shape), rows.scale), tuple(columns[0]) if needs_dw else ())
+        return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
         """The weight cast by "rows" or "columns". Both are made at once where they are kept until a backward."""
@@ -226,6 +226,12 @@ class Fp8Gemms(nn.Module):
         part as one process scales the whole, so that layouts agree."""
         if amax is not None and cut:
             all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
+
+
+def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
+    """Casts by rows, and by columns where they are wanted, of an activation [s, b, ...]."""
+    rows, *columns = made
+    return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
 def _by_rows(x: Operand) -> Scaled:
@@ -290,10 +296,26 @@ class DelayedGemms(PerTensorGemms):
         self.multiplier = torch.ones(3, device=device)
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        noted = self.amax[which] if self.training else None
         dtype = self.format_of(which)
-        pair = cast_transpose_noting_amax(x.detach(), self.multiplier[which], noted, wanted, dtype, self.compiled)
+        pair = cast_transpose_noting_amax(x.detach(), *self._settings(which), wanted, dtype, self.compiled)
         return _scaled(pair, wanted)
+
+    def cast_swiglu(self, x: Tensor, needs_dw: bool) -> Operands:
+        """`cast_input` of SwiGLU(x), from one read of x [s, b, 2 in]."""
+        wanted = BOTH if needs_dw else ROWS
+        pair = swiglu_cast(rows_of(x).detach(), *self._settings(INPUT), wanted, self.format_of(INPUT), self.compiled)
+        return _as_operands(_scaled(pair, wanted), x.shape[:-1])
+
+    def cast_swiglu_gradient(self, x: Tensor, grad: Tensor, needs_dw: bool) -> Operands:
+        """`cast_grad` of the gradient of x [s, b, out], the output of this layer, of which SwiGLU is taken. `grad`
+        [s, b, out / 2] is that of SwiGLU(x)."""
+        wanted, operands = BOTH if needs_dw else ROWS, (rows_of(x).detach(), rows_of(grad).detach())
+        pair = swiglu_gradient_cast(*operands, *self._settings(GRAD), wanted, self.format_of(GRAD), self.compiled)
+        return _as_operands(_scaled(pair, wanted), x.shape[:-1])
+
+    def _settings(self, which: int) -> tuple[Tensor, Tensor | None]:
+        """The multiplier, and where the amax is noted."""
+        return self.multiplier[which], self.amax[which] if self.training else None
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
         return self.multiplier[WEIGHT].view(1, 1)

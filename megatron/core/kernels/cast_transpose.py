@@ -36,7 +36,7 @@ def cast_transpose(
     if runs_triton(x) and x.numel():
         wanted = row_amax is not None, column_amax is not None
         made = _by_amax(x, row_amax, column_amax, dtype)
-        return _pair(made[: sum(wanted)], made[sum(wanted) :], wanted)
+        return paired(made[: sum(wanted)], made[sum(wanted) :], wanted)
     return region(cast_transpose_twin, compiled, static=True)(x, row_amax, column_amax, dtype)
 
 
@@ -48,7 +48,7 @@ def cast_transpose_noting_amax(
     hidden that."""
     if runs_triton(x):
         *values, scale = _noting_amax(x, multiplier, noted, *wanted, dtype)
-        return _pair(values, [scale], wanted)
+        return paired(values, [scale], wanted)
     pair, amax = region(cast_transpose_with_amax_twin, compiled, static=True)(x, multiplier, wanted, dtype)
     if noted is not None:
         torch.maximum(noted, amax, out=noted)
@@ -135,7 +135,8 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
-def _pair(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
+def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
+    """What an operator returned: values and scales as `wanted`, by rows first, or one scale for both."""
     rows, columns = wanted
     return CastPair(
         values[0] if rows else None,

@@ -187,7 +187,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
         ctx.bias_shape = None if bias is None else bias.shape
         del saved  # keeps nothing alive that autograd drops
-        full_x = _entered(_enter(local, boundary, axis))
+        full_x = entered(enter(local, boundary, axis))
         flat_bias = None if bias is None else bias.flatten()
         if boundary.leave is start_nothing:
             return gemms.forward(full_x, weight, flat_bias)
@@ -201,7 +201,7 @@ class LinearFunction(torch.autograd.Function):
         weight, boundary, axis, gemms = ctx.weight, ctx.boundary, ctx.axis, ctx.gemms
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
 
-        gathering = _enter(x, boundary, axis) if needs_dw and not ctx.queue.defers(weight) else None
+        gathering = enter(x, boundary, axis) if needs_dw and not ctx.queue.defers(weight) else None
         dx = dw = None
         if needs_dx or needs_dw:
             dy_for_dx, dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait(), needs_dw)
@@ -210,7 +210,7 @@ class LinearFunction(torch.autograd.Function):
             del dy_for_dx
 
         def add_dw_(out: Tensor, overwrite: bool = False) -> None:
-            full_x = _entered(_enter(x, boundary, axis) if gathering is None else gathering)
+            full_x = entered(enter(x, boundary, axis) if gathering is None else gathering)
             gemms.add_weight_grad_(matrix_of(out), dy, full_x, overwrite)
 
         if needs_dw:
@@ -219,12 +219,12 @@ class LinearFunction(torch.autograd.Function):
         return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None
 
 
-def _enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
+def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
     """Starts to enter a layer with the tensors of an operand. A scalar holds for the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
-def _entered(started: list[Pending]) -> Operand:
+def entered(started: list[Pending]) -> Operand:
     return tuple(part.wait() for part in started)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
@@ -12,6 +13,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.activations import FusedActivation, build_activation
+from megatron.core.transformer.fused_mlp import cast_mlp, casts_swiglu, observed
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 
@@ -27,6 +29,7 @@ class MLP(nn.Module):
         self.linear_fc2 = row_parallel(fc2, ctx)
         fuses = isinstance(self.activation, FusedActivation) and self.activation.compiled
         self.activation_adds_bias = fuses and self.linear_fc1.bias is not None
+        self.casts_swiglu = casts_swiglu(self.linear_fc1, self.activation, self.linear_fc2)
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
@@ -34,6 +37,8 @@ class MLP(nn.Module):
         return recomputed(self._run, x) if self.recompute and self.training else self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
+        if self._fuses():
+            return cast_mlp(x, self.linear_fc1, self.linear_fc2)
         activate: Callable[..., Tensor] = self.activation
         if self.activation_adds_bias:
             activate = partial(activate, bias=self.linear_fc1.bias)
@@ -41,6 +46,12 @@ class MLP(nn.Module):
         if self.recompute_activation and self.training:
             return with_input_recomputed(activate, x, self.linear_fc2)
         return self.linear_fc2(activate(x))
+
+    def _fuses(self) -> bool:
+        """Whether the activation is computed within the casts of its operands."""
+        drops = self.recompute_activation and self.training
+        fuses = self.casts_swiglu and torch.is_grad_enabled() and not drops
+        return fuses and not observed(self.linear_fc1, self.linear_fc2)
 
 
 class SharedExpert(MLP):

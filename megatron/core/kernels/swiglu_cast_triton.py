@@ -1,0 +1,130 @@
+"""Triton kernel of `swiglu_cast.py`: a program computes a tile, casts it, and stores it as it is and transposed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.kernels.cast_transpose_triton import (
+    FORMATS,
+    PARTS,
+    WARPS,
+    _bits_of_size,
+    _rounded,
+    scale_and_note,
+)
+
+TILE_N, TILE_F = 128, 64
+"""Tokens and features of a tile: a backward holds three operands and two results of one in registers."""
+
+
+@triton.jit
+def _cast_and_stored(  # type: ignore[no-untyped-def]
+    values,
+    by,
+    rows,
+    columns,
+    i,
+    j,
+    inside,
+    n,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Casts `values` at the rows i and columns j of a matrix [n, width]; returns the bits of their largest size."""
+    cast = _rounded(values, by, FORMAT, LARGEST)
+    if ROWS:
+        tl.store(rows + i[:, None] * width + j[None, :], cast, mask=inside)
+    if COLUMNS:
+        tl.store(columns + j[:, None] * n + i[None, :], tl.trans(cast), mask=tl.trans(inside))
+    return tl.max(_bits_of_size(tl.where(inside, values, 0.0)))
+
+
+@triton.jit
+def swiglu_tiles(  # type: ignore[no-untyped-def]
+    x,
+    grad,
+    multiplier,
+    rows,
+    columns,
+    part_amax,
+    n,
+    f,
+    BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_F: tl.constexpr,
+):
+    """x [n, 2f] -> SiLU(gate) * up [n, f], or with BACKWARD the gradient of x from that of it, cast to `rows` and
+    `columns`. `part_amax` [tiles] gets bits of maxima."""
+    across = tl.cdiv(f, TILE_F)
+    i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    j = ((tl.program_id(0) % across) * TILE_F + tl.arange(0, TILE_F)).to(tl.int64)
+    inside = (i < n)[:, None] & (j < f)[None, :]
+    at = x + i[:, None] * (2 * f) + j[None, :]
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + f, mask=inside, other=0.0).to(tl.float32)
+    by = tl.load(multiplier)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dtype = x.dtype.element_ty
+    if BACKWARD:
+        dy = tl.load(grad + i[:, None] * f + j[None, :], mask=inside, other=0.0).to(tl.float32)
+        of_gate = (dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(dtype).to(tl.float32)
+        of_up = (dy * (gate * sigmoid)).to(dtype).to(tl.float32)
+        first = _cast_and_stored(of_gate, by, rows, columns, i, j, inside, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
+        last = _cast_and_stored(of_up, by, rows, columns, i, j + f, inside, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
+        largest = tl.maximum(first, last)
+    else:
+        y = (gate * sigmoid * up).to(dtype).to(tl.float32)
+        largest = _cast_and_stored(y, by, rows, columns, i, j, inside, n, f, ROWS, COLUMNS, FORMAT, LARGEST)
+    tl.store(part_amax + tl.program_id(0), largest)
+
+
+def swiglu_cast(
+    x: Tensor,
+    grad: Tensor | None,
+    multiplier: Tensor,
+    noted: Tensor | None,
+    wants_rows: bool,
+    wants_columns: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Returns the values by rows and by columns, as wanted, of SwiGLU or, given a `grad`, of the gradient of x, and
+    the scale; updates `noted`."""
+    assert x.is_contiguous() and (grad is None or grad.is_contiguous())
+    n, f = x.shape[0], x.shape[1] // 2
+    width = f if grad is None else 2 * f
+    sizes = (n, width) if wants_rows else (0,), (width, n) if wants_columns else (0,)
+    rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
+    tiles, scale = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F), torch.empty((), device=x.device)
+    part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    if tiles:
+        swiglu_tiles[(tiles,)](
+            x,
+            x if grad is None else grad,
+            multiplier,
+            rows,
+            columns,
+            part_amax,
+            n,
+            f,
+            grad is not None,
+            wants_rows,
+            wants_columns,
+            FORMATS[dtype],
+            torch.finfo(dtype).max,
+            TILE_N,
+            TILE_F,
+            num_warps=WARPS,
+        )
+    notes = noted is not None
+    scale_and_note[(1,)](part_amax, tiles, multiplier, scale, noted if notes else scale, notes, PARTS)
+    return [values for values, wants in ((rows, wants_rows), (columns, wants_columns)) if wants] + [scale]
