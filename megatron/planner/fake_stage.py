@@ -23,6 +23,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8 import weight_grads
 from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -203,13 +204,15 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Chooses what runs on GPUs, on fake CPU tensors."""
+    """Chooses what runs on GPUs, on fake CPU tensors. Products in fp8 are added to weight gradients where they are
+    computed: Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
+    add, weight_grads.add_product_ = weight_grads.add_product_, lambda *operands: None
     try:
         with _KernelsOfGPUs():
             yield
     finally:
-        dispatcher.on_device = asked
+        dispatcher.on_device, weight_grads.add_product_ = asked, add
 
 
 @contextmanager

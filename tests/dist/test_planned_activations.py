@@ -178,6 +178,20 @@ def test_grouped_products_of_gpus_can_be_planned(fp8: dict[str, Any]) -> None:
     assert kept[1] == pytest.approx(kept[0], rel=0.01)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
+    """Their products are added where they are computed. What a backward holds beside is smaller than one of them."""
+    model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
+    parallel = ModelParallelConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe)
+    product = 2 * model.hidden_size * model.ffn_size * 2
+    more = {
+        device: memory.backward - memory.kept
+        for device in ("cuda", "cpu")
+        for memory in [ActivationPlan(MicroBatch(model, parallel, 1, device)).stage(MIDDLE)]
+    }
+    assert more["cuda"] < product < more["cpu"]
+
+
 EXPERT_KINDS = ("none", "full", "moe", "moe_act", "shared_experts", "layernorm", "mlp")
 
 
