@@ -10,6 +10,7 @@ from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.build import Datasets, build_datasets, split_share
+from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
@@ -143,16 +144,21 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
-    tokenizer = config.tokenizer
-    eod = build_tokenizer(tokenizer, config.model.vocab_size).eod if tokenizer.tokenizer_type else None
-    return build_datasets(
+    named, fim = config.tokenizer, config.fill_in_middle
+    tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
+    datasets = build_datasets(
         replace(with_tokens(config), reset_position_ids=config.restarts_positions),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         sizes=sizes,
-        eod=eod,
+        eod=tokenizer.eod if tokenizer is not None else None,
         vocab_size=config.model.vocab_size,
     )
+    if not fim.fim_data:
+        return datasets
+    assert tokenizer is not None
+    seed = config.training.seed
+    return Datasets(*(each and FillInMiddle(each, fim, tokenizer, seed) for each in datasets))
 
 
 def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:

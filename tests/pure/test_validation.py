@@ -351,6 +351,9 @@ def test_one_expert_is_a_dense_mlp() -> None:
             "--merge-file: is required by --tokenizer-type GPT2BPE",
         ),
         ("--no-mock-data --data-path a.jsonl", 1, "--data-path a.jsonl: is text, whose tokens need a tokenizer"),
+        ("--fim-data", 1, "--fim-data: cuts text: it needs a tokenizer; add --tokenizer-type"),
+        ("--fim-spm-rate 0.2", 1, "--fim-spm-rate 0.2: has no effect without --fim-data"),
+        ("--fim-data --fim-fragment-rate 0.2", 1, "--fim-fragment-rate 0.2: has no effect without --fim-split-sample"),
         ("--finetune", 1, "--finetune: has no effect without --load; add --load"),
     ],
 )

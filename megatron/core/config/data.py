@@ -106,6 +106,44 @@ class DatasetConfig(Section):
 
 
 @dataclass(frozen=True)
+class FillInMiddleConfig(Section):
+    """Fill-in-the-middle samples."""
+
+    fim_data: bool = False
+    """Move the middle of documents behind their end, for models that fill in (arXiv 2207.14255)."""
+
+    fim_rate: float = 0.5
+    """Share of documents in which this is done."""
+
+    fim_spm_rate: float = 0.5
+    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+
+    fim_split_sample: str | None = None
+    """Token at which documents are cut into fragments, each with a middle of its own."""
+
+    fim_fragment_rate: float = 0.5
+    """Share of the fragments of such a document that are rearranged."""
+
+    fim_no_prefix: str | None = None
+    """Documents and fragments that begin with this text stay as they are."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills a sample up; its prediction does not count."""
+
+    fim_eod_token: str | None = None
+    """Token between documents; default: the tokenizer's."""
+
+
+@dataclass(frozen=True)
 class TokenizerConfig(Section):
     """Tokenizer."""
 

@@ -50,6 +50,8 @@ class SampleFormat:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    pad: int | None = None
+    """A token whose prediction does not count."""
 
     def __post_init__(self) -> None:
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
@@ -72,6 +74,8 @@ class SampleFormat:
             )
         tokens, labels = text[:-1], text[1:]
         loss_mask = np.ones(len(tokens), np.float32)
+        if self.pad is not None:
+            loss_mask[labels == self.pad] = 0.0
         position_ids = document_ids = None
         if self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask:
             ends = tokens == self.eod

@@ -26,6 +26,10 @@ class _OverTokenizers:
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=False))
 
+    def find(self, token: str) -> int | None:
+        id = self._tokenizer.token_to_id(token)
+        return None if id is None else int(id)
+
     def to_json(self) -> str:
         """Content of tokenizer.json."""
         return str(self._tokenizer.to_str())

@@ -42,6 +42,9 @@ class Llama2Tokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(id) for id in ids]))
 
+    def find(self, token: str) -> int | None:
+        return _find(self._model, token)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model whose documents end with <EOD>.
@@ -54,9 +57,9 @@ class SentencePieceTokenizer:
         self._model = _load(model)
         pieces: int = self._model.get_piece_size()
         self._special: dict[int, str] = {}
-        self.eod = self._find("<EOD>")
+        self.eod = _find(self._model, "<EOD>")
         if self.eod is None:
-            absent = [name for name in APPENDED if self._find(name) is None]
+            absent = [name for name in APPENDED if _find(self._model, name) is None]
             self._special = {pieces + place: name for place, name in enumerate(absent)}
             self.eod = next(id for id, name in self._special.items() if name == "<EOD>")
         self.vocab_size = pieces + len(self._special)
@@ -79,9 +82,14 @@ class SentencePieceTokenizer:
                 run.append(id)
         return "".join([*parts, self._model.decode(run)])
 
-    def _find(self, piece: str) -> int | None:
-        id = int(self._model.piece_to_id(piece))
-        return id if self._model.id_to_piece(id) == piece else None
+    def find(self, token: str) -> int | None:
+        added = next((id for id, name in self._special.items() if name == token), None)
+        return _find(self._model, token) if added is None else added
+
+
+def _find(model: Any, piece: str) -> int | None:
+    id = int(model.piece_to_id(piece))
+    return id if model.id_to_piece(id) == piece else None
 
 
 def _present(id: int) -> int | None:

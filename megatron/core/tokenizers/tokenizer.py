@@ -29,6 +29,9 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
+    def find(self, token: str) -> int | None:
+        """The id of one token by its name, such as "<fim_prefix>"; None if there is none."""
+
 
 class NullTokenizer:
     """For text that consists of token ids: decimal numbers separated by spaces.
@@ -52,6 +55,9 @@ class NullTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(id)) for id in ids)
 
+    def find(self, token: str) -> int | None:
+        return int(token) if token.isdecimal() and int(token) < self.vocab_size else None
+
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and EOD 256. Lossless, without a file."""
@@ -66,3 +72,6 @@ class ByteTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids. Special tokens have no text; invalid UTF-8 becomes replacement characters."""
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
+
+    def find(self, token: str) -> int | None:
+        return token.encode()[0] if len(token.encode()) == 1 else None

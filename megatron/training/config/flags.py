@@ -22,6 +22,7 @@ SECTION_TITLES = {
     "optimizer": "optimizer, learning rate and loss scale",
     "ddp": "data parallelism",
     "data": "data",
+    "fill_in_middle": "fill in the middle",
     "tokenizer": "tokenizer",
     "training": "batch size and length",
     "checks": "skipped steps and failing ones",

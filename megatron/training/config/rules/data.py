@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
+from megatron.core.config.data import FillInMiddleConfig
 from megatron.core.parts import TOKENIZERS
 from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
@@ -59,6 +61,23 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
                     "leaves no training data",
                     "use a share above 0 for training, for example 969,30,1",
                 )
+
+
+def fill_in_middle(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    fim = c.fill_in_middle
+    if fim.fim_data:
+        if c.tokenizer.tokenizer_type is None:
+            yield Problem("--fim-data", None, "cuts text: it needs a tokenizer", "add --tokenizer-type and its files")
+        if c.data.dataset != "gpt":
+            yield Problem.exclusive("--fim-data", None, f"--dataset-type {c.data.dataset}")
+        if fim.fim_fragment_rate != FillInMiddleConfig.fim_fragment_rate and fim.fim_split_sample is None:
+            rule, remedy = "has no effect without --fim-split-sample", "add the token that cuts documents"
+            yield Problem("--fim-fragment-rate", fim.fim_fragment_rate, rule, remedy)
+        return
+    for each in fields(FillInMiddleConfig):
+        value = getattr(fim, each.name)
+        if each.name.startswith("fim_") and value != each.default and (each.name, value) != ("fim_rate", 0.0):
+            yield Problem(dashed(each.name), value, "has no effect without --fim-data", "add --fim-data")
 
 
 def _text_files(c: RunConfig) -> Iterator[Problem]:

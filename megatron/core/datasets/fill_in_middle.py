@@ -1,0 +1,134 @@
+"""Fill-in-the-middle samples (arXiv 2207.14255): a document's middle is moved behind its end.
+
+    PSM    <prefix> prefix <suffix> suffix <middle> middle
+    SPM    <prefix> <suffix> suffix <middle> prefix middle
+
+Documents are cut at characters, and their three parts tokenized apart, so that a model meets cuts within tokens. What
+is drawn for a sample depends on the seed and its number alone: not on the layout, workers or restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.config.data import FillInMiddleConfig
+from megatron.core.datasets.gpt_dataset import Dataset, TextDataset
+from megatron.core.datasets.index_cache import content_hash
+from megatron.core.tokenizers.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+"""What decoders put where bytes are no text: a document that a sample cuts may begin or end within a character."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens between the parts, of padding, and of what separates documents and their fragments."""
+
+    prefix: int
+    middle: int
+    suffix: int
+    pad: int
+    eod: int
+    split: int | None = None
+
+    @classmethod
+    def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
+        """Raises ValueError with each flag whose token the tokenizer does not have."""
+        names = {
+            "prefix": config.fim_prefix_token,
+            "middle": config.fim_middle_token,
+            "suffix": config.fim_suffix_token,
+            "pad": config.fim_pad_token,
+        }
+        ids = {f"--fim-{part}-token {name}": tokenizer.find(name) for part, name in names.items()}
+        for flag, name in (("--fim-eod-token", config.fim_eod_token), ("--fim-split-sample", config.fim_split_sample)):
+            if name is not None:
+                ids[f"{flag} {name}"] = tokenizer.find(name)
+        problems = [
+            f"{flag}: the tokenizer has no such token; name one that it has" for flag, id in ids.items() if id is None
+        ]
+        eod = tokenizer.eod if config.fim_eod_token is None else tokenizer.find(config.fim_eod_token)
+        if eod is None and config.fim_eod_token is None:
+            problems.append("--fim-data: the tokenizer has no end-of-document token; add --fim-eod-token")
+        if problems:
+            raise ValueError("\n".join(problems))
+        found = {part: tokenizer.find(name) for part, name in names.items()}
+        split = None if config.fim_split_sample is None else tokenizer.find(config.fim_split_sample)
+        return cls(**found, eod=eod, split=split)  # type: ignore[arg-type]
+
+
+class FillInMiddle(TextDataset):
+    """The samples of another dataset, their documents rearranged with probability --fim-rate, of the same length: what
+    no longer fits is cut off, what is left is padded. The loss leaves out predictions of padding."""
+
+    def __init__(self, inner: Dataset, config: FillInMiddleConfig, tokenizer: Tokenizer, seed: int) -> None:
+        assert isinstance(inner, TextDataset)
+        self.inner, self.config, self.tokenizer, self.seed = inner, config, tokenizer, seed
+        self.tokens = SpecialTokens.of(config, tokenizer)
+        self.samples = len(inner)
+        self.format = replace(inner.format, pad=self.tokens.pad)
+        self.fingerprint = content_hash({"inner": inner.fingerprint, "fim": asdict(config), "seed": seed})
+        bare = tokenizer.tokenize("a")
+        self._begins = len(bare) > 1 and bare[0] == tokenizer.bos
+        self._ends = len(bare) > 1 and bare[-1] == tokenizer.eos
+
+    def origin(self, index: int) -> str:
+        return self.inner.origin(index)
+
+    def _text(self, index: int) -> NDArray[np.int64]:
+        key = blake2b(f"{self.seed} {index}".encode(), digest_size=16).digest()
+        draws = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little")))
+        text = self.inner.text(index)
+        parts: list[Sequence[int]] = []
+        for number, document in enumerate(_cut(text, self.tokens.eod)):
+            parts += [[self.tokens.eod]] if number else []
+            parts.append(self._document(document, draws))
+        made = np.concatenate([np.asarray(part, np.int64) for part in parts])[: len(text)]
+        return np.pad(made, (0, len(text) - len(made)), constant_values=self.tokens.pad)
+
+    def _document(self, ids: NDArray[np.int64], draws: np.random.Generator) -> Sequence[int]:
+        if not len(ids) or draws.random() >= self.config.fim_rate:
+            return ids.tolist()
+        if self.tokens.split is None:
+            return self._permuted(ids, draws)
+        made: list[int] = []
+        for number, fragment in enumerate(_cut(ids, self.tokens.split)):
+            made += [self.tokens.split] if number else []
+            chosen = len(fragment) and draws.random() < self.config.fim_fragment_rate
+            made += self._permuted(fragment, draws) if chosen else fragment.tolist()
+        return made
+
+    def _permuted(self, ids: NDArray[np.int64], draws: np.random.Generator) -> list[int]:
+        text = self.tokenizer.detokenize(ids.tolist())
+        if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
+            return ids.tolist()
+        # Text that is cut within a character would be tokenized to something else.
+        content: str | list[int] = ids.tolist() if REPLACEMENT in text else text
+        first, second = sorted(draws.integers(0, len(content) + 1, size=2).tolist())
+        prefix, middle, suffix = (
+            self._ids(part) for part in (content[:first], content[first:second], content[second:])
+        )
+        special = self.tokens
+        if draws.random() < self.config.fim_spm_rate:
+            return [special.prefix, special.suffix, *suffix, special.middle, *prefix, *middle]
+        return [special.prefix, *prefix, special.suffix, *suffix, special.middle, *middle]
+
+    def _ids(self, part: str | list[int]) -> list[int]:
+        if isinstance(part, list):
+            return part
+        if not part:
+            return []
+        ids = list(self.tokenizer.tokenize(part))
+        return ids[self._begins : len(ids) - self._ends]
+
+
+def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
+    """The stretches between the tokens `at`, which are left out."""
+    ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
