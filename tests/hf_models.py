@@ -234,6 +234,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "rope_theta": 500.0, "truncate": False},
         },
     ),
+    "mimo-v2-flash": (
+        "mimo_v2_flash",
+        {
+            **MIXTURE,
+            "num_experts": None,
+            "n_routed_experts": 8,
+            "v_head_dim": 10,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "apertus": ("apertus", {**SIZES, "rope_theta": 500.0, "rope_scaling": LLAMA3_SCALING, "pad_token_id": None}),
     "qwen3-moe": (
         "qwen3_moe",

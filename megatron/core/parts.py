@@ -168,7 +168,7 @@ for _family in (
     *("gemma", "starcoder2", "gpt_neox", "smollm3", "olmo2", "olmo3", "olmoe", "granite"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     "bailing_moe",
-    "exaone4",
+    *("exaone4", "mimo_v2_flash", "step3p5"),
     "gpt_oss",
 ):
     HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")

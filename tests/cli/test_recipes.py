@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ PUBLISHED = {
     ("llama4", "scout"): (512, "llama4_text", 107_769_861_120),
     ("llama4", "maverick"): (1024, "llama4_text", 400_711_848_960),
     ("k_exaone", "236b-a23b"): (512, "exaone_moe", 236_571_150_336),
+    ("mimo_v2", "309b-a15b"): (1024, "mimo_v2_flash", 308_778_768_832),
+    ("step3_5", "196b-a11b"): (512, "step3p5", 196_956_118_272),
     ("trinity", "mini"): (512, "afmoe", 26_123_970_560),
     ("trinity", "nano"): (512, "afmoe", 6_119_996_416),
 }
@@ -52,6 +55,16 @@ PUBLISHED = {
 def test_every_recipe_is_listed() -> None:
     scripts = {path.stem for path in (ROOT / "scripts/recipes").glob("*.sh")} - {"recipe"}
     assert scripts == {recipe for recipe, _ in PUBLISHED}
+
+
+def published_model(settings: Any) -> torch.nn.Module:
+    """The model of a configuration of transformers. Of Step-3.5 there is one of text without a head."""
+    if settings.model_type != "step3p5":
+        return transformers.AutoModelForCausalLM.from_config(settings)
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+    head = torch.nn.Linear(settings.hidden_size, settings.vocab_size, bias=False)
+    return torch.nn.ModuleList([Step3p7TextModel(settings), head])
 
 
 @pytest.mark.parametrize(("recipe", "size"), PUBLISHED, ids=[" ".join(key) for key in PUBLISHED])
@@ -67,7 +80,7 @@ def test_model_is_the_published_one(recipe: str, size: str) -> None:
     assert count_parameters(model).total - padding == parameters
     with torch.device("meta"):
         settings = transformers.AutoConfig.for_model(**config_to_hf(model, family))
-        theirs = transformers.AutoModelForCausalLM.from_config(settings)
+        theirs = published_model(settings)
     trained = (parameter for parameter in theirs.parameters() if parameter.requires_grad)
     assert sum(parameter.numel() for parameter in trained) == parameters
 

@@ -29,7 +29,11 @@ transformers = pytest.importorskip("transformers")
 
 EXACT = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 EAGER = {"attn_implementation": "eager"}
-OPTIONS = {"bloom": EAGER, "gemma2": EAGER, "gpt_oss": EXACT | EAGER}
+OPTIONS = {"bloom": EAGER, "gemma2": EAGER, "gpt_oss": EXACT | EAGER, "mimo_v2_flash": EXACT | EAGER}
+
+
+ONE_PLUS = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Step3p7RMSNorm")
+"""Norms whose weights are added to 1."""
 
 
 class ExactFunctions:
@@ -70,14 +74,18 @@ def random_model(case: str) -> Any:
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **settings)
     options = OPTIONS.get(model_type, EXACT)
-    model = transformers.AutoModelForCausalLM.from_config(config, **options).double().eval()
+    return exact(transformers.AutoModelForCausalLM.from_config(config, **options).double().eval())
+
+
+def exact(model: Any) -> Any:
+    """A model in fp64 with such weights, all of whose parts are."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     for module in model.modules():
         if hasattr(module, "embed_scale"):
             module.embed_scale = torch.tensor(float(module.scalar_embed_scale), dtype=torch.float64)
-        if type(module).__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"):
+        if type(module).__name__ in ONE_PLUS:
             module.forward = partial(rms_norm, 1 + module.weight, module.eps)
         elif type(module).__name__ == "Llama4TextL2Norm":
             module.forward = partial(rms_norm, 1, module.eps)
@@ -89,11 +97,14 @@ def random_model(case: str) -> Any:
             sys.modules[type(module).__module__].torch = ExactTorch()
         if type(module).__name__ == "Qwen3NextRMSNormGated":
             module.forward = partial(gated_rms_norm, module.weight, module.variance_epsilon)
-        if type(module).__name__ == "MiniMaxM2TopKRouter":
+        if type(module).__name__ == "Step3p7TopKRouter":
+            bias = module.e_score_correction_bias
+            module.forward = partial(route_by_bias, module.weight, module.top_k, 1.0, bias=bias)
+        elif type(module).__name__ == "MiniMaxM2TopKRouter":
             module.forward = partial(route_by_bias, module.weight, module.top_k, 1.0)
         elif type(module).__name__ == "AfmoeTokenChoiceRouter":
             module.forward = partial(route_by_bias, module.gate.weight, module.top_k, module.route_scale)
-        elif type(module).__name__.endswith("TopKRouter") and model_type != "gpt_oss":
+        elif type(module).__name__.endswith("TopKRouter") and model.config.model_type != "gpt_oss":
             module.forward = partial(route, module.weight, module.top_k, getattr(module, "norm_topk_prob", True))
         for name in ("e_score_correction_bias", "expert_bias"):
             if (bias := getattr(module, name, None)) is not None:
@@ -177,7 +188,7 @@ def test_logits(case: str) -> None:
 
 GRADIENTS = (
     *("deepseek-v3", "deepseek-v3-yarn", "llama-yarn", "glm4-moe", "minimax-m2", "exaone-moe", "afmoe"),
-    *("qwen3-next", "apertus", "gemma2", "gpt-oss", "llama4"),
+    *("qwen3-next", "apertus", "gemma2", "gpt-oss", "llama4", "mimo-v2-flash"),
 )
 
 
@@ -225,6 +236,86 @@ def test_ling_has_the_layers_of_glm() -> None:
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     box = (slice(1, 2), slice(1, 4), slice(3, 9), slice(8, 24))
     assert torch.equal(weights_of.read(name, box), read[name][box])
+
+
+STEP = {
+    **MIXTURE,
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "share_expert_dim": 20,
+    "num_sliding_attention_heads": 6,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "rope_theta": [100.0, 500.0, 100.0, 100.0],
+    "partial_rotary_factors": [1.0, 0.5, 1.0, 1.0],
+    "moe_router_scaling_factor": 3.0,
+    "query_pre_attn_scalar": 24,
+}
+
+
+class StepForCausalLM(torch.nn.Module):
+    """The text model of Step-3.5-Flash with a head: transformers has one of text and images only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextConfig, Step3p7TextModel
+
+        torch.manual_seed(3)
+        self.config = Step3p7TextConfig(**STEP)
+        self.model = Step3p7TextModel(self.config)
+        self.lm_head = torch.nn.Linear(32, 83, bias=False)
+        self.double().eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.model(tokens, use_cache=False).last_hidden_state)
+
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors`, of the names of parameters and buffers, under the names of published files."""
+        names = {".mlp.experts.": ".moe.", ".mlp.shared_experts.": ".share_expert.", ".mlp.gate.w": ".moe.gate.w"}
+        found = {}
+        for name, value in tensors.items():
+            if name.endswith("gate_up_proj"):
+                base = name.replace(".mlp.experts.gate_up_proj", ".moe.")
+                halves = zip(("gate", "up"), value.chunk(2, dim=1), strict=True)
+                found |= {f"{base}{part}_proj.weight": half.contiguous() for part, half in halves}
+                continue
+            name = name.replace(".mlp.gate.e_score_correction_bias", ".moe.router_bias")
+            name = name + ".weight" if name.endswith("experts.down_proj") else name
+            old = next((old for old in names if old in name), "")
+            found[name.replace(old, names[old]) if old else name] = value
+        return found
+
+
+def test_step_has_the_text_layers_of_its_class() -> None:
+    """Logits, gradients of all weights, and weights and settings there and back."""
+    theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
+    stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()
+    config = config_from_hf(settings)
+    assert (config.window_num_attention_heads, config.window_rotary_percent) == (6, 1.0)
+    written = config_to_hf(config, "step3p5")
+    assert config_from_hf(written) == replace(config, kv_channels=16)
+    assert all(settings[key] == written[key] for key in written.keys() & settings.keys() - {"architectures"})
+    mine = GPTModel(config, FP64, initialize=False).eval()
+    read = from_hf(stored, config, "step3p5")
+    copy_shards_(mine.parameters(), read, ParallelState().coords)
+    logits = theirs(tokens)
+    torch.testing.assert_close(mine.logits(None, Batch.of_tokens(tokens)), logits.detach(), rtol=1e-10, atol=1e-10)
+    back = to_hf(read, config, "step3p5")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    batch = Batch.of_tokens(tokens)
+    (mine(None, batch) / batch.num_tokens).backward()
+    gradients = theirs.published({name: p.grad for name, p in theirs.named_parameters()})
+    found = {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
+    found |= {name: value for name, value in read.items() if name not in found}
+    for name, gradient in gradients.items():
+        assert (to_hf(found, config, "step3p5")[name] - gradient).norm() < 1e-9 * gradient.norm().clamp(min=1e-9), name
+    weights_of, name = HFWeights(stored, config, "step3p5"), "decoder.layers.2.self_attention.linear_qkv.weight"
+    for name, box in {
+        "decoder.layers.2.self_attention.linear_qkv.weight": (slice(1, 2), slice(3, 70), slice(8, 24)),
+        "decoder.layers.2.mlp.experts.linear_fc1.weight": (slice(2, 5), slice(0, 2), slice(3, 9), slice(8, 24)),
+    }.items():
+        assert torch.equal(weights_of.read(name, box), read[name][box])
 
 
 @pytest.mark.parametrize("case", GRADIENTS)

@@ -112,7 +112,7 @@ class HFTarget(Target):
         for placement in self.placements:
             dtype = self._dtype(placement)
             whole = TensorSpec(placement.meta.global_shape, dtype).meta()
-            for name, tensor in zip(placement.theirs, placement.layout.theirs(self.model, whole), strict=True):
+            for name, tensor in zip(placement.theirs, placement.to_theirs(whole), strict=True):
                 yield name, TensorSpec(tuple(tensor.shape), dtype)
 
     def _dtype(self, placement: Placement) -> torch.dtype:
@@ -146,7 +146,7 @@ class HFTarget(Target):
 
     def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
         parameter = self._read(placement)
-        return placement.layout.theirs(self.model, parameter)
+        return placement.to_theirs(parameter)
 
     def finish(self, folder: Path) -> None:
         write_json(folder / CONFIG, self.config)

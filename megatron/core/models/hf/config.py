@@ -63,6 +63,16 @@ CHUNKED = "chunked_attention"
 """In layer_types of config.json, a layer with chunked attention."""
 
 
+OF_WINDOWS = (
+    "window_rotary_base",
+    "window_rotary_percent",
+    "window_num_attention_heads",
+    "window_num_query_groups",
+    "window_softmax_type",
+)
+"""Fields of layers with a sliding window."""
+
+
 LINEAR = "linear_attention"
 """In layer_types of config.json, a layer with linear attention."""
 
@@ -120,9 +130,9 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
     """DeepSeek's routing where ours differs from it."""
-    if "n_shared_experts" in family.defaults:
-        if rule := _broken_rule(hf["n_shared_experts"], int):
-            yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
+    if "n_shared_experts" in family.defaults and (rule := _broken_rule(hf["n_shared_experts"], int)):
+        yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
+    if "first_k_dense_replace" in family.defaults:
         first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
         if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
             yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
@@ -148,7 +158,7 @@ def _broken_rule(value: Any, hint: Any) -> str | None:
 
 def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
-    fields |= {ours: hf[key] ** -0.5 for key, ours in family.inverse_roots.items()}
+    fields |= {ours: hf[key] and 1 / math.sqrt(hf[key]) for key, ours in family.inverse_roots.items()}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
     fields |= family.fixed
     fields["seq_length"] = fields["max_position_embeddings"]
@@ -158,6 +168,7 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
     fields["group_query_attention"] = fields.get("num_query_groups") is not None
     if "first_k_dense_replace" in hf:
         fields["moe_layer_freq"] = _experts_from_hf(hf)
+    if "n_shared_experts" in hf:
         fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
     if fields["position_embedding_type"] == "rope":
         fields |= _rotary_from_hf(hf, family)
@@ -173,7 +184,11 @@ def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
         fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
     if "moe_layers" in family.defaults:
         fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
-    return TransformerConfig(**_window_from_hf(hf) | fields)
+    fields = _window_from_hf(hf, family) | fields
+    if family.window_groups > 1 and fields.get("window_size"):
+        groups = fields["num_query_groups"] or fields["num_attention_heads"]
+        fields["window_num_query_groups"] = groups * family.window_groups
+    return TransformerConfig(**fields)
 
 
 def _experts_from_hf(hf: Mapping[str, Any]) -> str:
@@ -192,7 +207,8 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
     have them for each kind of layer."""
     merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    local_base = hf.get("rope_local_base_freq")
+    local_base, local_percent = hf.get("rope_local_base_freq"), None
+    usual_percent = _rotated_fraction(hf)
     if "full_attention" in merged:
         if "rope_local_base_freq" not in family.defaults:
             raise ValueError("config.json: rope_parameters by kind of layer are not supported")
@@ -200,11 +216,14 @@ def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if local.get("rope_type", "default") != "default" and local != merged:
             raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
         local_base = None if local == merged else float(local["rope_theta"])
+        local_percent = float(local.get("partial_rotary_factor", usual_percent))
     kind = merged.get("rope_type", merged.get("type", "default"))
+    percent = float(merged.get("partial_rotary_factor", usual_percent))
     fields: dict[str, Any] = {
         "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
-        "rotary_percent": float(merged.get("partial_rotary_factor", _rotated_fraction(hf))),
+        "rotary_percent": percent,
         "window_rotary_base": local_base,
+        "window_rotary_percent": None if local_percent == percent else local_percent,
     }
     if kind == "llama3":
         fields["use_rope_scaling"] = True
@@ -244,9 +263,11 @@ def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str
     return fields
 
 
-def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The sliding window, and the layers that have it."""
     window = hf.get("sliding_window")
+    if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
+        window = hf[family.earlier_tokens] + 1
     if not window or not hf.get("use_sliding_window", True):
         return {"window_size": None}
     if rule := _broken_rule(window, int):
@@ -260,7 +281,7 @@ def _window_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _kinds_of_layers(hf: Mapping[str, Any]) -> list[str]:
     """Which layers of a model with a sliding window have it: layer_types, or what follows from a period."""
     layers = hf.get("num_hidden_layers", 0)
-    first = hf.get("max_window_layers", 0) if "use_sliding_window" in hf else 0
+    first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
     kinds = list(hf.get("layer_types") or ())
     if not kinds:
         period = hf.get("sliding_window_pattern") or 0
@@ -354,6 +375,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
     hf |= {key: int(square) if square.is_integer() else square for key in family.inverse_roots}
     if "first_k_dense_replace" in family.defaults and config.moe_layers:
         hf["first_k_dense_replace"] = config.moe_layers[0]
+    if "n_shared_experts" in family.defaults and config.moe_layers:
         hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
     if "mlp_layer_types" in family.defaults:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
@@ -378,7 +400,7 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["moe_layers"] = list(config.moe_layers)
     if "no_rope_layers" in family.defaults:
         hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
-    return {family.spelling.get(key, key): value for key, value in hf.items()}
+    return {family.spelling.get(key, key): value for key, value in hf.items() if key not in family.unwritten}
 
 
 def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
@@ -432,7 +454,12 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
         return hf
     full = {"rope_type": "default", **hf.pop("rope_scaling", {}), "rope_theta": config.rotary_base}
     local = {"rope_type": "default", "rope_theta": config.window_rotary_base}
-    return hf | {"rope_parameters": {"full_attention": full, LOCAL: full if local["rope_theta"] is None else local}}
+    local = full if config.window_rotary_base is None else local
+    if "partial_rotary_factor" in hf or config.window_rotary_percent is not None:
+        percent = hf.pop("partial_rotary_factor", config.rotary_percent)
+        full, local = ({**each, "partial_rotary_factor": percent} for each in (full, local))
+        local["partial_rotary_factor"] = config.window_rotary_percent or percent
+    return hf | {"rope_parameters": {"full_attention": full, LOCAL: local}}
 
 
 def _stretches(config: TransformerConfig) -> bool:
@@ -465,6 +492,11 @@ def _stated(config: TransformerConfig) -> dict[str, Any]:
         "multi_latent_attention": config.latent,
         "attention_module": config.attention,
         "rope_type": "yarn" if _stretches(config) else "rope",
+        "value_channels": config.value_head_dim,
+        "window_num_attention_heads": config.window_num_attention_heads or config.num_attention_heads,
+        "window_num_query_groups": config.window_num_query_groups or config.query_groups,
+        "window_softmax_type": config.window_softmax_type or config.softmax_type,
+        "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
     }
 
 
@@ -486,7 +518,8 @@ def settings_of(config: TransformerConfig) -> dict[str, Any]:
     idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
     idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
     idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
-    idle += ["window_rotary_base"] if not any(config.local_pattern) else []
+    idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]
+    idle += ["window_rotary_percent"] if not rotary else []
     idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
     idle += ["attention_temperature_floor"] if not config.attention_temperature_coeff else []
     return {name: value for name, value in fields.items() if name not in idle}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -256,6 +256,15 @@ class Family:
     spelling: Mapping[str, str] = field(default_factory=dict)
     """Usual name of a key that has rules of its own -> its name in this family's config.json."""
 
+    unwritten: Sequence[str] = ()
+    """Keys that only say how a config.json without newer keys is read."""
+
+    window_groups: int = 1
+    """Key/value heads of a layer with a sliding window, for each one of other layers."""
+
+    earlier_tokens: str | None = None
+    """Key with the earlier tokens in a sliding window, where that is given: one less than --window-size."""
+
     rotary_layers: str = "all"
     """Layers with a rotary embedding: "all", those with sliding "windows", or these "windows, if any" are there."""
 
@@ -322,6 +331,40 @@ _SHARED = _dense_and_shared(_EXPERTS, "mlp.gate.e_score_correction_bias")
 DEEPSEEK_V2 = _family("deepseek_v2", _latents(_SHARED))
 DEEPSEEK_V3 = _family("deepseek_v3", _latents(_SHARED))
 GLM4_MOE = _family("glm4_moe", _SHARED)
+_GROUPS = Rule(
+    f"{OUR_LAYER}.self_attention.linear_qkv.weight",
+    tuple(f"{_HF_LAYER}.self_attn.{part}_proj.weight" for part in "qkv"),
+    "RowsOfGroups",
+)
+MIMO_V2_FLASH = _family(
+    "mimo_v2_flash",
+    _changed(
+        _SHARED,
+        _GROUPS,
+        Rule(f"{OUR_LAYER}.self_attention.core.softmax_offset", (f"{_HF_LAYER}.self_attn.attention_sink_bias",)),
+    ),
+)
+STEP3P5 = _family(
+    "step3p5",
+    _changed(
+        _decoder(PRE_NORMS),
+        replace(_GROUPS, theirs=tuple(f"{_HF_LAYER}.self_attn.{part}_proj.weight" for part in "qgkv")),
+        Rule(f"{OUR_LAYER}.mlp.router.weight", (f"{_HF_LAYER}.moe.gate.weight",)),
+        _bias("moe.router_bias"),
+        Rule(
+            f"{OUR_LAYER}.mlp.experts.linear_fc1.weight",
+            (f"{_HF_LAYER}.moe.gate_proj.weight", f"{_HF_LAYER}.moe.up_proj.weight"),
+            "StackedHalves",
+        ),
+        Rule(f"{OUR_LAYER}.mlp.experts.linear_fc2.weight", (f"{_HF_LAYER}.moe.down_proj.weight",)),
+        *_linear(
+            "mlp.shared_experts.linear_fc1",
+            f"{_HF_LAYER}.share_expert.gate_proj {_HF_LAYER}.share_expert.up_proj",
+            "Stacked",
+        ),
+        *_linear("mlp.shared_experts.linear_fc2", f"{_HF_LAYER}.share_expert.down_proj", "Same"),
+    ),
+)
 EXAONE4 = _family("exaone4", _decoder(OUTPUT_NORMS))
 EXAONE_MOE = _family("exaone_moe", _dense_and_shared(_EXPERTS, "mlp.e_score_correction_bias"))
 MINIMAX_M2 = _family(

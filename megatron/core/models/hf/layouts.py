@@ -9,7 +9,7 @@ from torch import Tensor, cat, stack
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.hf.safetensors_file import Sliceable
-from megatron.core.transformer.parameters import XIELU_BETA
+from megatron.core.transformer.parameters import XIELU_BETA, group_rows
 
 Box = tuple[slice, ...]
 """One slice with a start and a stop for each dim."""
@@ -86,6 +86,20 @@ class Stacked(Layout):
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
         return stack([tensor[box[1:]] for tensor in tensors[box[0]]])
+
+
+class StackedHalves(Layout):
+    """Gate and up of all experts as [E, 2, ffn, h]; they store all gates and all ups, [E, ffn, h] each."""
+
+    def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        return stack(list(tensors), dim=1)
+
+    def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in parameter.unbind(1))
+
+    def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
+        experts, halves, *rest = box
+        return stack([tensor[(experts, *rest)] for tensor in tensors[halves]], dim=1)
 
 
 class StackedExperts(Layout):
@@ -213,23 +227,41 @@ class QueryGatePairs(QueryGroups):
         return super().join((q, gates, *rest), groups, head_dim)
 
 
-class KeyHeads(Layout):
-    """Theirs: several tensors [key heads * n, ...]. Ours: [key heads, sum of n, ...], side by side in each head."""
+class RowsOfGroups(Layout):
+    """Theirs: several tensors [groups * n, ...]: those of queries, gates if there are any, keys and values whose heads
+    differ in width. Ours: [groups, sum of n, ...], side by side in each group."""
+
+    def groups(self, config: TransformerConfig) -> int:
+        """Number of groups."""
+        return config.query_groups
+
+    def rows(self, config: TransformerConfig) -> tuple[int, ...]:
+        """Rows of a group in each of their tensors."""
+        return tuple(rows for rows in group_rows(config) if rows)
 
     def ours(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
-        return cat([x.unflatten(0, (config.linear_num_key_heads, -1)) for x in tensors], dim=1)
+        return cat([x.unflatten(0, (self.groups(config), -1)) for x in tensors], dim=1)
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
-        *projected, beta, decay = config.linear_channels
-        parts = parameter.split((sum(projected), beta + decay), dim=1)
+        parts = parameter.split(self.rows(config), dim=1)
         return tuple(part.flatten(0, 1).contiguous() for part in parts)
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        heads, channels, *rest = box
-        widths = [tensor.shape[0] // config.linear_num_key_heads for tensor in tensors]
-        cut = [slice(heads.start * width, heads.stop * width) for width in widths]
+        groups, channels, *rest = box
+        cut = [slice(groups.start * rows, groups.stop * rows) for rows in self.rows(config)]
         parts = [tensor[(rows, *rest)] for tensor, rows in zip(tensors, cut, strict=True)]
-        return cat([x.unflatten(0, (heads.stop - heads.start, -1)) for x in parts], dim=1)[:, channels]
+        return cat([x.unflatten(0, (groups.stop - groups.start, -1)) for x in parts], dim=1)[:, channels]
+
+
+class KeyHeads(RowsOfGroups):
+    """The same for the two projections of a gated delta net, by key heads (Qwen3-Next)."""
+
+    def groups(self, config: TransformerConfig) -> int:
+        return config.linear_num_key_heads
+
+    def rows(self, config: TransformerConfig) -> tuple[int, ...]:
+        *projected, beta, decay = config.linear_channels
+        return sum(projected), beta + decay
 
 
 class ConvolvedHeads(Layout):
@@ -340,6 +372,6 @@ LAYOUTS: dict[str, Layout] = {
         *(Same, Transposed, VocabularyRows, Stacked, StackedExperts),
         *(GateUpColumns, InterleavedGateUpColumns, TransposedExperts),
         *(QueryGroups, GatedQueryGroups, JoinedQueryGroups, QueryGatePairs, Heads, JointHeads, GroupByGroup),
-        *(KeyHeads, ConvolvedHeads, WithConstantsOfXIELU),
+        *(RowsOfGroups, StackedHalves, KeyHeads, ConvolvedHeads, WithConstantsOfXIELU),
     )
 }

@@ -29,8 +29,16 @@ class Placement:
     meta: ParamMeta
     theirs: tuple[str, ...]
     layout: Layout
+
+    config: TransformerConfig
+    """That of its layer."""
+
     state_dtype: str | None = None
     """Of a state of the model, which is not trained, the dtype in which it is kept; None for a parameter."""
+
+    def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Our parameter as their tensors, in the order of their names."""
+        return self.layout.theirs(self.config, parameter)
 
 
 class HFWeights:
@@ -68,7 +76,7 @@ class HFWeights:
             return [f"{names}: {error}"]
         try:
             metas = [torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for tensor in tensors]
-            shape = tuple(placement.layout.ours(self.config, metas).shape)
+            shape = tuple(placement.layout.ours(placement.config, metas).shape)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return [f"{names} of shape {shapes} do not fit the configuration"]
         if shape != expected.global_shape:
@@ -88,7 +96,7 @@ class HFWeights:
         if dtype is not None:
             tensors = [_Converted(tensor, dtype) for tensor in tensors]
         whole = tuple(slice(0, size) for size in placement.meta.global_shape)
-        return placement.layout.part(self.config, tensors, box or whole)
+        return placement.layout.part(placement.config, tensors, box or whole)
 
     def check_tied_head(self) -> None:
         """Raises ValueError if a stored copy of a tied head differs from the embedding. Reads both."""
@@ -138,7 +146,7 @@ def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_typ
     return {
         name: tensor
         for each in found
-        for name, tensor in zip(each.theirs, each.layout.theirs(config, parameters[each.meta.name]), strict=True)
+        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True)
     }
 
 
@@ -176,7 +184,8 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
             raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
         layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
-        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout, state_dtype))
+        own = config.of_layer(int(layer)) if layer else config
+        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout, own, state_dtype))
     return found
 
 
