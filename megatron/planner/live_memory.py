@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -57,8 +58,18 @@ class LiveMemory(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Memory of a storage that is taken and given back while the storage stays."""
+        self.now -= self.sizes.pop(storage._cdata, 0)
+        if size := storage.nbytes():
+            self.sizes[storage._cdata] = size
+            self.now += size
+            self._note_peak()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
+            self._resized(args[0].untyped_storage())
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

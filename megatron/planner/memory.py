@@ -7,16 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.param_layout import DTYPE_BYTES, BufferBytes, buffer_bytes, plan_buffers
+from megatron.core.distributed.param_layout import (
+    DTYPE_BYTES,
+    BufferBytes,
+    BufferLayout,
+    buffer_bytes,
+    plan_buffers,
+    unit_of,
+)
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages
 from megatron.planner.parameters import stage_metas
+
+EMBEDDING = "embedding.word_embeddings"
+
+
+@dataclass(frozen=True)
+class UnitsInFlight:
+    """Bytes of whole parameters (ZeRO-3) and whole gradients (ZeRO-2 and ZeRO-3) of units at their peaks."""
+
+    parameters: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,8 @@ class RankStates:
     """Elements of the rank's own shards, padding not included."""
 
     memory: BufferBytes
+
+    in_flight: UnitsInFlight
 
 
 def states_of_rank(
@@ -54,7 +78,43 @@ def states_of_rank(
     frozen = sum(prod(shape) for meta, shape in shapes if optimizer.freezes(meta.name))
     memory = replace(memory, parameters=memory.parameters + frozen * DTYPE_BYTES[parallel.params_dtype])
     elements = sum(prod(shape) for _, shape in shapes)
-    return RankStates(pp_rank, tuple(mine), metas, elements, memory)
+    in_flight = _units_in_flight(buffers, model, parallel, ddp, mine)
+    return RankStates(pp_rank, tuple(mine), metas, elements, memory, in_flight)
+
+
+def _units_in_flight(
+    buffers: Sequence[BufferLayout],
+    model: TransformerConfig,
+    parallel: ModelParallelConfig,
+    ddp: DDPConfig,
+    stages: Sequence[Stage],
+) -> UnitsInFlight:
+    """Two units at a time are whole: the one that is computed and the next one; or, of gradients, the one that is
+    computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
+    few or too many otherwise."""
+    sizes: dict[str, list[int]] = {}
+    buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
+    for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
+        sizes.setdefault(unit_of(bucket.params[0].meta.name), []).append(bucket.stop - bucket.start)
+    if not sizes:
+        return UnitsInFlight()
+    units, held, first, last = list(sizes), 0, stages[0].first, stages[-1].last
+    backward = units
+    if model.tied_embeddings and last and EMBEDDING in sizes:  # the output layer's unit is the embedding
+        backward = inner = [unit for unit in units if unit != EMBEDDING]
+        units = [*(units if first else inner), EMBEDDING]
+        if first:  # its gradient is whole from one end of the backward to the other
+            held = sum(sizes[EMBEDDING])
+        else:
+            backward = units
+    wholes = [sum(sizes[unit]) for unit in units]
+    pairs = [(a, b) for a, b in pairwise(range(len(units))) if units[a] != units[b]]
+    if parallel.pipeline_model_parallel_size > 1 and len(units) > 1:
+        pairs.append((len(units) - 1, 0))  # from the end of one forward pass to the next one
+    gathered = max([*wholes, *(wholes[a] + wholes[b] for a, b in pairs)]) if ddp.shards_parameters else 0
+    reduced = [sum(sizes[a]) + sizes[b][-1] for a, b in pairwise(backward)]
+    gradients = held + max([*reduced, *(sum(sizes[unit]) for unit in backward)], default=0)
+    return UnitsInFlight(gathered * DTYPE_BYTES[parallel.params_dtype], gradients * DTYPE_BYTES[parallel.main_dtype])
 
 
 def _metas_of(

@@ -17,7 +17,7 @@ def rows(layout: str) -> list[Row]:
     return rows_of(layout, SIZES)
 
 
-@pytest.mark.parametrize("layout", ["PP 2 zb-h1", "llama fp8 PP 2 zb-h1", "DP 2 ZeRO-1"])
+@pytest.mark.parametrize("layout", ["PP 2 zb-h1", "llama fp8 PP 2 zb-h1", "DP 2 ZeRO-2", "PP 2 DP 2 ZeRO-3"])
 def test_states_and_activations_are_the_plans(layout: str) -> None:
     for row in rows(layout):
         assert row.equal, row
@@ -29,6 +29,13 @@ def test_passes_in_turns_hold_what_is_planned() -> None:
     for row in rows("experts EP 2 PP 2 interleaved in turns"):
         assert 0 <= row.measured.kept - row.planned.kept < 100
         assert 0.6 * row.planned.peak < row.measured.peak < 1.2 * row.planned.peak, row
+
+
+def test_whole_units_of_experts_are_those_planned() -> None:
+    for row in rows("experts EP 2 DP 4 ZeRO-3"):
+        names = ("parameters", "gradients", "optimizer", "units")
+        assert all(getattr(row.measured, name) == getattr(row.planned, name) for name in names), row
+        assert 0 <= row.measured.kept - row.planned.kept < 100
 
 
 @pytest.mark.parametrize(

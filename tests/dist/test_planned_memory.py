@@ -35,7 +35,12 @@ DDP = DDPConfig(ddp_bucket_size=5000)  # several buckets, so that their padding 
 
 
 def compare(
-    rank: int, world_size: int, model: TransformerConfig, parallel: ModelParallelConfig, optimizer: OptimizerConfig
+    rank: int,
+    world_size: int,
+    model: TransformerConfig,
+    parallel: ModelParallelConfig,
+    optimizer: OptimizerConfig,
+    strategy: str | None = None,
 ) -> tuple[Any, Any]:
     """(planned, allocated) bytes of parameters, gradients, main parameters and moments, and parameters held."""
     dims = ParallelDims.from_config(parallel, world_size)
@@ -45,9 +50,10 @@ def compare(
     built = GPTModel(model, parallel, state, layers=stage.layers, **ends)
     parameters = [parameter for parameter in built.parameters() if parameter.requires_grad]
     freeze_parameters([built], optimizer, state.world)
-    ddp = DistributedDataParallel(DDP, parallel, state, [built], optimizer.use_distributed_optimizer, whole_roles=optimizer.whole_roles)
+    options = replace(DDP, data_parallel_sharding_strategy=strategy)
+    ddp = DistributedDataParallel(options, parallel, state, [built], optimizer.use_distributed_optimizer, whole_roles=optimizer.whole_roles)
     shards = DistributedOptimizer(optimizer, ddp, state).shards
-    plan = states_of_rank(model, parallel, optimizer, DDP, dims, state.pp.rank)
+    plan = states_of_rank(model, parallel, optimizer, options, dims, state.pp.rank)
     own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
     allocated = (
         sum(buffer.param_data.nbytes for buffer in ddp.buffers)
@@ -76,8 +82,8 @@ def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, opt
         assert planned == allocated
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_experts_over_their_own_groups(optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "strategy"), [("adam", "optim_grads_params"), ("muon", None), ("muon", "optim_grads")])
+def test_experts_over_their_own_groups(optimizer: str, strategy: str | None) -> None:
     model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=36, moe_layer_freq="2")
     parallel = ModelParallelConfig(
         tensor_model_parallel_size=2,
@@ -86,7 +92,7 @@ def test_experts_over_their_own_groups(optimizer: str) -> None:
         sequence_parallel=True,
         bf16=True,
     )
-    for planned, allocated in run_world(4, compare, model, parallel, OptimizerConfig(optimizer=optimizer)):
+    for planned, allocated in run_world(4, compare, model, parallel, OptimizerConfig(optimizer=optimizer), strategy):
         assert planned == allocated
 
 

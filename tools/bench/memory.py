@@ -6,7 +6,7 @@
 Columns, in KiB:
   states   parameters, gradients and optimizer state, as allocated
   kept     saved activations: the maximum between two actions of the pipeline, without messages in flight
-  = plan   whether states and saved activations equal the plan of the dry run to the byte
+  = plan   whether states, whole units and saved activations equal the plan of the dry run to the byte
   peak     the maximum during the forward and backward passes; `planned` is the plan's estimate of it
   update   the maximum that gradient reduction, clipping and the optimizer allocate
   layer    saved activations of one layer and micro-batch, in bytes per element of its input (units of sbh)
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ import torch
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
@@ -99,6 +100,12 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "DP 2": (2, "--no-use-distributed-optimizer"),
     "DP 2 ZeRO-1": (2, ""),
     "DP 4 ZeRO-1": (4, ""),
+    **{
+        f"DP {ranks} ZeRO-{stage}": (ranks, f"--data-parallel-sharding-strategy {strategy}")
+        for stage, strategy in ((2, "optim_grads"), (3, "optim_grads_params"))
+        for ranks in (2, 4, 8)
+    },
+    "PP 2 DP 2 ZeRO-3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
     "CP 2": (2, "--cp 2"),
     "CP 2 all_gather": (2, "--cp 2 --cp-comm-type all_gather"),
     "CP 2 a2a": (2, "--cp 2 --cp-comm-type a2a"),
@@ -116,6 +123,11 @@ LAYOUTS |= {
     for schedule in ("interleaved", "zb-h2")
     for name, flags in (("", ""), (" in turns", "--overlap-moe-expert-parallel-comm"))
 }
+LAYOUTS |= {
+    f"experts EP 2 DP {ranks} ZeRO-{stage}": (ranks, f"{EXPERTS} --data-parallel-sharding-strategy {strategy}")
+    for ranks in (4, 8)
+    for stage, strategy in ((1, "optim"), (2, "optim_grads"), (3, "optim_grads_params"))
+}
 """Name -> world size, flags."""
 
 SMALL = {"layers": 4, "hidden": 256, "seq": 256, "vocab": 8192}
@@ -131,6 +143,8 @@ class Measured:
     kept: int
     peak: int
     update: int
+    units: int = 0
+    """The most bytes of whole parameters and gradients of units that were there at the same time."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +167,7 @@ class Row:
     @property
     def equal(self) -> bool:
         """Whether states and kept activations are the plan's to the byte."""
-        names = ("parameters", "gradients", "optimizer", "kept")
+        names = ("parameters", "gradients", "optimizer", "kept", "units")
         return all(getattr(self.measured, name) == getattr(self.planned, name) for name in names)
 
 
@@ -172,8 +186,38 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
         resources.callback(run.data.close)
         train_step(run, Interval())
         parameters, gradients, optimizer = states_of(run)
-        kept, peak, update = activations_of(run)
-    return Measured(parameters, gradients, optimizer, kept, peak, update)
+        units = WholeUnits(run.ddp.units.buckets)
+        kept, peak, update = activations_of(run, units)
+    return Measured(parameters, gradients, optimizer, kept, peak, update, units.most)
+
+
+class WholeUnits:
+    """Bytes of whole parameters and whole gradients of units: the most of each that there were."""
+
+    def __init__(self, buckets: Sequence[UnitBucket]) -> None:
+        self.buckets, self.parameters, self.gradients = buckets, 0, 0
+        for bucket in buckets:
+            bucket.start_gather = self._after(bucket.start_gather)  # type: ignore[method-assign]
+            bucket.open_grads = self._after(bucket.open_grads)  # type: ignore[method-assign]
+
+    @property
+    def most(self) -> int:
+        return self.parameters + self.gradients
+
+    @property
+    def memory(self) -> set[int]:
+        """The storages that come and go."""
+        tensors = (tensor for b in self.buckets for tensor in (b.params, b.grads))
+        return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def _after(self, method: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            method()
+            params = sum(b.params.untyped_storage().nbytes() for b in self.buckets if b.shards_params)
+            self.parameters = max(self.parameters, params)
+            self.gradients = max(self.gradients, sum(b.grads.untyped_storage().nbytes() for b in self.buckets))
+
+        return call
 
 
 def states_of(run: TrainingRun) -> tuple[int, int, int]:
@@ -189,7 +233,7 @@ def states_of(run: TrainingRun) -> tuple[int, int, int]:
     )
 
 
-def activations_of(run: TrainingRun) -> tuple[int, int, int]:
+def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int, int]:
     """(most kept between two actions, peak of forward and backward, peak of the update) of a step."""
     step, executor, kept = run.progress.next_step(run.batch_sizes), run.pipeline.executor, 0
     batches = run.data.read_batches(step)
@@ -202,9 +246,11 @@ def activations_of(run: TrainingRun) -> tuple[int, int, int]:
             nonlocal kept
             if action.kind in COMPUTE:
                 if run.runtime.launch.world_size > 1:
+                    run.ddp.units.wait_grad_sync()
                     live.settle()
                 results = {result.untyped_storage()._cdata for result in executor.results()}
-                kept = max(kept, sum(size for key, size in live.sizes.items() if key not in results))
+                others = results | units.memory
+                kept = max(kept, sum(size for key, size in live.sizes.items() if key not in others))
 
         executor.after = after
         losses = run.pipeline.train(scaled, seed)
@@ -224,10 +270,11 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
     activations = activations_of_ranks(micro_batch_of(config), micro)
     found = []
     for rank, held in enumerate(activations):
-        states = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank).memory
+        plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        states, units = plan.memory, plan.in_flight.total
         optimizer = states.main_parameters + states.moments
         kept = held.peak + held.weight_copies
-        found.append(Measured(states.parameters, states.gradients, optimizer, kept, held.total, 0))
+        found.append(Measured(states.parameters, states.gradients, optimizer, kept, held.total + units, 0, units))
     return found, activations
 
 

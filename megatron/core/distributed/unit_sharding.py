@@ -129,6 +129,10 @@ class UnitSharding:
         self.order.begin(microbatches)
         self.drop_grads()
 
+    def wait_grad_sync(self) -> None:
+        """Waits for the reductions that are under way."""
+        self._finish(0)
+
     def finish_grad_sync(self) -> None:
         """Reduces what is left of the gradients of a step, and drops whole parameters, which are about to change."""
         for bucket in self.buckets:
@@ -145,7 +149,7 @@ class UnitSharding:
 
     def drop_grads(self) -> None:
         """Forgets whole gradients."""
-        self._finish(0)
+        self.wait_grad_sync()
         for bucket in self.buckets:
             bucket.drop_grads()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.param_groups import lines_of_groups
+from megatron.core.distributed.param_layout import DTYPE_BYTES
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import build_schedule
@@ -194,7 +195,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     )
     for plan, held in zip(plans, activations, strict=True):
         memory = plan.memory
-        optimizer, working = memory.main_parameters + memory.moments, held.working + held.weight_copies
+        optimizer, working = memory.main_parameters + memory.moments, _working(plan, held, config)
         sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
         stage = sum(meta.numel for meta in plan.metas)
         shown = "".join(f"{_bytes(size):>12}" for size in (*sizes, sum(sizes)))
@@ -207,17 +208,35 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         f"states: parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
         f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
     )
+    if config.ddp.shards_gradients:
+        what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
+        flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
+        yield (
+            f"matrices' {what} sharded too; whole units count as working: at most {flying.parameters:,} bytes of "
+            f"parameters, {flying.gradients:,} of gradients"
+        )
     if config.optimizer.has_own_groups:
         trained = {meta.name: meta for plan in plans for meta in plan.metas if not config.optimizer.freezes(meta.name)}
         groups = {name: (config.optimizer.group_of(name, meta.kind), meta.numel) for name, meta in trained.items()}
         yield from lines_of_groups(groups)
     yield from _activation_lines(batch, activations)
-    most = max(plans, key=lambda plan: plan.memory.total + activations[plan.pp_rank].total)
+    come_and_go = [_working(plan, held, config) for plan, held in zip(plans, activations, strict=True)]
+    most = max(plans, key=lambda p: p.memory.total + activations[p.pp_rank].peak + come_and_go[p.pp_rank])
     held, states = activations[most.pp_rank], most.memory.total
     yield (
         f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
-        f"{held.total - held.peak:,} of working memory"
+        f"{come_and_go[most.pp_rank]:,} of working memory"
     )
+
+
+def _working(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
+    """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
+    parameters are sharded."""
+    copies = held.weight_copies
+    if config.ddp.shards_parameters and plan.in_flight.parameters:
+        whole = plan.parameters * DTYPE_BYTES[config.parallel.params_dtype]
+        copies = copies * plan.in_flight.parameters // max(whole, plan.in_flight.parameters)
+    return held.working + copies + plan.in_flight.total
 
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
