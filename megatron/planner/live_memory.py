@@ -71,6 +71,8 @@ class LiveMemory(TorchDispatchMode):
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resized(args[0].untyped_storage())
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor(...) has just made
+            given = set()
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
