@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -116,17 +117,32 @@ def test_recompute_segments_cover_every_layer_once() -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
     config = with_dropout(STYLES[style])
+    assert_cached_as_whole(config, random_batch(config))
+
+
+@pytest.mark.parametrize("mixer", ["llama", "latent", "delta-net"])
+@pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
+@pytest.mark.parametrize(
+    "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]
+)
+def test_cached_decoding_of_packed_documents(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
+    config = replace(STYLES[mixer], softmax_type=softmax, **layers)
+    assert_cached_as_whole(config, random_batch(config, **packed_documents(config)))
+
+
+def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
+    """Logits of a text that is read in parts, each behind a cache of the parts before, are those of the whole text."""
     model = GPTModel(config, FP64).eval()
-    batch = random_batch(config)
     expected = model.logits(None, batch)
     assert expected.shape == (3, config.seq_length, config.vocab_size)
-    cache = KeyValueCache(config.seq_length)
-    start = 0
+    cache, start = KeyValueCache(config.seq_length), 0
+    given = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
     for length in (6, 1, 1, 4, 1, 3):
-        stop = start + length
-        piece = Batch(*(x[:, start:stop] for x in (batch.tokens, batch.labels, batch.loss_mask)), batch.sample_index)
-        torch.testing.assert_close(model.logits(None, piece, cache), expected[:, start:stop], rtol=1e-12, atol=1e-12)
-        start = stop
+        part = slice(start, start + length)
+        fields = {name: value[:, part] for name in given if (value := getattr(batch, name)) is not None}
+        piece = Batch(**fields, sample_index=batch.sample_index)
+        torch.testing.assert_close(model.logits(None, piece, cache), expected[:, part], rtol=1e-12, atol=1e-12)
+        start += length
 
 
 def test_dropout_is_a_function_of_the_sample_and_off_in_evaluation() -> None:
