@@ -121,4 +121,5 @@ def _attention(
     heads = q[1]  # torch 2.11 counts no groups of query heads: each head multiplies with its group's keys and values
     of_keys, of_values = widths or (k[-1], v[-1])
     q, k, v = (*q[:3], of_keys), (k[0], heads, k[2], of_keys), (v[0], heads, v[2], of_values)
-    return sdpa_flop_count(q, k, v) * (share if causal else 1)
+    below = 2 * share if widths else 1  # tiles beside the diagonal, of which a token sees all, are half of the square
+    return sdpa_flop_count(q, k, v) * (share if causal else below)

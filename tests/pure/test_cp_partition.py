@@ -15,7 +15,7 @@ from megatron.core.attention.partition import (
     sequence_divisor,
     short_spans,
 )
-from megatron.core.attention.tiles import Tile, causal_tiles, joined
+from megatron.core.attention.tiles import Tile, causal_tiles, halved, joined
 
 Pair = tuple[int, int, int]
 
@@ -90,6 +90,10 @@ def test_tiles_are_what_is_seen(seed: int) -> None:
             pairs = seen_pairs(tiles, queries, keys, samples)
             assert len(pairs) == len(set(pairs))
             assert set(pairs) == brute_force(queries, keys, documents or ((0,),) * samples, window)
+            parts = halved(tiles, 3)
+            assert sorted(seen_pairs(parts, queries, keys, samples)) == sorted(pairs)
+            assert all(len(tile.queries) <= 3 for tile in parts if tile.diagonal)
+            assert_on_diagonal_first(parts)
             assert all(tile.queries and tile.keys for tile in tiles)
             if set(places(queries)) <= set(places(keys)):
                 on_diagonal = [
@@ -101,6 +105,16 @@ def test_tiles_are_what_is_seen(seed: int) -> None:
                 ]
                 assert len(on_diagonal) == samples * len(places(queries)) == len(set(on_diagonal))
             assert [t.diagonal for t in tiles] == sorted((t.diagonal for t in tiles), reverse=True)
+
+
+def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
+    """A query that has a tile on the diagonal has it before its others."""
+    own = {(tile.sample, row) for tile in tiles if tile.diagonal for row in tile.queries}
+    for tile in tiles:
+        if tile.diagonal:
+            own -= {(tile.sample, row) for row in tile.queries}
+        else:
+            assert not own & {(tile.sample, row) for row in tile.queries}
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:

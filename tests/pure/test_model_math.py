@@ -256,6 +256,9 @@ def test_flops_of_latent_attention() -> None:
     """A head multiplies keys of 10 channels and values of 5 with half of the tokens: 2 FLOPs each, thrice."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
+    for more in ({}, {"window_size": 100}):  # of several tiles on the diagonal
+        long = replace(config, seq_length=600, **more)
+        assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
 
 
 def test_flops_of_layers_with_heads_of_their_own() -> None:

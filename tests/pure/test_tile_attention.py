@@ -37,6 +37,12 @@ class NarrowTiles(TorchKernel):
     most_queries = 5
 
 
+class ShortDiagonals(FlashCPUKernel):
+    """The tiles of a long sequence on CPU."""
+
+    longest_diagonal = 3
+
+
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 2.0], dtype=torch.float64)
 
 
@@ -89,10 +95,10 @@ def mask(window: int | None, documents: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(
     "kernel",
     [
-        *(FlashCPUKernel(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE)),
+        *(FlashCPUKernel(SCALE), ShortDiagonals(SCALE), TorchKernel(SCALE), NarrowTiles(SCALE)),
         *(NarrowTiles(SCALE, slopes=SLOPES), NarrowTiles(SCALE, cap=0.7, slopes=SLOPES)),
     ],
-    ids=["flash", "torch", "narrow", "alibi", "capped"],
+    ids=["flash", "short", "torch", "narrow", "alibi", "capped"],
 )
 def test_kernels(kernel: Kernel, groups: int, window: int | None, documents: Tensor | None) -> None:
     inputs = operands(groups)

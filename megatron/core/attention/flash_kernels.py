@@ -19,7 +19,7 @@ from megatron.core.attention.tile_kernels import (
     key_rows,
     query_rows,
 )
-from megatron.core.attention.tiles import Tile
+from megatron.core.attention.tiles import Tile, halved
 from megatron.core.attention.varlen import (
     Flash2,
     FlashCUDAPackedKernel,
@@ -57,6 +57,17 @@ class FlashCPUKernel(TorchKernel):
     """torch's flash attention for CPUs, exact in fp64. Without dropout."""
 
     needs_places, most_queries = False, None
+    longest_diagonal = 128
+    """Queries of a tile on the diagonal, where torch's kernel computes hidden pairs of up to 512 keys. With 16 heads of
+    192 and 128 channels and 512 tokens, forward and backward take a quarter less time than in one tile."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
+        return super().forward(q, k, v, halved(tuple(tiles), self.longest_diagonal))
+
+    def backward(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Gradients]]:
+        return super().backward(rows, q, k, v, halved(tuple(tiles), self.longest_diagonal))
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         causal, mask = self._mask(tile, q)

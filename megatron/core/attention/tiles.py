@@ -82,6 +82,28 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
     return tuple(whole)
 
 
+@lru_cache(maxsize=256)
+def halved(tiles: tuple[Tile, ...], longest: int) -> tuple[Tile, ...]:
+    """The same pairs in tiles of which those on the diagonal have at most `longest` queries: a kernel that computes
+    the pairs that the mask hides computes fewer of them. A query's tile on the diagonal comes before its others."""
+    return tuple(part for tile in tiles for part in _halves(tile, longest))
+
+
+def _halves(tile: Tile, longest: int) -> Iterator[Tile]:
+    if not tile.diagonal or len(tile.queries) <= longest:
+        yield tile
+        return
+    half, window, bare = len(tile.queries) // 2, tile.window, replace(tile, window=None)
+    first = replace(bare, queries=tile.queries[:half], keys=tile.keys[:half])
+    last = replace(bare, queries=tile.queries[half:], first_query=tile.first_query + half)
+    between = replace(last, keys=tile.keys[:half], diagonal=False)
+    last = replace(last, keys=tile.keys[half:], first_key=tile.first_key + half)
+    for part in (first, last):
+        for windowed in (part,) if window is None else _windowed(part, window):
+            yield from _halves(windowed, longest)
+    yield from (between,) if window is None else _windowed(between, window)
+
+
 def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, ...]]]:
     if documents is None:
         return [(None, (0,))]
