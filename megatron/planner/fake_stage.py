@@ -50,6 +50,9 @@ class MicroBatch:
     own_positions: bool = False
     """Whether samples have position ids of their own (--reset-position-ids)."""
 
+    bf16_sums: bool = False
+    """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+
 
 class _NoValues(TorchDispatchMode):
     """Answers 0 where a number is read from a fake tensor, as the check of token ids does.
@@ -108,9 +111,11 @@ class FakeStages:
             stage.decoder.segments = list(segments)
         # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
         main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
+        main = torch.bfloat16 if self.batch.bf16_sums else main
         for parameter in stage.parameters():
             if parameter.requires_grad:
                 parameter.main_grad = torch.empty(parameter.shape, dtype=main)  # type: ignore[attr-defined]
+                parameter.main_grad_rounds = self.batch.bf16_sums  # type: ignore[attr-defined]
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
         return stage
 

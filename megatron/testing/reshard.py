@@ -117,8 +117,11 @@ def forget(run: TrainingRun) -> None:
         for stage in run.stages.values():
             for param in stage.parameters():
                 param.fill_(torch.nan)
-        for piece in (*run.ddp.sharded_params(), *run.optimizer.sharded_state()):
+        for piece in run.ddp.sharded_params():
             piece.data.fill_(torch.nan)
+        with run.optimizer.loading_state() as pieces:
+            for piece in pieces:
+                piece.data.fill_(torch.nan)
     run.optimizer.step_count = -1
 
 

@@ -127,16 +127,16 @@ class Checkpointer:
             what = "was converted from another format and has weights only"
             say(f" {checkpoint.folder} {what}: the optimizer starts fresh")
         _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
-        pieces = self.optimizer.sharded_state()
-        ddp, stages = self.optimizer.ddp, self.stages.values()
-        ddp.drop_params()
-        sharded = ddp.sharded_params()
-        targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
-        targets = _without_new_histories(targets, checkpoint)
-        if load_optimizer:
-            _tell_of_other_groups(saved_config(checkpoint), config, say)
-            targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
-        checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
+        with self.optimizer.loading_state() as pieces:
+            ddp, stages = self.optimizer.ddp, self.stages.values()
+            ddp.drop_params()
+            sharded = ddp.sharded_params()
+            targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
+            targets = _without_new_histories(targets, checkpoint)
+            if load_optimizer:
+                _tell_of_other_groups(saved_config(checkpoint), config, say)
+                targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
+            checkpoint.load(targets, self.state.world, ignore=_unused(checkpoint, load_optimizer, config.optimizer))
         if load_optimizer:
             _load_counters(checkpoint, self.optimizer)
         anew = options.finetune or options.reset_iteration

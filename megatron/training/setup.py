@@ -166,6 +166,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             config.optimizer.whole_roles,
             queue,
             casts,
+            torch.bfloat16 if config.optimizer.main_grads_dtype == "bf16" else None,
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         training = config.training

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.config.optimizer import OptimizerConfig
@@ -31,6 +32,7 @@ LLAMA = replace(
     group_query_attention=True,
     num_query_groups=2,
 )
+PACKED = {"use_precision_aware_optimizer": True}
 DDP = DDPConfig(ddp_bucket_size=5000)  # several buckets, so that their padding counts
 
 
@@ -51,16 +53,25 @@ def compare(
     parameters = [parameter for parameter in built.parameters() if parameter.requires_grad]
     freeze_parameters([built], optimizer, state.world)
     options = replace(DDP, data_parallel_sharding_strategy=strategy)
-    ddp = DistributedDataParallel(options, parallel, state, [built], optimizer.use_distributed_optimizer, whole_roles=optimizer.whole_roles)
+    sums = torch.bfloat16 if optimizer.main_grads_dtype == "bf16" else None
+    ddp = DistributedDataParallel(
+        options,
+        parallel,
+        state,
+        [built],
+        optimizer.use_distributed_optimizer,
+        optimizer.group_of,
+        optimizer.whole_roles,
+        grad_dtype=sums,
+    )
     shards = DistributedOptimizer(optimizer, ddp, state).shards
     plan = states_of_rank(model, parallel, optimizer, options, dims, state.pp.rank)
-    own = {buffer.param_data.untyped_storage().data_ptr() for buffer in ddp.buffers}
     allocated = (
         sum(buffer.param_data.nbytes for buffer in ddp.buffers)
         + sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad),
         sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
-        sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own),
-        sum(moment.nbytes for shard in shards for moment in shard.states.values()),
+        sum(shard.nbytes[0] for shard in shards),
+        sum(shard.nbytes[1] for shard in shards),
         sum(parameter.numel() for parameter in parameters),
     )
     memory = plan.memory
@@ -73,8 +84,15 @@ def compare(
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize(
     "optimizer",
-    [OptimizerConfig(), OptimizerConfig(use_distributed_optimizer=False), OptimizerConfig(optimizer="muon")],
-    ids=["zero1", "replicated", "muon"],
+    [
+        OptimizerConfig(),
+        OptimizerConfig(use_distributed_optimizer=False),
+        OptimizerConfig(optimizer="muon"),
+        OptimizerConfig(**PACKED, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"),
+        OptimizerConfig(**PACKED, main_params_dtype="fp16", exp_avg_dtype="bf16"),
+        OptimizerConfig(param_group=("fc1 lr_mult=2",)),
+    ],
+    ids=["zero1", "replicated", "muon", "remainders and fp8", "fp16", "groups"],
 )
 def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, optimizer: OptimizerConfig) -> None:
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})

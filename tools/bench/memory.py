@@ -223,13 +223,10 @@ class WholeUnits:
 def states_of(run: TrainingRun) -> tuple[int, int, int]:
     """Bytes of the tensors that hold parameters, gradients and the optimizer's state."""
     buffers = run.ddp.buffers
-    own = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
-    shards = run.optimizer.shards
     return (
         sum(buffer.param_data.nbytes for buffer in buffers),
         sum(buffer.grad_data.nbytes for buffer in buffers),
-        sum(shard.main.nbytes for shard in shards if shard.main.untyped_storage().data_ptr() not in own)
-        + sum(moment.nbytes for shard in shards for moment in shard.states.values()),
+        sum(sum(shard.nbytes) for shard in run.optimizer.shards),
     )
 
 

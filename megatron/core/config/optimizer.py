@@ -15,6 +15,9 @@ DECAYING = ("matrices", "embeddings", "norms", "biases")
 """Kinds of parameters (`ParamMeta.kind`) that weight decay can act on."""
 
 
+STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+"""Formats of Adam's moments."""
+
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters that --decoupled-lr is for."""
 
@@ -173,6 +176,29 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
+    use_precision_aware_optimizer: bool = False
+    """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
+    --exp-avg-dtype and --exp-avg-sq-dtype."""
+
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """--use-precision-aware-optimizer: format in which gradients are summed over micro-batches, rounded at random so
+    that no part of a sum is lost on average."""
+
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    """--use-precision-aware-optimizer: format of main parameters; fp16 has a scale for each block of 64."""
+
+    exp_avg_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    """--use-precision-aware-optimizer: format of Adam's first moment; fp16 and fp8 (e4m3) have a scale for each block
+    of 64."""
+
+    exp_avg_sq_dtype: str = flag("fp32", choices=STATE_DTYPES)
+    """--use-precision-aware-optimizer: format of Adam's second moment; fp16 and fp8 hold its square root, with a scale
+    for each block of 64."""
+
+    store_param_remainders: bool = flag(True, name="--no-store-param-remainders")
+    """--use-precision-aware-optimizer: store main parameters in fp32 whole, not as the 16 bits that parameters in bf16
+    lack."""
+
     @property
     def whole_roles(self) -> frozenset[str]:
         """Roles (`ParamMeta.role`) of the matrices that the optimizer updates as wholes; none for most optimizers."""
@@ -188,6 +214,21 @@ class OptimizerConfig(Section):
     def states(self, whole: bool) -> tuple[str, ...]:
         """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
         return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states
+
+    def main_kind(self, params_dtype: str, main_dtype: str) -> str:
+        """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves),
+        "remainders" (what parameters in bf16 lack), "fp16" (with scales) or "stored" (a copy in the main dtype)."""
+        if params_dtype == main_dtype:
+            return "aliased"
+        if self.main_params_dtype == "fp16":
+            return "fp16"
+        remainders = self.use_precision_aware_optimizer and self.store_param_remainders
+        return "remainders" if remainders and params_dtype == "bfloat16" else "stored"
+
+    def state_formats(self, whole: bool) -> tuple[str, ...]:
+        """Format of each of `states`."""
+        dtypes = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return tuple(dtypes.get(name, "fp32") for name in self.states(whole))
 
     def splits(self, fused: str) -> bool:
         """Whether weights that are `fused` under a name (`ParamMeta.fused`) are updated as matrices of their own."""

@@ -42,6 +42,9 @@ class DistributedDataParallel:
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
     passes of their unit (`UnitSharding`); `queue` is where split backwards leave weight gradients,
     `casts` are the kept casts of parameters. Call `gather_params_` before you read such parameters.
+
+    Gradients are in the main dtype, or in `grad_dtype`; a sum over ranks is in the main dtype all the same, unless
+    `grad_reduce_in_bf16` is set.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class DistributedDataParallel:
         whole_roles: Collection[str] = (),
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
@@ -79,7 +83,7 @@ class DistributedDataParallel:
                 layout,
                 self.params,
                 axes[layout.expert],
-                self.main_dtype,
+                grad_dtype or self.main_dtype,
                 use_distributed_optimizer,
                 torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
                 ddp_config.shards_parameters,

@@ -250,8 +250,8 @@ class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
     Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
-    the same; `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`. Reductions
-    over ranks use `reduce_dtype`.
+    the same; `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`: in bf16 a
+    sum that rounds at random. Reductions over ranks use `reduce_dtype`.
     """
 
     def __init__(
@@ -281,6 +281,7 @@ class ParamAndGradBuffer:
                 view.copy_(param.data)
                 param.data = view
                 param.main_grad = bucket.grads[span].view(param.shape)  # type: ignore[attr-defined]
+                param.main_grad_rounds = grad_dtype == torch.bfloat16  # type: ignore[attr-defined]
             bucket.begin([params[place.index] for place in bucket_layout.params])
             self.buckets.append(bucket)
         ends = [0, *(place.stop for place in layout.params)]

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from operator import mul
 
 from megatron.core.config.model import round_up
 from megatron.core.config.optimizer import OptimizerConfig
@@ -29,6 +28,9 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
+SCALE_BLOCK = ALIGNMENT
+"""Elements of an optimizer state that share a scale; parameters and shards start at multiples of it."""
+
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -245,11 +247,23 @@ def buffer_bytes(
     Of buffers `by_unit` what stays between units counts: `gathered_elements` come on top."""
     sharded = optimizer.use_distributed_optimizer
     owned = [buffer.numel // (buffer.data_parallel_size if sharded else 1) for buffer in buffers]
-    states = (len(optimizer.states(buffer.whole)) for buffer in buffers)
     main = DTYPE_BYTES[main_dtype]
+    gradient = 2 if optimizer.main_grads_dtype == "bf16" else main
+    kind = optimizer.main_kind(params_dtype, main_dtype)
+    stored = {"aliased": "none", "remainders": "bf16", "fp16": "fp16", "stored": "fp32"}[kind]
     return BufferBytes(
         parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * DTYPE_BYTES[params_dtype],
-        gradients=sum(buffer.kept(True) for buffer in buffers) * main,
-        main_parameters=0 if params_dtype == main_dtype else sum(owned) * main,
-        moments=sum(map(mul, owned, states)) * main,
+        gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
+        main_parameters=state_bytes(sum(owned), stored, main),
+        moments=sum(
+            state_bytes(numel, name, main)
+            for buffer, numel in zip(buffers, owned, strict=True)
+            for name in optimizer.state_formats(buffer.whole)
+        ),
     )
+
+
+def state_bytes(numel: int, name: str, main_bytes: int) -> int:
+    """Bytes of a state in a format; fp32 becomes the main dtype. Formats with scales have a byte for each block."""
+    scales = numel // SCALE_BLOCK if name in ("fp16", "fp8") else 0
+    return numel * {"none": 0, "bf16": 2, "fp16": 2, "fp8": 1, "fp32": main_bytes}[name] + scales

@@ -60,9 +60,9 @@ class GradNorm:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """Of a 1-D tensor, as a float64 scalar; in float32 it is infinite if an element is above 10^18 or so."""
-    whole = x.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1)
-    rest = torch.linalg.vector_norm(x[whole:])
+    whole, dtype = x.numel() // ROW * ROW, torch.promote_types(x.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
 
 

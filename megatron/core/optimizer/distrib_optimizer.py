@@ -10,7 +10,8 @@ parameters and moments untouched, in every precision: the update kernels read th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.optimizer.muon import matrix_dtype
-from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard
+from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import OPTIMIZERS
@@ -118,12 +120,16 @@ class DistributedOptimizer:
             )
         self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
         self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
-        self.shards = [
-            OptimizerShard(bucket, config.states(buffer.layout.whole), buffer.layout)
-            for buffer in ddp.buffers
-            for bucket in buffer.buckets
-        ]
-        self._rules = _build_rules(config, ddp, state, self.shards)
+        owned = [(bucket, buffer.layout) for buffer in ddp.buffers for bucket in buffer.buckets]
+        self.shards: list[Shard]
+        self._rules: list[UpdateRule]
+        if config.use_precision_aware_optimizer:
+            packed = [PackedShard(bucket, layout, config, ddp.main_dtype) for bucket, layout in owned]
+            compiled = ddp.parallel_config.compiles(ddp.device.type)
+            self.shards, self._rules = [*packed], [PrecisionAwareAdam(config, packed, ddp.device, compiled)]
+        else:
+            shards = [OptimizerShard(bucket, config.states(layout.whole), layout) for bucket, layout in owned]
+            self.shards, self._rules = [*shards], [*_build_rules(config, ddp, state, shards)]
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
 
     @torch.no_grad()
@@ -192,10 +198,22 @@ class DistributedOptimizer:
             rule.set_step_count(value)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Live views of everything this rank owns; load in place, set `step_count`. Main
-        parameters are left out where the parameters are the main parameters."""
+        """Everything this rank owns, to read: live views, or copies on the host of what has scales. Main parameters are
+        left out where the parameters are the main parameters."""
         self.finish_param_sync()
-        return [piece for shard in self.shards for piece in shard.pieces()]
+        return [piece for shard in self.shards for piece in shard.pieces(shard.exported())]
+
+    @contextmanager
+    def loading_state(self) -> Iterator[list[OptimizerPiece]]:
+        """`sharded_state` to write into: what was written is taken up at the end. Set `step_count` too."""
+        self.finish_param_sync()
+        exported = [(shard, shard.exported()) for shard in self.shards]
+        yield [piece for shard, tensors in exported for piece in shard.pieces(tensors)]
+        for shard, tensors in exported:
+            shard.take_up(tensors)
+        if self.config.use_precision_aware_optimizer:  # main parameters may have rounded parameters in another way
+            self.ddp.start_param_sync()
+            self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
         """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""

@@ -8,6 +8,7 @@ in `muon.py`. What a step does beside, from the norm of the gradients to the gat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,39 +19,91 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import BufferLayout
 from megatron.core.optimizer_piece import OptimizerPiece
 
+MAIN_PARAM = "main_param"
+"""Kind of state of main parameters."""
+
 CHUNK = 2**22
 """Elements that `Optimizer.step` updates at a time: bounds the memory of the copies that it works on."""
 
 
-class OptimizerShard:
-    """What one rank owns of one bucket: its main parameters, flat, with the gradient attached, and their states.
+class Shard:
+    """What one rank owns of one bucket: its main parameters and their states, however they are stored. States are
+    allocated at once, so that a checkpoint can load into them and memory is final before the first step."""
+
+    def __init__(self, bucket: Bucket, layout: BufferLayout) -> None:
+        self.bucket, self.group, self.whole = bucket, layout.group, layout.whole
+
+    def write_params(self) -> None:
+        """Main parameters into this rank's part of the parameters."""
+        raise NotImplementedError
+
+    def read_main(self, start: int, stop: int) -> Tensor:
+        """Main parameters of elements [start, stop) of the shard."""
+        raise NotImplementedError
+
+    def exported(self) -> dict[str, Tensor]:
+        """Kind of state -> a flat tensor of its values, which a checkpoint saves, or loads into."""
+        raise NotImplementedError
+
+    def take_up(self, loaded: Mapping[str, Tensor]) -> None:
+        """Stores what was loaded into the tensors of `exported`, where they are not the memory itself."""
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """(main parameters, states)"""
+        raise NotImplementedError
+
+    def pieces(self, exported: Mapping[str, Tensor]) -> Iterator[OptimizerPiece]:
+        """Views of `exported`, one for each kind of state and owned part of a parameter."""
+        first = self.bucket.owned_range[0]
+        for piece in self.bucket.owned_pieces:
+            start = piece.offset - first
+            for key, tensor in exported.items():
+                data = tensor[start : start + piece.stop - piece.start]
+                yield OptimizerPiece(key, piece.meta, data, piece.start, piece.stop)
+
+
+class OptimizerShard(Shard):
+    """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
 
     Main parameters are the parameter memory itself where that has the main dtype; else a copy in the main dtype.
-    States are allocated at once, so that a checkpoint can load into them and memory is final before the first step.
     """
 
     def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout) -> None:
-        self.bucket = bucket
-        self.group, self.whole = layout.group, layout.whole
+        super().__init__(bucket, layout)
         self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
         self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
         self.main.grad = bucket.owned_grads
         self.states = {name: torch.zeros_like(self.main) for name in states}
 
     def write_params(self) -> None:
-        """Main parameters into this rank's part of the parameters."""
         if not self.aliased:
             self.bucket.owned_params.copy_(self.main)
 
-    def pieces(self) -> Iterator[OptimizerPiece]:
-        """Live views of the state, one for each kind of state and owned part of a parameter."""
-        tensors: dict[str, Tensor] = ({} if self.aliased else {"main_param": self.main}) | self.states
-        first = self.bucket.owned_range[0]
-        for piece in self.bucket.owned_pieces:
-            start = piece.offset - first
-            for key, tensor in tensors.items():
-                data = tensor[start : start + piece.stop - piece.start]
-                yield OptimizerPiece(key, piece.meta, data, piece.start, piece.stop)
+    def read_main(self, start: int, stop: int) -> Tensor:
+        return self.main[start:stop]
+
+    def exported(self) -> dict[str, Tensor]:
+        return ({} if self.aliased else {MAIN_PARAM: self.main}) | self.states
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        return 0 if self.aliased else self.main.nbytes, sum(state.nbytes for state in self.states.values())
+
+
+class UpdateRule(Protocol):
+    """What `DistributedOptimizer` asks of an optimizer."""
+
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
+        """One update of all shards, see `Optimizer.step`."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
+
+    def set_step_count(self, updates: int) -> None:
+        """Takes up a count of updates that a checkpoint was saved with."""
 
 
 class Optimizer:

@@ -15,6 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.stochastic_rounding import mixed, round_to_bf16, uniform_of
+
+ROUNDED_AT_ONCE = 2**22
+"""Elements of a sum in bf16 that are rounded at a time: bounds the memory of temporary tensors."""
+
+SALT = 0x2545F491
+"""Tells the random bits of gradients from others."""
+
 CONVERTED_AT_ONCE = 2**19
 """Elements of a bf16 product that are converted to fp32 at a time on CPU: as many as its cache holds."""
 
@@ -88,12 +96,17 @@ def accumulate_weight_grad(
         _write(dw, add_, write_)
         return dw
 
+    rounds = getattr(weight, "main_grad_rounds", False)
+
     def accumulate() -> None:
         prepare = getattr(weight, "before_main_grad", None)
         if prepare is not None:
             prepare()
-        if is_stale(weight):
-            mark_stale(weight, False)
+        stale = is_stale(weight)
+        mark_stale(weight, False)
+        if rounds:
+            add_to_bf16_(main_grad.zero_() if stale else main_grad, add_)
+        elif stale:
             _write(main_grad, add_, write_)
         else:
             add_(main_grad)
@@ -122,6 +135,18 @@ def mark_stale(weight: Tensor, stale: bool) -> None:
 
 def is_stale(weight: Tensor) -> bool:
     return getattr(weight, "main_grad_is_stale", False)
+
+
+def add_to_bf16_(total: Tensor, add_: Callable[[Tensor], object]) -> None:
+    """Adds what `add_` adds to a sum in bf16: computed in fp32, then rounded up or down at random, so that the expected
+    sum is exact. Rounded to nearest, micro-batches would be lost that add less than half of the distance between two
+    numbers. The random bits are a hash of both addends, so that a step can be repeated.
+    """
+    added = torch.zeros(total.shape, dtype=torch.float32, device=total.device)
+    add_(added)
+    for before, new in zip(total.view(-1).split(ROUNDED_AT_ONCE), added.view(-1).split(ROUNDED_AT_ONCE), strict=True):
+        key = mixed(new.view(torch.int32)) ^ before.view(torch.int16).to(torch.int32)
+        before.copy_(round_to_bf16(new.add_(before), uniform_of(key, SALT)))
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:

@@ -204,10 +204,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     if config.optimizer.use_distributed_optimizer:
         experts = f" (of experts over {dims.expt_dp})" if config.model.num_experts is not None else ""
         owned = f"sharded over {dims.dp * dims.cp} ranks{experts}"
-    yield (
-        f"states: parameters {config.parallel.params_dtype}, gradients {config.parallel.main_dtype}, "
-        f"{config.optimizer.optimizer} state {config.parallel.main_dtype} {owned}; padding of buffers included"
-    )
+    yield f"states: {_stored(config)} {owned}; padding of buffers included"
     if config.ddp.shards_gradients:
         what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
         flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)
@@ -239,13 +236,28 @@ def _working(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
     return held.working + copies + plan.in_flight.total
 
 
+def _stored(config: RunConfig) -> str:
+    """Formats of the states."""
+    params, main, optimizer = config.parallel.params_dtype, config.parallel.main_dtype, config.optimizer
+    state = f"{optimizer.optimizer} state {main}"
+    if optimizer.use_precision_aware_optimizer:
+        kind = optimizer.main_kind(params, main)
+        state = f"main parameters {kind}, exp_avg {optimizer.exp_avg_dtype}, exp_avg_sq {optimizer.exp_avg_sq_dtype}"
+    return f"parameters {params}, gradients {'bfloat16' if optimizer.main_grads_dtype == 'bf16' else main}, {state}"
+
+
 def micro_batch_of(config: RunConfig) -> MicroBatch:
     """What a rank holds of a micro-batch of this run."""
     from megatron.planner.fake_stage import MicroBatch
 
     device = "cpu" if config.parallel.cpu else "cuda"
     return MicroBatch(
-        config.model, config.parallel, config.training.micro_batch_size, device, config.restarts_positions
+        config.model,
+        config.parallel,
+        config.training.micro_batch_size,
+        device,
+        config.restarts_positions,
+        config.optimizer.main_grads_dtype == "bf16",
     )
 
 

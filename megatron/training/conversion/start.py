@@ -56,10 +56,10 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path) -> None:
         )
     weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
     on_first_rank(weights.check_tied_head, state.world)
-    pieces = checkpointer.optimizer.sharded_state()
-    targets = load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False)
-    for key, target in targets.items():
-        name = key.removeprefix(MODEL)
-        for offset, data in target.boxes if name in weights.placements else ():
-            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
-            data.copy_(weights.read(name, box, data.dtype))
+    with checkpointer.optimizer.loading_state() as pieces:
+        targets = load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False)
+        for key, target in targets.items():
+            name = key.removeprefix(MODEL)
+            for offset, data in target.boxes if name in weights.placements else ():
+                box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+                data.copy_(weights.read(name, box, data.dtype))

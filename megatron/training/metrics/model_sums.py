@@ -56,8 +56,8 @@ class ModelSums:
             bucket, start = shard.bucket, shard.bucket.owned_range[0]
             for piece in bucket.layout.pieces(*bucket.shard_range):
                 if piece.meta.is_first_replica(self.state.coords):
-                    part = slice(piece.offset - start, piece.offset - start + piece.stop - piece.start)
-                    yield shard.main[part], bucket.owned_grads[part]
+                    part = piece.offset - start, piece.offset - start + piece.stop - piece.start
+                    yield shard.read_main(*part), bucket.owned_grads[slice(*part)]
         for stage in self.stages.values():
             for parameter in stage.parameters():
                 meta = parameter.meta  # type: ignore[attr-defined]

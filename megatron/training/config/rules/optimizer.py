@@ -1,9 +1,12 @@
-"""Rules of optimizers that update whole matrices (Muon)."""
+"""Rules of optimizers: whole matrices (Muon), and formats of states (--use-precision-aware-optimizer)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
+from megatron.core.distributed.param_layout import SCALE_BLOCK
+from megatron.core.models.gpt.parameters import is_declared, parameter_metas
 from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem
@@ -22,3 +25,62 @@ def optimizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(flag.name, None if isinstance(value, bool) else value, "--optimizer muon")
     if o.moe_router_skip_muon and c.model.num_experts is None:
         yield Problem.no_effect("--moe-router-skip-muon", None, "--num-experts")
+
+
+FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Fields of --use-precision-aware-optimizer."""
+
+
+def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, p, table, switch = c.optimizer, c.parallel, field_table(), "--use-precision-aware-optimizer"
+    if not o.use_precision_aware_optimizer:
+        for flag in (table[name] for name in FORMATS if getattr(o, name) != "fp32"):
+            yield Problem(flag.name, getattr(o, flag.field), f"needs {switch}", f"add {switch}, or remove {flag.name}")
+        if not o.store_param_remainders:
+            yield Problem.no_effect("--no-store-param-remainders", None, switch)
+        return
+    if o.optimizer != "adam":
+        yield Problem(switch, None, f"stores Adam's states, and --optimizer is {o.optimizer}", "use --optimizer adam")
+    if not o.use_distributed_optimizer:
+        yield Problem.exclusive(switch, None, "--no-use-distributed-optimizer")
+    wide = next((f"--{name}" for name in ("fp64", "fp32") if getattr(p, name)), "fp32, the default")
+    if o.main_params_dtype == "fp16" and not (p.bf16 or p.fp16):
+        rule = f"is the format of a copy of the parameters, and in {wide} they are the main parameters themselves"
+        yield Problem("--main-params-dtype", "fp16", rule, "add --bf16, or remove --main-params-dtype")
+    if o.main_grads_dtype == "bf16":
+        if p.fp64:
+            rule = "cannot be combined with --fp64: sums that are rounded depend on the micro-batches of each rank"
+            yield Problem("--main-grads-dtype", "bf16", rule, "keep one of them")
+        if c.ddp.shards_gradients:
+            why = "a shard of gradients sums up the micro-batches of all ranks, and does so in fp32"
+            strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
+            yield Problem.exclusive("--main-grads-dtype", "bf16", strategy, why)
+        if p.cuda_graph_impl == "local":
+            why = "recorded steps sum gradients in fp32"
+            yield Problem.exclusive("--main-grads-dtype", "bf16", "--cuda-graph-impl local", why)
+    yield from _blocks_cut(c, world_size)
+
+
+def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """fp8 has scales of blocks, and one result at all layouts only if no layout cuts a block: tensor parallelism must
+    leave runs of whole blocks of each parameter."""
+    o, m, p = c.optimizer, c.model, c.parallel
+    flags = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(o, name) == "fp8"]
+    sizes = {"tp": p.tensor_model_parallel_size, "expt_tp": p.expert_tensor_parallel_size or 1, "ep": 1}
+    if not flags or not m.vocab_size or max(sizes.values()) == 1:
+        return
+    try:
+        metas = parameter_metas(m) if is_declared(m) else []
+    except (ArithmeticError, AssertionError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    for meta in metas:
+        for axis, dim in meta.sharded.items():
+            run = meta.global_shape[dim] * prod(meta.global_shape[dim + 1 :])
+            if sizes.get(axis, 1) > 1 and run % (sizes[axis] * SCALE_BLOCK):
+                rule = (
+                    f"scales blocks of {SCALE_BLOCK} elements, of which tensor parallelism over {sizes[axis]} ranks "
+                    f"cuts those of {meta.name} {list(meta.global_shape)} along dimension {dim}"
+                )
+                flag = field_table()[flags[0]].name
+                yield Problem(flag, "fp8", rule, "use bf16, or a smaller --tensor-model-parallel-size")
+                return

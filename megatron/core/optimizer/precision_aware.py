@@ -1,0 +1,219 @@
+"""Adam with moments and main parameters in fewer bits than fp32 (--use-precision-aware-optimizer).
+
+Each update reads a part of the states into fp32, makes Adam's step there and rounds the results (`state_formats`). With
+compiled regions all of it is a few kernels, which read and write the stored bytes alone.
+
+Main parameters in fp32 beside parameters in bf16 are stored as what is missing from these, 16 bits an element
+(Megatron-LM's --store-param-remainders): no bit is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.compiled_regions import region
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.distributed.param_layout import SCALE_BLOCK, BufferLayout
+from megatron.core.kernels.stochastic_rounding import mixed, uniform_of
+from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
+from megatron.core.optimizer.state_formats import (
+    StoredState,
+    chunks,
+    join_master,
+    on_host,
+    split_master,
+)
+
+CHUNK = 2**18
+"""Elements of an update that is not compiled: its temporary tensors stay in the cache of a CPU."""
+
+EXP_AVG, EXP_AVG_SQ, MAIN = 0x3C6EF372, 0x1B873593, 0x52DCE729
+"""Salts of the random bits of each state."""
+
+
+class PackedShard(Shard):
+    """A shard in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
+
+    def __init__(self, bucket: Bucket, layout: BufferLayout, config: OptimizerConfig, main_dtype: torch.dtype) -> None:
+        super().__init__(bucket, layout)
+        params, numel = bucket.owned_params, bucket.owned_params.numel()
+        self.kind = config.main_kind(str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch."))
+        self.remainders = torch.zeros(
+            numel if self.kind == "remainders" else 0, dtype=torch.int16, device=params.device
+        )
+        stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
+        name = "fp16" if self.kind == "fp16" else "fp32"
+        self.main = StoredState(stored, name, main_dtype, params.device)
+        self.exp_avg = StoredState(numel, config.exp_avg_dtype, main_dtype, params.device)
+        self.exp_avg_sq = StoredState(numel, config.exp_avg_sq_dtype, main_dtype, params.device, squared=True)
+        self.take_up({MAIN_PARAM: params.to(main_dtype)})
+
+    def write_params(self) -> None:
+        """Nothing: an update writes them with the main parameters."""
+
+    def read_main(self, start: int, stop: int) -> Tensor:
+        first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
+        return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
+
+    def part(self, start: int, stop: int) -> Part:
+        """What an update of elements [start, stop), whole blocks of scales, reads and writes."""
+        whole = self.kind in ("stored", "fp16")
+        return Part(
+            self.bucket.owned_grads[start:stop],
+            self.bucket.owned_params[start:stop],
+            self.remainders[start:stop],
+            *(self.main.tensors(start, stop) if whole else self.main.tensors(0, 0)),
+            *self.exp_avg.tensors(start, stop),
+            *self.exp_avg_sq.tensors(start, stop),
+        )
+
+    def exported(self) -> dict[str, Tensor]:
+        states = {"exp_avg": self.exp_avg.exported(), "exp_avg_sq": self.exp_avg_sq.exported()}
+        if self.kind == "aliased":
+            return states
+        if self.kind == "stored":
+            return {MAIN_PARAM: self.main.codes} | states
+        return {MAIN_PARAM: on_host(self.bucket.owned_params.numel(), torch.float32, self.read_main)} | states
+
+    def take_up(self, loaded: Mapping[str, Tensor]) -> None:
+        for key, state in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            if key in loaded:
+                state.take_up(loaded[key])
+        main, params = loaded.get(MAIN_PARAM), self.bucket.owned_params
+        if main is None or self.kind == "aliased":
+            return
+        if self.kind == "remainders":
+            for start, stop in chunks(len(params)):
+                upper, lower = split_master(main[start:stop].to(params.device))
+                params[start:stop].copy_(upper)
+                self.remainders[start:stop].copy_(lower)
+        elif self.kind == "fp16":
+            self.main.take_up(main)
+        elif main is not self.main.codes:
+            self.main.codes.copy_(main)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        return self.remainders.nbytes + self.main.nbytes, self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+
+class Part(NamedTuple):
+    """Tensors of some elements of a shard, views; empty where the kind of main parameters has none."""
+
+    grads: Tensor
+    params: Tensor
+    remainders: Tensor
+    main: Tensor
+    main_exponents: Tensor
+    exp_avg: Tensor
+    exp_avg_exponents: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_sq_exponents: Tensor
+
+
+class Scalars(NamedTuple):
+    """What an update depends on beside the states: scalars on the device, so that a change compiles nothing anew."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    factor: Tensor
+    """Of the gradients."""
+
+    number: Tensor
+    """Of the update, from 1 on."""
+
+    skip: Tensor
+
+
+def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
+    """Main parameters in fp32, or in the main dtype."""
+    if kind == "aliased":
+        return part.params
+    if kind == "remainders":
+        return join_master(part.params, part.remainders)
+    return main.read(part.main, part.main_exponents)
+
+
+class PrecisionAwareAdam:
+    """Adam with decoupled weight decay (arXiv 1711.05101) over packed shards."""
+
+    def __init__(
+        self, config: OptimizerConfig, shards: Sequence[PackedShard], device: torch.device, compiled: bool
+    ) -> None:
+        self.config, self.shards, self.device = config, shards, device
+        self._update = region(adam_step_, compiled, static=True)
+        self._chunk = None if compiled else CHUNK
+        self._factor: Tensor | None = None
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
+        self._factor = factor
+
+    def set_step_count(self, updates: int) -> None:
+        """Takes up a count of updates: there is no other than that which `step` is given."""
+
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
+        """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes."""
+        factor = torch.ones_like(updates) if self._factor is None else self._factor
+        self._factor = None
+        for shard in self.shards:
+            rate, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
+            on_device = torch.full_like(updates, rate), torch.full_like(updates, decay)
+            scalars = Scalars(on_device[0], on_device[1], factor, updates + 1.0, skip)
+            numel = shard.bucket.owned_params.numel()
+            for start, stop in chunks(numel, self._chunk or numel):
+                self._update(shard, shard.part(start, stop), scalars, self.config)
+
+
+def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: OptimizerConfig) -> None:
+    """One update of a part, in place."""
+    kind, skipped = shard.kind, scalars.skip > 0
+    before = read_main(kind, part, shard.main)
+    lr, weight_decay, factor = (value.to(before.dtype) for value in scalars[:3])
+    beta1, beta2, number = config.adam_beta1, config.adam_beta2, scalars.number
+    grad = part.grads.to(before.dtype) * factor
+    exp_avg = shard.exp_avg.read(part.exp_avg, part.exp_avg_exponents).to(before.dtype)
+    exp_avg = exp_avg.lerp(grad, 1 - beta1)
+    exp_avg_sq = shard.exp_avg_sq.read(part.exp_avg_sq, part.exp_avg_sq_exponents).to(before.dtype)
+    exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
+    correction1, correction2 = ((1 - beta**number).to(before.dtype) for beta in (beta1, beta2))
+    direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
+    main = before * (1 - lr * weight_decay) - lr * direction
+
+    key = mixed(before.float().view(torch.int32))
+    if kind == "fp16":  # few values: the gradient tells their elements apart
+        key = mixed(key ^ grad.float().view(torch.int32))
+    key = key ^ mixed(number.to(torch.int32))
+    _store(shard.exp_avg, exp_avg, (part.exp_avg, part.exp_avg_exponents), key, EXP_AVG, skipped)
+    _store(shard.exp_avg_sq, exp_avg_sq, (part.exp_avg_sq, part.exp_avg_sq_exponents), key, EXP_AVG_SQ, skipped)
+    if kind == "remainders":
+        upper, lower = split_master(main)
+        _keep_or_copy_(part.params, upper, skipped)
+        _keep_or_copy_(part.remainders, lower, skipped)
+        return
+    if kind != "aliased":
+        _store(shard.main, main, (part.main, part.main_exponents), key, MAIN, skipped)
+        main = read_main(kind, part, shard.main)
+    _keep_or_copy_(part.params, main.to(part.params.dtype), skipped)
+
+
+def _store(
+    state: StoredState, values: Tensor, into: tuple[Tensor, Tensor], key: Tensor, salt: int, skipped: Tensor
+) -> None:
+    codes, exponents = state.rounded(values, uniform_of(key, salt))
+    _keep_or_copy_(into[0], codes, skipped)
+    if exponents is not None:
+        _keep_or_copy_(into[1], exponents, skipped)
+
+
+def _keep_or_copy_(into: Tensor, values: Tensor, skipped: Tensor) -> None:
+    if into.dtype == torch.float8_e4m3fn:  # which torch.where does not know
+        into, values = into.view(torch.int8), values.view(torch.int8)
+    into.copy_(torch.where(skipped, into, values))

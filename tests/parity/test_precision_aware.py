@@ -1,0 +1,163 @@
+"""Optimizer states in fewer bits than fp32, at every layout; sums of gradients in bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.kernels.stochastic_rounding import uniform_of
+from megatron.core.optimizer.precision_aware import PackedShard
+from megatron.core.optimizer.state_formats import FORMATS, StoredState, join_master, split_master
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
+from megatron.testing.local_run import local_run
+from megatron.testing.reshard import Checkpoints
+from megatron.testing.snapshot import first_difference, train_in_world
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+from megatron.training.metrics.interval import Interval
+from megatron.training.training import train_step
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 8 --vocab-size 64 "
+    "--lr 1e-2 --cpu --train-iters 4 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+    "--num-workers 0 --mock-data --disable-bias-linear "
+)
+AWARE = "--use-precision-aware-optimizer "
+MOMENTS = {name: f"{AWARE}--exp-avg-dtype {name} --exp-avg-sq-dtype {name} " for name in FORMATS}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
+def test_every_layout_makes_the_same_updates(name: str) -> None:
+    """Rounding at random included: the bits are those of the element, and no layout cuts a block of scales."""
+    flags = f"{MODEL} --fp64 {MOMENTS[name]}"
+    alone = train_in_world(1, flags.split())
+    for ranks, layout in ((2, "--tp 2 --sequence-parallel"), (4, "--pp 2 --overlap-grad-reduce")):
+        assert first_difference(alone, train_in_world(ranks, (flags + layout).split()), 1e-9) is None, layout
+
+
+def test_with_all_in_the_main_dtype_it_is_adam() -> None:
+    plain = train_in_world(1, f"{MODEL} --fp64".split())
+    assert first_difference(plain, train_in_world(1, f"{MODEL} --fp64 {AWARE}".split()), 1e-9) is None
+
+
+def test_remainders_lose_nothing() -> None:
+    """Beside main parameters in fp32: the same, but for parameters halfway between two numbers of bf16."""
+    whole, parts = (
+        train_in_world(1, f"{MODEL} --bf16 {AWARE}{flag}".split()) for flag in ("--no-store-param-remainders", "")
+    )
+    mains = [key for key in whole.tensors if key.startswith("step 1 main_param")]
+    assert mains and all(torch.equal(whole.tensors[key], parts.tensors[key]) for key in mains)
+    x = torch.randn(10_000) * torch.randn(10_000).exp()
+    params, remainders = split_master(x)
+    assert torch.equal(join_master(params, remainders), x) and torch.equal(params, x.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
+def test_rounding_is_right_on_average_and_exact_the_second_time(name: str, squared: bool) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(640) * torch.randn(640).exp()
+    x, key = x.square() if squared else x, x.view(torch.int32)
+    state = StoredState(640, name, torch.float32, torch.device("cpu"), squared)
+    mean, spread = torch.zeros(640, dtype=torch.float64), torch.zeros(640, dtype=torch.float64)
+    for number in range(400):
+        codes, exponents = state.rounded(x, uniform_of(key, 7919 * number))
+        state.codes.copy_(codes)
+        if exponents is not None:
+            state.exponents.copy_(exponents)
+        error = state.read(*state.tensors(0, 640)).double() - x
+        mean, spread = mean + error / 400, spread + error.square() / 400
+    relative, deviation = (mean / x.abs()).sum(), (spread / x.square()).sum().div(400).sqrt()
+    assert deviation > 1e-4 and relative.abs() <= 4 * deviation
+    values, saved = state.read(*state.tensors(0, 640)).clone(), state.exported().clone()
+    again = StoredState(640, name, torch.float32, torch.device("cpu"), squared)
+    again.exported().copy_(saved)
+    again.take_up(saved)
+    assert torch.equal(again.read(*again.tensors(0, 640)), values)
+
+
+def test_a_moment_that_changes_little_does_not_stand_still() -> None:
+    """0.99 of a number in fp8 is nearest to itself."""
+    state = StoredState(1280, "fp8", torch.float32, torch.device("cpu"), squared=True)
+    key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
+    for number in range(100):
+        codes, exponents = state.rounded(values, uniform_of(key, 104729 * number))
+        state.codes.copy_(codes)
+        state.exponents.copy_(exponents)
+        values = 0.99 * state.read(*state.tensors(0, 1280))
+    assert values.mean().item() == pytest.approx(0.99**100, rel=0.05)
+
+
+def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
+    """Into formats that hold each value of the saved ones, bit for bit; but for parameters halfway between two numbers
+    of bf16, which remainders round away from zero."""
+    checkpoints, base = Checkpoints(tmp_path), f"{MODEL} --bf16 "
+    fp8 = f"{MOMENTS['fp8']} --main-grads-dtype bf16 "
+    checkpoints.visit("fp8", 2, parse_args(f"{base}{fp8}--tp 2".split()), train=True)
+    checkpoints.visit("fp16", 2, parse_args(f"{base}{MOMENTS['fp16']}--main-params-dtype fp16".split()), train=True)
+    for name, ranks, flags in (
+        ("fp8", 1, fp8),
+        ("fp8", 4, f"{fp8} --pp 2"),
+        ("fp8", 1, MOMENTS["bf16"]),
+        ("fp8", 2, ""),
+        ("fp16", 1, f"{MOMENTS['fp16']} --main-params-dtype fp16"),
+        ("fp16", 2, "--tp 2"),
+    ):
+        wrong = checkpoints.visit("loaded", ranks, parse_args(f"{base}{flags}".split()), [name])
+        assert [key for key in wrong[name] if "initial weight" not in key] == [], flags
+        assert AWARE not in flags or wrong[name] == [], flags
+
+
+def _skip_a_step(rank: int, world_size: int) -> None:
+    flags = f"{MODEL} --bf16 {AWARE}--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
+    with local_run(resolve(parse_args(flags.split()), 1), rank, world_size) as run:
+        train_step(run, Interval())
+        tensors = [tensor for shard in run.optimizer.shards for tensor in _stored(shard)]
+        before = [tensor.clone() for tensor in tensors]
+        for buffer in run.ddp.buffers:
+            buffer.grad_data.fill_(torch.nan)
+        assert run.optimizer.step(1e-2, 0.1).skipped
+        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    run_world(1, _skip_a_step)
+
+
+def _stored(shard: PackedShard) -> list[torch.Tensor]:
+    states = [tensor for state in (shard.main, shard.exp_avg, shard.exp_avg_sq) for tensor in vars(state).values()]
+    tensors = [shard.bucket.params, shard.remainders, *(each for each in states if isinstance(each, torch.Tensor))]
+    return [tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in tensors]
+
+
+def test_a_sum_in_bf16_keeps_what_is_small_beside_it() -> None:
+    """32 micro-batches, each a tenth of a rounding step of the sum so far."""
+    weight = torch.nn.Parameter(torch.zeros(100, 100))
+    weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
+    small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
+    for rounds, expected in ((False, 1.0), (True, 1 + 32 * small.mean().item())):
+        weight.main_grad_rounds = rounds
+        weight.main_grad.fill_(1)
+        for _ in range(32):
+            accumulate_weight_grad(weight, lambda out: out.add_(small * (0.9 + 0.2 * torch.rand(100, 100))))
+        assert weight.main_grad.float().mean().item() == pytest.approx(expected, abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: needs --use-precision-aware-optimizer"),
+        (f"{AWARE}--optimizer sgd", "stores Adam's states, and --optimizer is sgd"),
+        (f"{AWARE}--no-use-distributed-optimizer", "cannot be combined with --no-use-distributed-optimizer"),
+        (f"{AWARE}--main-params-dtype fp16", "in fp32, the default they are the main parameters themselves"),
+        (f"{AWARE}--main-grads-dtype bf16 --fp64", "depend on the micro-batches of each rank"),
+        (f"{AWARE}--exp-avg-dtype fp8 --tp 2 --hidden-size 96", "cuts"),
+    ],
+)
+def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
+    ranks = 2 if "--tp 2" in flags else 1
+    (problem,) = validate(resolve(parse_args((MODEL + flags).split()), ranks), ranks)
+    assert rule in str(problem)
