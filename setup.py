@@ -12,6 +12,7 @@ DEV = [
     "hypothesis",
     "transformers",
     "gigatoken",
+    "wandb",
     "pyarrow",
     "s3fs",
     "moto[s3]",

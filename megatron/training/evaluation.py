@@ -12,6 +12,7 @@ from megatron.training.data import put_on_device
 from megatron.training.forward_backward import count_tokens, loss_and_tokens
 from megatron.training.metrics import megatron_format
 from megatron.training.metrics.run_log import RunLog
+from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
 
@@ -33,7 +34,9 @@ def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) 
     else:
         runtime.say(f" {split} after iteration {iteration} | loss: {loss:.6E} | perplexity: {perplexity:.6E}")
     run.measured[f"{split}_loss"] = loss
-    record = {"iteration": iteration, f"{split}_loss": loss, f"{split}_perplexity": perplexity}
+    consumed = run.progress.consumed_samples
+    record: Record = {"iteration": iteration, "consumed_samples": consumed}
+    record |= {f"{split}_loss": loss, f"{split}_perplexity": perplexity}
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run.view, split, record)

@@ -111,5 +111,5 @@ def test_pinned_versions_cover_what_setup_asks_for() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "setup.py").read_text()))
-    assert asked - pinned == {"wandb"}
+    assert asked <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()

@@ -74,8 +74,8 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
     assert sum("test_loss" in record for record in found) == 1
     events = EventAccumulator(str(board))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm_loss")] == list(range(1, 21))
-    assert events.Scalars("lm_loss")[-1].value == pytest.approx(training[-1]["lm_loss"])
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
+    assert events.Scalars("lm loss")[-1].value == pytest.approx(training[-1]["lm_loss"])
     assert "start-up (s):" in result.stdout
     assert "MFU (causal): unknown" in result.stdout
     assert (save / "run_config.yaml").exists()

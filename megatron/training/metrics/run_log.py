@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.run import TrainingRun
 
 CONFIG_FILE = "run_config.yaml"
+
+SCHEMA = 1
+"""Version of the keys and units of records, documented in docs/getting_started.md. Higher where one changes its meaning
+or goes; new ones may come with the same version."""
 
 
 class RunLog:
@@ -50,9 +55,10 @@ class RunLog:
             resources.callback(self._bar.close)
 
     def write(self, record: Record) -> None:
-        """Writes a record to every sink."""
+        """Writes a record to every sink, with the time and the version of the schema."""
+        stamped = record | {"time": round(time.time(), 3), "schema": SCHEMA}
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(stamped)
 
     def report(self, record: Record) -> None:
         """Writes the record of an interval and prints it."""

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.training.config.run_config import LoggingConfig
-
-Record = dict[str, Any]
+from megatron.training.metrics.megatron_tags import Record, scalars
 
 
 class Sink(Protocol):
@@ -90,26 +90,36 @@ def _json_value(value: Any) -> Any:
 
 
 class TensorBoardSink:
-    """Writes the numbers of each record as TensorBoard scalars, by iteration."""
+    """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
 
-    def __init__(self, folder: str, resume_iteration: int) -> None:
+    A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
+    curves over samples would lose more than that: they are written anew from the `history` of records."""
+
+    def __init__(self, folder: str, resume_iteration: int, run_config: Record, history: Sequence[Record]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(folder, purge_step=resume_iteration + 1)
+        rows = "".join(f"| {key} | {value} |\n" for key, value in sorted(run_config.items()))
+        self._writer.add_text("config", f"| field | value |\n| --- | --- |\n{rows}", resume_iteration)
+        for record in history:
+            for tag, value, step in scalars(record):
+                if tag.endswith(" vs samples"):
+                    self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
 
     def write(self, record: Record) -> None:
-        for key, value in record.items():
-            if key != "iteration" and isinstance(value, int | float):
-                self._writer.add_scalar(key, value, record["iteration"])
+        for tag, value, step in scalars(record):
+            self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbSink:
-    """Logs records to Weights & Biases. Raises ValueError if the package is not installed."""
+    """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed.
 
-    def __init__(self, config: LoggingConfig, run_config: Record) -> None:
+    A run that resumes goes on in the run of Weights & Biases whose id stands in `id_file`."""
+
+    def __init__(self, config: LoggingConfig, run_config: Record, id_file: Path, resume_iteration: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -122,10 +132,15 @@ class WandbSink:
             entity=config.wandb_entity,
             dir=config.wandb_save_dir,
             config=run_config,
+            id=id_file.read_text().strip() if resume_iteration and id_file.exists() else None,
+            resume="allow",
         )
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(f"{self._run.id}\n")
 
     def write(self, record: Record) -> None:
-        self._run.log(record, step=record["iteration"])
+        found = {tag: value for tag, value, _ in scalars(record) if not tag.endswith(" vs samples")}
+        self._run.log(found, step=record["iteration"])
 
     def close(self) -> None:
         self._run.finish()
@@ -137,7 +152,8 @@ def open_sinks(config: LoggingConfig, save: str | None, resume_iteration: int, r
     path = config.metrics_file or (str(Path(save) / "metrics.jsonl") if save else "metrics.jsonl")
     sinks.append(JsonLinesSink(Path(path), resume_iteration))
     if config.tensorboard_dir:
-        sinks.append(TensorBoardSink(config.tensorboard_dir, resume_iteration))
+        history = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        sinks.append(TensorBoardSink(config.tensorboard_dir, resume_iteration, run_config, list(history)))
     if config.wandb_project:
-        sinks.append(WandbSink(config, run_config))
+        sinks.append(WandbSink(config, run_config, Path(path).with_name("wandb_run_id.txt"), resume_iteration))
     return sinks

@@ -1,0 +1,97 @@
+"""Metric records in TensorBoard and Weights & Biases, read back by their own readers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.config.run_config import LoggingConfig
+from megatron.training.metrics.megatron_tags import scalars, tag_of
+from megatron.training.metrics.sinks import open_sinks
+
+
+def record(iteration: int, **more: float) -> dict[str, Any]:
+    values = {"iteration": iteration, "consumed_samples": 8 * iteration, "time": 1e9 + iteration, "schema": 1}
+    return values | {"lm_loss": 9.0 - iteration, "learning_rate": 0.1, "mfu": None, "my_metric": 2.0} | more
+
+
+def run(folder: Path, first: int, last: int, **config: Any) -> None:
+    """Writes what a run from an iteration to another does."""
+    logging = LoggingConfig(metrics_file=str(folder / "metrics.jsonl"), **config)
+    sinks = open_sinks(logging, None, first - 1, {"hidden_size": 64})
+    for iteration in range(first, last + 1):
+        for sink in sinks:
+            sink.write(record(iteration))
+    for sink in sinks:
+        sink.close()
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """The records of a file of an offline run: after 7 bytes, blocks of 32 KiB in the log format of LevelDB.
+
+    Their chunks have a checksum, a length, and a kind: whole, first, middle or last."""
+    at, record = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def test_tags_are_megatron_s() -> None:
+    found = dict.fromkeys(tag for tag, _, _ in scalars(record(1, mtp_loss_2=1.0, valid_loss=2.0, grad_norm=1.0)))
+    assert list(found) == [
+        *("consumed_samples", "time", "lm loss", "lm loss vs samples", "learning-rate", "learning-rate vs samples"),
+        *("my_metric", "mtp_2 loss", "lm loss validation", "lm loss validation vs samples"),
+        *("grad-norm", "grad-norm vs samples"),
+    ]
+    assert tag_of("valid_perplexity") == "lm loss validation ppl" and tag_of("test_books_loss") == "lm loss test books"
+
+
+def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, 1, 6, tensorboard_dir=str(tmp_path / "board"))
+    run(tmp_path, 4, 8, tensorboard_dir=str(tmp_path / "board"))
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 9))
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == list(range(8, 72, 8))
+    assert [event.wall_time for event in events.Scalars("learning-rate vs samples")] == [1e9 + n for n in range(1, 9)]
+    (text,) = events.Tensors("config/text_summary")[-1].tensor_proto.string_val
+    assert "| hidden_size | 64 |" in text.decode()
+
+
+def test_a_run_that_is_requeued_five_times_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for start in range(1, 16, 3):
+        run(tmp_path, start, start + 2, wandb_project="p", wandb_save_dir=str(tmp_path))
+    wandb.teardown()
+    ids, losses = set(), {}
+    for path in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in log_records(path.read_bytes()):
+            found = wandb_internal_pb2.Record()
+            found.ParseFromString(data)
+            if found.HasField("run"):
+                ids.add(found.run.run_id)
+            values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in found.history.item}
+            if "lm loss" in values:
+                losses[values["_step"]] = values["lm loss"]
+    assert len(ids) == 1 and losses == {n: 9.0 - n for n in range(1, 16)}
+    run(tmp_path, 1, 1, wandb_project="p", wandb_save_dir=str(tmp_path))
+    assert (tmp_path / "wandb_run_id.txt").read_text().strip() not in ids
+    wandb.teardown()
