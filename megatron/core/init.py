@@ -37,6 +37,17 @@ class Block:
     """Elements of the block, the shape of the box that they are, the common part within the box and in the shard."""
 
 
+def set_present(tensor: Tensor, present: bool) -> None:
+    """Takes memory for a tensor that has its storage for itself, or gives it back. Views stay, and are valid again with
+    new memory, whose values are undefined."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, tensor.numel() * tensor.itemsize if present else 0)
+
+
+def is_present(tensor: Tensor) -> bool:
+    """Whether a tensor has memory."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
 @torch.no_grad()
 def initialize_parameters_(
     params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]], threads: int = 1

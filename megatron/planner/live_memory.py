@@ -56,7 +56,7 @@ class LiveMemory(TorchDispatchMode):
             before = self.now
 
     def _gone(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
+        self.now -= self.sizes.pop(key, 0)  # it may have given its memory back before
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Memory of a storage that is taken and given back while the storage stays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
+from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
@@ -70,6 +72,7 @@ def build_stages(
             device=runtime.device,
             seed=config.training.seed,
             init_threads=init_threads(runtime.device),
+            lazy=config.ddp.shards_parameters,
         )
     return stages
 
@@ -167,6 +170,12 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             queue,
             casts,
             torch.bfloat16 if config.optimizer.main_grads_dtype == "bf16" else None,
+            partial(
+                initialize_parameters_,
+                seed=config.training.seed,
+                coords=state.coords,
+                threads=init_threads(runtime.device),
+            ),
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state)
         training = config.training

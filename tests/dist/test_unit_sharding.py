@@ -9,7 +9,10 @@ import pytest
 
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.unit_sharding import Order
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.planner.live_memory import LiveMemory
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal, validate, notices
@@ -137,6 +140,15 @@ def test_order_is_learned_and_given_up_when_it_changes() -> None:
     assert order.following(3) == []
     order.begin(1)
     assert order.following(3) == []
+
+
+def test_a_model_to_be_sharded_is_built_without_memory() -> None:
+    model = config("--global-batch-size 1", 1).model
+    with LiveMemory() as live:
+        built = GPTModel(model, ModelParallelConfig(fp32=True), lazy=True)
+    whole = sum(parameter.nbytes for parameter in built.parameters())
+    assert live.now < whole / 100
+    assert live.peak - live.now <= max(parameter.nbytes for parameter in built.parameters())
 
 
 def test_rules() -> None:

@@ -7,7 +7,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitBucket
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitBucket, have_values
 from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
 from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.fp8.casts import E4M3
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, WeightCasts
 from megatron.core.fp8.weight_gather import Part, WeightGather, gemms_of_weights
+from megatron.core.init import is_present, set_present
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
@@ -41,7 +42,8 @@ class DistributedDataParallel:
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only around the
     passes of their unit (`UnitSharding`); `queue` is where split backwards leave weight gradients,
-    `casts` are the kept casts of parameters. Call `gather_params_` before you read such parameters.
+    `casts` are the kept casts of parameters. `initialize` sets the values of parameters that have no memory yet
+    (`GPTModel(lazy=True)`). Call `gather_params_` before you read such parameters.
 
     Gradients are in the main dtype, or in `grad_dtype`; a sum over ranks is in the main dtype all the same, unless
     `grad_reduce_in_bf16` is set.
@@ -59,10 +61,15 @@ class DistributedDataParallel:
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
         grad_dtype: torch.dtype | None = None,
+        initialize: Callable[[Sequence[Tensor]], None] = have_values,
     ) -> None:
         self.config, self.parallel_config, self.state, self.modules = ddp_config, parallel_config, state, list(modules)
         self.use_distributed_optimizer, self.whole_roles = use_distributed_optimizer, frozenset(whole_roles)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        for param in (param for module in self.modules for param in module.parameters()):
+            if not (param.requires_grad or is_present(param)):
+                set_present(param, True)
+                initialize([param])
         self.params = list(every.values())
         """Trainable parameters, each once, in order of registration."""
         axes = {False: state.dp_cp, True: state.axis("expt_dp")}
@@ -87,6 +94,7 @@ class DistributedDataParallel:
                 use_distributed_optimizer,
                 torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
                 ddp_config.shards_parameters,
+                initialize,
             )
             for layout in self.layouts
         ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
+from megatron.core.init import is_present, set_present
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
 
@@ -240,18 +241,18 @@ class UnitBucket(Bucket):
             mark_stale(owner, False)
 
 
-def set_present(flat: Tensor, present: bool) -> None:
-    """Takes memory for a tensor that has its storage for itself, or gives it back. Views stay, and are valid again with
-    new memory, whose values are undefined."""
-    torch.ops.inductor.resize_storage_bytes_(flat, flat.numel() * flat.itemsize if present else 0)
+def have_values(params: Sequence[Tensor]) -> None:
+    """Initializes nothing: all parameters must have their values."""
+    assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
 class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
     Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
-    the same; `param.data` becomes a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`: in bf16 a
-    sum that rounds at random. Reductions over ranks use `reduce_dtype`.
+    the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
+    a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`: in bf16 a sum that rounds at random.
+    Reductions over ranks use `reduce_dtype`.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class ParamAndGradBuffer:
         shard_grads: bool,
         reduce_dtype: torch.dtype,
         shard_params: bool = False,
+        initialize: Callable[[Sequence[Tensor]], None] = have_values,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
@@ -273,15 +275,20 @@ class ParamAndGradBuffer:
         self.buckets: list[Bucket] = []
         for bucket_layout in layout.buckets:
             bucket = (UnitBucket if layout.by_unit else Bucket)(bucket_layout, self)
+            unset: list[nn.Parameter] = []
             for place in bucket_layout.params:
                 param = params[place.index]
                 assert param.dtype == sample.dtype, f"{place.meta.name} is {param.dtype}, others are {sample.dtype}"
                 span = slice(place.start - bucket_layout.start, place.stop - bucket_layout.start)
                 view = bucket.params[span].view(param.shape)
-                view.copy_(param.data)
+                if is_present(param):
+                    view.copy_(param.data)
+                else:
+                    unset.append(param)
                 param.data = view
                 param.main_grad = bucket.grads[span].view(param.shape)  # type: ignore[attr-defined]
                 param.main_grad_rounds = grad_dtype == torch.bfloat16  # type: ignore[attr-defined]
+            initialize(unset)
             bucket.begin([params[place.index] for place in bucket_layout.params])
             self.buckets.append(bucket)
         ends = [0, *(place.stop for place in layout.params)]

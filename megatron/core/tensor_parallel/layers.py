@@ -31,6 +31,7 @@ from megatron.core.collectives import (
 )
 from megatron.core.fp8.build import build_gemms
 from megatron.core.fp8.recipes import Fp8Context
+from megatron.core.init import set_present
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
@@ -101,6 +102,9 @@ class TPContext:
     seed: int = 1234
     """Seed of the run. Dropout masks depend on it and on the name of the place that drops."""
 
+    lazy: bool = False
+    """Whether parameters are made without memory, which `DistributedDataParallel` then gives them unit by unit."""
+
     layer: int = 0
     """Number of the transformer layer that is being built."""
 
@@ -155,6 +159,8 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
     _, shape = meta.box({name: (axis.rank, axis.size) for name, axis in axes.items()})
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
     parameter.meta = meta  # type: ignore[attr-defined]
+    if ctx.lazy:
+        set_present(parameter, False)
     return parameter
 
 

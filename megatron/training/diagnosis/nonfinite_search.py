@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.init import is_present
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -106,7 +107,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     passes.ddp.finish_grad_sync()  # reductions of the present gradients may be in progress
     passes.ddp.finish_param_sync()
     bad = [piece.meta.name for piece in passes.ddp.sharded_params() if not _finite(piece.data)]
-    bad += [p.meta.name for p in passes.ddp.params if _has_memory(p) and not _finite(p)]  # type: ignore[attr-defined]
+    bad += [p.meta.name for p in passes.ddp.params if is_present(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
     passes.ddp.begin_step(0)  # nothing is reduced
@@ -187,7 +188,7 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
             return
         for place, param in enumerate(reversed(params)):
             main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-            if _has_memory(main_grad) and not is_stale(param) and not _finite(main_grad):
+            if is_present(main_grad) and not is_stale(param) and not _finite(main_grad):
                 name = param.meta.name  # type: ignore[attr-defined]
                 notes.add(WEIGHT_GRADIENT, name, action, notes.samples_of(action), 0.0, place)
                 return
@@ -238,8 +239,3 @@ def _largest(tensor: Tensor) -> float:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a sharded parameter is whole, or gradients have come to a sharded one."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

@@ -14,7 +14,7 @@ from megatron.core.collectives import all_gather
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import WeightCasts, build_fp8
-from megatron.core.init import initialize_parameters_
+from megatron.core.init import initialize_parameters_, is_present
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.head import Head
 from megatron.core.models.gpt.loss import masked_sum
@@ -33,7 +33,8 @@ class GPTModel(nn.Module):
 
     Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism; the first stage takes None for them and
     reads the batch's tokens. Without groups (`ParallelState()`) and with all layers it is an ordinary module.
-    The weights are set from `seed`, unless `initialize` is false because others will be loaded.
+    The weights are set from `seed`, unless `initialize` is false because others will be loaded. With `lazy`, parameters
+    have no memory, and no values, until `DistributedDataParallel` takes them over.
 
     With tied embeddings or multi-token prediction the last stage needs the embedding too. It is held by the stages
     `tied_stages`, where these lie on different ranks; a last stage whose rank has the first one too takes over that
@@ -57,6 +58,7 @@ class GPTModel(nn.Module):
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,
+        lazy: bool = False,
         init_threads: int = 1,
     ) -> None:
         super().__init__()
@@ -77,6 +79,7 @@ class GPTModel(nn.Module):
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
             fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),
             seed=seed,
+            lazy=lazy,
             experts=ExpertAxes.of(state),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
@@ -91,7 +94,7 @@ class GPTModel(nn.Module):
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
         if initialize:
-            initialize_parameters_(list(self.parameters()), seed, state.coords, init_threads)
+            initialize_parameters_([p for p in self.parameters() if is_present(p)], seed, state.coords, init_threads)
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
         """Every parameter of this stage with its tag, by name in the whole model."""
