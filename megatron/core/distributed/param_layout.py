@@ -244,7 +244,8 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket.
 
-    Of buffers `by_unit` what stays between units counts: `gathered_elements` come on top."""
+    Of buffers `by_unit` what stays counts: whole units come on top.
+    """
     sharded = optimizer.use_distributed_optimizer
     owned = [buffer.numel // (buffer.data_parallel_size if sharded else 1) for buffer in buffers]
     main = DTYPE_BYTES[main_dtype]
