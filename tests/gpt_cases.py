@@ -127,6 +127,7 @@ STYLES = {
         window_rotary_base=500.0,
         window_rotary_percent=0.5,
     ),
+    "own-widths": replace(GPT, ffn_hidden_size_pattern="([40]+[24])"),
     "own-heads-mla": replace(
         LATENT, window_size=5, window_attn_skip_freq="2", window_num_attention_heads=4, window_softmax_type="off-by-one"
     ),

@@ -58,6 +58,7 @@ CASES: dict[str, TransformerConfig] = {
         GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1, moe_shared_expert_intermediate_size=16
     ),
     "mixtral": MIXTRAL,
+    "latent": replace(DEEPSEEK, moe_latent_size=12),
     "deepseek": DEEPSEEK,
     "switch": SWITCH,
     "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1),
@@ -153,11 +154,12 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
                 if config.moe_token_drop_policy == "probs":
                     takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
                 kept[takers[int(capacity) :], j, e] = 0
+    x, hidden = layer.fc1_latent_proj(x), x
     if config.moe_apply_probs_on_input:
         of_experts = [mlp(config, layer.experts, weights[..., e, None] * x, e) for e in range(count)]
     else:
         of_experts = [weights[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count)]
-    out = sum(kept[..., e, None] * y for e, y in enumerate(of_experts))
+    out, x = layer.fc2_latent_proj(sum(kept[..., e, None] * y for e, y in enumerate(of_experts))), hidden
     shared = layer.shared_experts
     if shared is not None:
         of_shared = mlp(config, shared, x)

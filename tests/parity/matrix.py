@@ -88,7 +88,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
         "own heads": "--window-size 5 --window-attn-skip-freq 3 --window-num-attention-heads 16"
         " --window-num-query-groups 8 --window-softmax-type learnable --window-rotary-percent 0.5 --value-channels 6"
-        " --attention-value-scale 0.7",
+        " --attention-value-scale 0.7 --ffn-hidden-size-pattern ([48]*2+[64]*3+[96])",
     },
     "mlp": {
         "dense": "",
@@ -99,7 +99,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
     "routing": {
         "softmax": "",
         "groups": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2"
-        " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5",
+        " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-latent-size 12",
         "shared": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*2+[1]*4)",
         "weighted inputs": "--moe-router-score-function sigmoid --moe-apply-probs-on-input"
         " --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*3)",

@@ -116,6 +116,10 @@ def _partial_at_every_layout(self: ReplicatedLinear, sequence_parallel: bool) ->
     return _true_metas(self, sequence_parallel=True)
 
 
+def _partial_at_no_layout(self: ReplicatedLinear, sequence_parallel: bool) -> list[ParamMeta]:
+    return _true_metas(self, sequence_parallel=False)
+
+
 _true_metas = ReplicatedLinear.metas
 
 
@@ -488,6 +492,10 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "layers with windows rotated as other layers": (
         [(rotary, "rotary_frequencies", _frequencies_of_other_layers)],
         [Combination.of(world="2", pp="2", style="llama", layers="own heads")],
+    ),
+    "projections to latents of experts not summed over tp": (
+        [(ReplicatedLinear, "metas", _partial_at_no_layout)],
+        [Combination.of(world="2", tp="2sp", mlp="moe", routing="groups")],
     ),
     "slope of a cap of scores forgotten": (
         [(tile_kernels.TorchKernel, "_backward", _backward_without_a_cap)],

@@ -104,6 +104,18 @@ DELAYED = (
             ["--hidden-size 72: must be a multiple of 16 under --fp8-format; nearest: 64 or 80"],
         ),
         (
+            "--fp8-format hybrid --bf16 --disable-bias-linear --num-experts 4 --moe-latent-size 24 --tp 2 "
+            "--seq-length 48 --sequence-parallel --ffn-hidden-size-pattern [64]*3+[48] --moe-layer-freq 2",
+            2,
+            [
+                "--ffn-hidden-size-pattern [64]*3+[48]: has a layer of 48, which must be a multiple of 16 * "
+                "--tensor-model-parallel-size 2 under --fp8-format; nearest: 32 or 64",
+                "--moe-latent-size 24: must be a multiple of 16 under --fp8-format; nearest: 16 or 32",
+                "--seq-length 48: gives a rank 24 tokens of a micro-batch to project to latents, which must be a "
+                "multiple of 16 under --fp8-format; nearest: 32 or 64, or another --micro-batch-size",
+            ],
+        ),
+        (
             "--fp8-format hybrid --bf16 --head-wise-attn-gate",
             1,
             [

@@ -90,6 +90,23 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
     return tuple(item == 1 for item in value)
 
 
+def layer_numbers(text: str, num_layers: int) -> tuple[int, ...]:
+    """Parses a list of numbers above 0, one for each layer, such as "([64]*3+[96]*9)". Raises ValueError if the text is
+    not legal."""
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        raise ValueError(f"{text!r} is not a list of numbers") from None
+    if isinstance(value, int):
+        raise ValueError(f"{value} must be a list with a number for each of {num_layers} layers")
+    if len(value) != num_layers:
+        raise ValueError(f"the list must have a number for each of {num_layers} layers, and has {len(value)} entries")
+    wrong = next((layer for layer, item in enumerate(value) if item < 1), None)
+    if wrong is not None:
+        raise ValueError(f"the list must have numbers above 0, and has {value[wrong]} for layer {wrong}")
+    return tuple(value)
+
+
 def each(layer: int, period: int) -> bool:
     """Layers 0, N, 2N, ..."""
     return layer % period == 0

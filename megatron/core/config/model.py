@@ -16,6 +16,7 @@ from megatron.core.config.layers import (
     all_but_last_of_each,
     each,
     last_of_each,
+    layer_numbers,
     layer_pattern,
 )
 from megatron.core.config.linear_attention import LinearAttentionConfig
@@ -46,6 +47,10 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     ffn_hidden_size: int | None = None
     """Width of the MLP; default 4h, with a gated activation function 8h/3 rounded down to a multiple of 64, at least
     64."""
+
+    ffn_hidden_size_pattern: str | None = None
+    """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
+    experts have no effect. Default: --ffn-hidden-size for all layers."""
 
     num_attention_heads: int = 0
     """Query heads."""
@@ -453,6 +458,18 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def expert_io_size(self) -> int:
+        """Channels that experts read and write."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """By layer, the width of its MLP if it has one. ValueError if --ffn-hidden-size-pattern cannot be read."""
+        if self.ffn_hidden_size_pattern is None:
+            return (self.ffn_size,) * self.num_layers
+        return layer_numbers(self.ffn_hidden_size_pattern, self.num_layers)
+
+    @property
     def recomputed_modules(self) -> tuple[str, ...]:
         """Parts of each layer that selective recomputation computes again."""
         return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
@@ -551,17 +568,27 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
 @lru_cache(maxsize=64)
 def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
     return tuple(
-        LayerKind(experts, config.experimental_attention_variant)
+        LayerKind(experts, config.experimental_attention_variant, own=_own_width(config, experts, ffn))
         if linear
         else LayerKind(
             experts,
             None,
             config.local_span if local else Span(),
             (config.local_rotation if local else config.rotation) if rotated else None,
-            config.local_own if local else (),
+            (*(config.local_own if local else ()), *_own_width(config, experts, ffn)),
             tempered=config.attention_temperature_coeff > 0 and not rotated,
         )
-        for experts, linear, local, rotated in zip(
-            config.expert_pattern, config.linear_pattern, config.local_pattern, config.rope_pattern, strict=True
+        for experts, linear, local, rotated, ffn in zip(
+            config.expert_pattern,
+            config.linear_pattern,
+            config.local_pattern,
+            config.rope_pattern,
+            config.ffn_sizes,
+            strict=True,
         )
     )
+
+
+def _own_width(config: TransformerConfig, experts: bool, ffn: int) -> tuple[tuple[str, Any], ...]:
+    """The width of a layer's MLP where it is not the model's."""
+    return () if experts or ffn == config.ffn_size else (("ffn_hidden_size", ffn),)

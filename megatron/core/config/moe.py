@@ -20,6 +20,11 @@ class MoEConfig:
     moe_ffn_hidden_size: int | None = None
     """Width of one expert; default ffn-hidden-size."""
 
+    moe_latent_size: int | None = None
+    """Width of a latent that experts read and write in place of hidden states (LatentMoE, Nemotron 3): tokens are
+    projected down to it before they are sent to experts, and the sum of their outputs is projected up. Router and
+    shared expert read hidden states. Default: experts read hidden states too."""
+
     moe_shared_expert_intermediate_size: int | None = None
     """Width of a shared expert that processes every token; default: no shared expert."""
 

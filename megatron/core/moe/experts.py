@@ -374,7 +374,7 @@ class Experts(nn.Module):
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        widths = config.hidden_size, config.moe_ffn_size // ctx.experts.expt_tp.size
+        widths = config.expert_io_size, config.moe_ffn_size // ctx.experts.expt_tp.size
         self.grouped = config.moe_grouped_gemm and has_grouped_kernel(ctx.dtype, ctx.device, *widths)
         if ctx.fp8 is not None:
             self.grouped = self.grouped and has_grouped_fp8_kernel(ctx.fp8.config.fp8_recipe, ctx.device)

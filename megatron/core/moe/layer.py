@@ -9,9 +9,9 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.moe.dispatcher import DISPATCHERS, DispatchOptions
 from megatron.core.moe.experts import Experts
-from megatron.core.moe.parameters import shared_gate_meta
+from megatron.core.moe.parameters import latent_projections, shared_gate_meta
 from megatron.core.moe.router import RouterFunction, TopKRouter
-from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.layers import ReplicatedParallelLinear, TPContext, make_parameter
 from megatron.core.transformer.mlp import SharedExpert
 from megatron.core.transformer.recompute import recomputed
 
@@ -33,6 +33,9 @@ class GatedSharedExpert(SharedExpert):
 class MoELayer(nn.Module):
     """Sum over a token's chosen experts of weight * expert(x), plus the shared expert's output where there is one.
 
+    With --moe-latent-size experts read fc1_latent_proj(x), and fc2_latent_proj of their sum is added: messages between
+    ranks are as narrow as the latent.
+
     Each rank routes tokens of its own, so tensor parallelism requires sequence parallelism.
     """
 
@@ -42,6 +45,9 @@ class MoELayer(nn.Module):
         assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
         self.router = TopKRouter(f"{name}.router", config, ctx)
         self.experts = Experts(f"{name}.experts", config, ctx)
+        down, up = latent_projections(name, config) or (None, None)
+        self.fc1_latent_proj = nn.Identity() if down is None else ReplicatedParallelLinear(down, ctx)
+        self.fc2_latent_proj = nn.Identity() if up is None else ReplicatedParallelLinear(up, ctx)
         padded = config.moe_pad_expert_input_to_capacity
         options = DispatchOptions(self.experts.grouped, padded, ctx.compiled, ctx.overlap)
         self.dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, ctx.experts, options)
@@ -60,6 +66,7 @@ class MoELayer(nn.Module):
         # Between start and finish: a host that waits for sizes has launched this then.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
-        rows, weights = routes.dispatch(x.flatten(0, 1), choice.weights.flatten())
-        out = routes.combine(self.experts(rows, weights, routes.segments)).view_as(x)
+        latent = self.fc1_latent_proj(x)
+        rows, weights = routes.dispatch(latent.flatten(0, 1), choice.weights.flatten())
+        out = self.fc2_latent_proj(routes.combine(self.experts(rows, weights, routes.segments)).view_as(latent))
         return out if shared is None else out + shared

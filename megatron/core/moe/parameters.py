@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.param_meta import Fused, Init, ParamMeta
-from megatron.core.tensor_parallel.parameters import sequence_partial
+from megatron.core.tensor_parallel.parameters import ReplicatedLinear, sequence_partial
 
 
 def router_metas(name: str, config: TransformerConfig, sequence_parallel: bool) -> list[ParamMeta]:
@@ -26,6 +26,17 @@ def shared_gate_meta(name: str, config: TransformerConfig, sequence_parallel: bo
     return ParamMeta(f"{name}.gate_weight", (1, config.hidden_size), init=init, partial_over=partial_over)
 
 
+def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
+    """fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], with Megatron-LM's names; None without a latent."""
+    if config.moe_latent_size is None:
+        return None
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    return (
+        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, Init("normal", config.init_method_std)),
+        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, Init("normal", config.output_init_std)),
+    )
+
+
 def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
     """What the router keeps beside its weight, [E] each, with the name of the dtype: saved, but not trained."""
     assert config.num_experts is not None
@@ -36,12 +47,12 @@ def router_states(name: str, config: TransformerConfig) -> list[tuple[ParamMeta,
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
     """Weights of linear_fc1 and linear_fc2 of all experts, each with its bias if there are biases. A gated fc1 stacks
-    gate and up: [E, 2, ffn, h].
+    gate and up: [E, 2, ffn, h], h being the width of the latent of --moe-latent-size if there is one.
 
     The output of linear_fc2 is a partial sum over expert tensor parallelism: each rank holds the bias of a part of the
     columns, and adds that.
     """
-    count, hidden, ffn = config.num_experts, config.hidden_size, config.moe_ffn_size
+    count, hidden, ffn = config.num_experts, config.expert_io_size, config.moe_ffn_size
     assert count is not None
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
     fc1, dim = ((count, 2, ffn, hidden), 2) if config.gated else ((count, ffn, hidden), 1)

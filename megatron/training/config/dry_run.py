@@ -91,7 +91,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         heads += f" in {m.query_groups} groups"
     if not m.latent and m.value_head_dim != m.head_dim:
         heads += f", values of {m.value_head_dim}"
-    yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {m.ffn_size} ({m.activation})"
+    yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
     if any(m.linear_pattern):
@@ -118,6 +118,11 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
         f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
+
+
+def _width(m: TransformerConfig) -> str:
+    widths = {width for width, experts in zip(m.ffn_sizes, m.expert_pattern, strict=True) if not experts}
+    return f"{min(widths)} to {max(widths)}" if len(widths) > 1 else str(m.ffn_size)
 
 
 def _positions(m: TransformerConfig) -> str:
@@ -149,10 +154,11 @@ def _sinks(m: TransformerConfig) -> str:
 
 def _experts_line(m: TransformerConfig) -> str:
     shared = m.moe_shared_expert_intermediate_size
+    latent = f" behind latents of {m.moe_latent_size}" if m.moe_latent_size else ""
     beside = f" and a shared one of {shared}" if shared else ""
     groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
     return (
-        f"{m.num_experts} experts of {m.moe_ffn_size} in {len(m.moe_layers)} layers, each token to "
+        f"{m.num_experts} experts of {m.moe_ffn_size}{latent} in {len(m.moe_layers)} layers, each token to "
         f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
         f"{m.moe_router_load_balancing_type}"
     )

@@ -28,6 +28,7 @@ WITHOUT_EQUAL = {
     "is_hybrid_model": "state-space layers",
     "use_mup": "muP",
     "attention_output_gate": "gates of attention's output",
+    "moe_latent_size": "latent experts",
     "head_wise_attn_gate": "gates of attention's heads",
     "scale_embeddings": "scaled embeddings",
     "fp32_residual_connection": "an fp32 residual stream",
@@ -113,6 +114,8 @@ def refuse_inexpressible(config: RunConfig) -> None:
         "--multi-latent-attention": model.latent,
         "--rope-type yarn": model.yarn,
         "--head-wise-attn-gate": model.head_wise_attn_gate,
+        "--moe-latent-size": model.moe_latent_size,
+        "--ffn-hidden-size-pattern": model.ffn_hidden_size_pattern,
         "--experimental-attention-variant": any(model.linear_pattern),
         "biases of experts": model.add_bias_linear and any(model.expert_pattern),
     }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.moe.parameters import expert_metas, router_metas, router_states, shared_gate_meta
+from megatron.core.moe.parameters import expert_metas, latent_projections, router_metas, router_states, shared_gate_meta
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.tensor_parallel.parameters import ColumnLinear, sequence_partial
 from megatron.core.transformer.parameters import (
@@ -173,6 +173,8 @@ def _channel_mixer(name: str, number: int, config: TransformerConfig, sequence_p
     for metas in expert_metas(f"{name}.experts", config):
         yield from metas
     yield from activation_metas(f"{name}.experts.activation", config)
+    for linear in latent_projections(name, config) or ():
+        yield from linear.metas(sequence_parallel)
     if config.moe_shared_expert_intermediate_size:
         shared = config.moe_shared_expert_intermediate_size
         if config.moe_shared_expert_gate:

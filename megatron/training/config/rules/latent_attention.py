@@ -64,9 +64,19 @@ def _without_latents(c: RunConfig) -> Iterator[Problem]:
 
 
 def latents_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Each rank's fp8 matrices of multi-latent attention must have aligned dimensions."""
+    """Each rank's fp8 matrices of multi-latent attention must have aligned dimensions, and so must its tokens that are
+    projected to latents, of attention or of experts."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
+    alignment, under = fp8_alignment(c, tp)
+    rule = f"must be a multiple of {alignment} under {under}"
+    projects = m.latent or m.moe_latent_size is not None
+    if p.fp8_format and projects and p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
+        tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
+        if tokens % alignment:
+            each = f"gives a rank {tokens} tokens of a micro-batch to project to latents, which {rule}"
+            near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
+            yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if p.fp8_format is None or not m.latent or heads < 1:
         return
@@ -79,16 +89,9 @@ def latents_in_fp8(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if rotary % FP8_ALIGNMENT:
         yield Problem("--qk-pos-emb-head-dim", rotary, rule, multiples(rotary, FP8_ALIGNMENT))
         rotary = 0
-    alignment, under = fp8_alignment(c, tp)
     rule, step = f"must be a multiple of {alignment} under {under}", alignment // gcd(alignment, heads)
     widths = {"--qk-head-dim": m.qk_head_dim, "--v-head-dim": m.v_head_dim, "--qk-pos-emb-head-dim": rotary}
     for flag, width in widths.items():
         if width % step:
             of_rank = f"times the {heads} heads of a rank {rule}"
             yield Problem(flag, width, of_rank, multiples(width, step))
-    if p.sequence_parallel and tp > 1 and p.context_parallel_size > 0:
-        tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
-        if tokens % alignment:
-            each = f"gives a rank {tokens} tokens of a micro-batch to project to latents, which {rule}"
-            near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
-            yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")

@@ -30,8 +30,25 @@ def tensor_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem(flag, value, rule, multiples(value, tp))
     if m.hidden_size > 0 and not divides(tp, m.ffn_size):
         yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, tp))
+    yield from _widths_by_layer(c, tp)
     yield from _vocabulary(c, tp)
     yield from _tensor_overlap(c.parallel)
+
+
+def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
+    m, flag = c.model, "--ffn-hidden-size-pattern"
+    if m.ffn_hidden_size_pattern is None or m.num_layers < 1:
+        return
+    try:
+        widths = m.ffn_sizes
+    except ValueError as error:
+        remedy = f"use for example ([1024]*1+[2048]*{m.num_layers - 1})"
+        yield Problem(flag, m.ffn_hidden_size_pattern, str(error), remedy)
+        return
+    wrong = next((layer for layer, width in enumerate(widths) if not divides(tp, width)), None)
+    if wrong is not None:
+        rule = f"has {widths[wrong]} for layer {wrong}, which must be a multiple of --tensor-model-parallel-size {tp}"
+        yield Problem(flag, m.ffn_hidden_size_pattern, rule, multiples(widths[wrong], tp))
 
 
 def window_heads(c: RunConfig) -> dict[str, int | None]:

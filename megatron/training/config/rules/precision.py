@@ -122,9 +122,16 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
             break
     else:
         yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
-    if _kinds_in_fp8(c).dense and m.ffn_size % rank:
-        rule = f"must be a multiple of {cut} under {under}"
-        yield Problem("--ffn-hidden-size", m.ffn_size, rule, multiples(m.ffn_size, rank))
+    rule = f"must be a multiple of {cut} under {under}"
+    if _kinds_in_fp8(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
+        pattern = m.ffn_hidden_size_pattern
+        flag = "--ffn-hidden-size-pattern" if pattern else "--ffn-hidden-size"
+        of_flag = f"has a layer of {wrong}, which {rule}" if pattern else rule
+        yield Problem(flag, pattern or wrong, of_flag, multiples(wrong, rank))
+    latent = m.moe_latent_size
+    if latent is not None and latent % FP8_ALIGNMENT:
+        of_latent = f"must be a multiple of {FP8_ALIGNMENT} under --fp8-format"
+        yield Problem("--moe-latent-size", latent, of_latent, multiples(latent, FP8_ALIGNMENT))
     shared = m.moe_shared_expert_intermediate_size
     if shared and shared > 0 and shared % rank:
         rule = f"must be a multiple of {cut} under {under}"
@@ -169,12 +176,22 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
         parts = "queries, gates, keys and values" if m.head_wise_attn_gate else "queries, keys and values"
         heads = f"{m.num_attention_heads} heads in {m.query_groups} groups"
         what = f"makes {rows} rows of {parts} and {columns} channels of values of {heads}; both {rule}"
-        if m.value_head_dim != m.head_dim:
-            yield Problem("--value-channels", m.value_channels, what, f"use a multiple of {FP8_ALIGNMENT}")
-        elif m.head_wise_attn_gate:
+        gates = m.num_attention_heads if m.head_wise_attn_gate else 0
+        if gates % rank and (rows - gates) % rank == columns % rank == 0:
             yield Problem("--head-wise-attn-gate", None, what, f"use a number of heads that is a multiple of {rank}")
+        elif m.value_head_dim != m.head_dim:
+            yield Problem("--value-channels", m.value_channels, what, f"use a multiple of {FP8_ALIGNMENT}")
         else:
             yield Problem("--window-num-attention-heads", m.num_attention_heads, what, f"use a multiple of {rank}")
+
+
+def _widths(c: RunConfig) -> tuple[int, ...]:
+    """The widths of MLPs in fp8. None if the pattern cannot be parsed, as another rule reports that."""
+    try:
+        widths, experts = c.model.ffn_sizes, set(c.model.moe_layers)
+    except ValueError:
+        return ()
+    return tuple(widths[layer] for layer in c.parallel.fp8_layers(c.model.num_layers) if layer not in experts)
 
 
 class _Kinds(NamedTuple):
