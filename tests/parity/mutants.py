@@ -230,14 +230,14 @@ _true_begun = gated_delta_net.documents_begun
 
 
 def _bias_in_the_first_columns(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    return _true_add_bias_(y, bias, of_rows, factors, 0)
+    return _true_with_bias(y, bias, of_rows, factors, 0)
 
 
 def _bias_of_full_weight(y: Tensor, bias: Tensor, of_rows: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    return _true_add_bias_(y, bias, of_rows, None, first)
+    return _true_with_bias(y, bias, of_rows, None, first)
 
 
-_true_add_bias_ = experts._add_bias_
+_true_with_bias = experts._with_bias
 
 
 def _router_not_summed(*args: Any) -> list[ParamMeta]:
@@ -651,11 +651,11 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
         ],
     ),
     "bias of an expert's output in the columns of another rank": (
-        [(experts, "_add_bias_", _bias_in_the_first_columns)],
+        [(experts, "_with_bias", _bias_in_the_first_columns)],
         [Combination.of(world="2", tp="2sp", mlp="biased")],
     ),
     "bias of an expert's output without the expert's weight": (
-        [(experts, "_add_bias_", _bias_of_full_weight)],
+        [(experts, "_with_bias", _bias_of_full_weight)],
         [Combination.of(mlp="biased"), Combination.of(world="2", ep="2", mlp="biased")],
     ),
     "gradients of gates beyond their bound": (

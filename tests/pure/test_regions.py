@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import add_update, dropout, dropout_mask
+from megatron.core.moe.experts import EACH, GroupedBiasFunction, Segments, WeightedRowsFunction
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import FUNCTIONS, Bounded, FusedActivation, Kind, gelu_tanh, squared_relu
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.gated_delta_net import delta_operands, gated_norm
 from megatron.core.transformer.latent_attention import rotated_heads
-from megatron.core.transformer.rotary import rotate_queries_and_keys, rotate_queries_and_keys_interleaved
+from megatron.core.transformer.norm import _divided_by_root_mean_square
+from megatron.core.transformer.rotary import (
+    rotate_queries_and_keys,
+    rotate_queries_and_keys_interleaved,
+    scaled_queries,
+)
 from megatron.core.transformer.split_heads import split_heads
 from megatron.training.initialize import check_compiler
 
@@ -130,11 +137,32 @@ def delta_net(x: Tensor, compiled: bool) -> Tensor:
     return torch.cat([part.flatten(2) for part in (q, k, g, beta, out)], -1)
 
 
+def experts_of(x: Tensor, compiled: bool) -> Tensor:
+    """Rows of three experts, two of them spare: their weights on the inputs, then the biases, which are cut."""
+    rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
+    weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
+    if compiled:
+        layer = SimpleNamespace(compiled=True, gemms=EACH, queue=None)
+        y = WeightedRowsFunction.apply(rows, weights, True)
+        return GroupedBiasFunction.apply(y, bias, weights, segments, 30, layer)[:6]
+    added = torch.cat((bias[:1].expand(3, -1), bias[2:].expand(3, -1))) * weights[:6, None]
+    return rows[:6] * weights[:6, None] + F.pad(added, (30, 2))
+
+
+def heads_by_position(x: Tensor, compiled: bool) -> Tensor:
+    """Norms without weights and the temperature of attention."""
+    q, scales = x.unflatten(-1, (4, 10)), torch.linspace(1, 2, 5)[:, None, None, None]
+    q = region(_divided_by_root_mean_square, compiled)(q, 1e-3)
+    return region(scaled_queries, compiled)(q, scales).flatten(2)
+
+
 REGIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     **{kind: partial(activated, kind=kind) for kind in FUNCTIONS},
     "bounded swiglu": partial(activated, kind=BOUNDED),
     "biased, bounded swiglu": partial(activated, kind=BOUNDED, biased=True),
     **{f"biased {kind}": partial(activated, kind=kind, biased=True) for kind in ("gelu", "squared_relu", "swiglu")},
+    "experts with biases": experts_of,
+    "heads by position": heads_by_position,
     "rotary": rotated,
     "interleaved rotary": lambda x, compiled: rotated(x, compiled, rotate_queries_and_keys_interleaved),
     "split": partial(split, rotates=False, biased=True),

@@ -200,13 +200,14 @@ class GroupedLinearFunction(torch.autograd.Function):
         return dx, accumulate_weight_grad(weight, add_dw_, ctx.queue), None, None, None
 
 
-def _add_bias_(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    """y [n, out], to whose columns from `first` on the row of bias [experts, columns] of each expert is added, times
-    the `factors` [n], if given."""
+def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
+    """y [n, out] with the row of bias [experts, columns] of each expert, times the `factors` [n], if given, added to
+    the columns from `first` on."""
     added = bias[experts]
     if factors is not None:
         added = added * factors[:, None].to(y.dtype)
-    return y.narrow(1, first, bias.shape[1]).add_(added)
+    behind = y.shape[1] - first - bias.shape[1]
+    return y + (F.pad(added, (first, behind)) if first or behind else added)
 
 
 def _gradient_of_factors(dy: Tensor, bias: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
@@ -214,8 +215,8 @@ def _gradient_of_factors(dy: Tensor, bias: Tensor, experts: Tensor, factors: Ten
 
 
 class GroupedBiasFunction(torch.autograd.Function):
-    """Adds to each row of y [n, out], in place, the bias [experts, ..., columns] of its expert, times its factor [n] if
-    there are factors. `first` is the first of these columns."""
+    """Adds to each row of y [n, out] the bias [experts, ..., columns] of its expert, times its factor [n] if there are
+    factors. `first` is the first of these columns."""
 
     @staticmethod
     def forward(
@@ -227,11 +228,10 @@ class GroupedBiasFunction(torch.autograd.Function):
         first: int,
         layer: GroupedLinear,
     ) -> Tensor:
-        ctx.mark_dirty(y)
         ctx.save_for_backward(factors)
         ctx.bias, ctx.segments, ctx.first, ctx.layer = bias, segments, first, layer
-        region(_add_bias_, layer.compiled)(y, bias.flatten(1), segments.experts_of(y.shape[0]), factors, first)
-        return y
+        add = region(_with_bias, layer.compiled)
+        return add(y, bias.flatten(1), segments.experts_of(y.shape[0]), factors, first)
 
     @staticmethod
     @once_differentiable

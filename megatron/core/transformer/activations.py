@@ -6,7 +6,7 @@ Each is built by `build_*(name, config, ctx)`; one with parameters of its own is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -175,6 +175,10 @@ def functions_of(kind: Kind) -> Functions:
     return of_bounded, gradient
 
 
+_regions_of = cache(functions_of)
+"""The same functions each time, so that each is compiled once."""
+
+
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if clamp is not None:
@@ -186,14 +190,6 @@ def _within(x: Tensor, clamp: float) -> Tensor:
     """Bool: whether the gradient passes the bounds."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
-
-
-def _forward(x: Tensor, kind: Kind) -> Tensor:
-    return functions_of(kind)[0](x)
-
-
-def _backward(x: Tensor, grad: Tensor, kind: Kind) -> Tensor:
-    return functions_of(kind)[1](x, grad)
 
 
 def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
@@ -216,7 +212,7 @@ class _ActivationFunction(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         ctx.kind, ctx.compiled = kind, compiled
         if bias is None:
-            return region(_forward, compiled)(x, kind)
+            return region(_regions_of(kind)[0], compiled)(x)
         return region(_biased_forward, compiled)(x, bias, kind)
 
     @staticmethod
@@ -224,7 +220,7 @@ class _ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         if bias is None:
-            return region(_backward, ctx.compiled)(x, grad, ctx.kind), None, None, None
+            return region(_regions_of(ctx.kind)[1], ctx.compiled)(x, grad), None, None, None
         groups = gcd(x.numel() // x.shape[-1], PARTIAL_SUMS)
         x_rows, grad_rows = (rows.reshape(groups, -1, rows.shape[-1]) for rows in (x, grad))
         dx, of_bias = region(_biased_backward, ctx.compiled)(x_rows, bias, grad_rows, ctx.kind)
