@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.config import config_from_hf, config_to_hf
+from megatron.core.models.hf.config import config_from_hf, config_to_hf, text_model
+from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
@@ -503,6 +504,22 @@ def test_every_problem_with_weights_is_named() -> None:
     with pytest.raises(ValueError, match=r"norm.weight is missing") as error:
         from_hf(tensors, config, "llama")
     assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight is unknown" in str(error.value)
+
+
+def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.Llama4Config(vision_config=vision, text_config=CASES["llama4"][1])
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    folder, text = HFFolder(tmp_path), model.language_model
+    expected = config_from_hf(text.config.to_dict())
+    assert config_from_hf(folder.config) == expected
+    stored = weights(text)
+    found = to_hf(from_hf(folder.tensors, expected, "llama4_text"), expected, "llama4_text")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    with pytest.raises(ValueError, match="text_config of a llama4 model must be an object"):
+        text_model({"model_type": "llama4"})
 
 
 def test_weights_in_mxfp4() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.hf.config import config_from_hf, settings_of
+from megatron.core.models.hf.config import config_from_hf, settings_of, text_model
 from megatron.core.models.hf.files import CONFIG, is_hf_folder, read_json, tokenizer_files
 from megatron.training.config.flags import all_flags
 from megatron.training.config.problem import Problem
@@ -26,7 +26,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     if load is None or not is_hf_folder(Path(load)):
         return config
     try:
-        theirs = read_json(Path(load) / CONFIG)
+        theirs, _ = text_model(read_json(Path(load) / CONFIG))
         model = config_from_hf(theirs)
     except ValueError as error:
         reader.problems += Problem.of_errors("--load", load, error)

@@ -77,6 +77,23 @@ LINEAR = "linear_attention"
 """In layer_types of config.json, a layer with linear attention."""
 
 
+MULTIMODAL = {"llama4": "language_model."}
+"""model_type of a model of images and text -> what the names of its text model's weights begin with."""
+
+
+def text_model(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The config.json of the text model of a folder, and what the names of its weights begin with: of a multimodal
+    model its part for text, which alone is read, and of others the file as it is. Raises ValueError."""
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MULTIMODAL:
+        return dict(hf_config), ""
+    found = hf_config.get("text_config")
+    if not isinstance(found, dict):
+        raise ValueError(f"config.json: text_config of a {model_type} model must be an object")
+    shared = {key: hf_config[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf_config}
+    return {"model_type": f"{model_type}_text", **shared, **found}, MULTIMODAL[model_type]
+
+
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises ValueError for an unknown one."""
     model_type = hf_config.get("model_type")

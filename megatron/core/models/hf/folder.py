@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.models.hf.config import text_model
 from megatron.core.models.hf.files import BIN, BIN_INDEX, CONFIG, SAFE, SAFE_INDEX, read_json
 from megatron.core.models.hf.safetensors_file import Sliceable, TensorSpec, read_header
 
 
 class HFFolder:
-    """An opened folder: `config` is its config.json, `tensors` its weights by name, on disk. Raises ValueError."""
+    """An opened folder: `config` is its config.json, `tensors` its weights by name, on disk. Of a multimodal model
+    both are those of its text model. Raises ValueError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = read_json(path / CONFIG)
-        self.tensors: dict[str, Sliceable] = _open_weights(path)
+        self.config, prefix = text_model(read_json(path / CONFIG))
+        self.tensors: dict[str, Sliceable] = {
+            name.removeprefix(prefix): tensor for name, tensor in _open_weights(path).items() if name.startswith(prefix)
+        }
 
 
 def _open_weights(folder: Path) -> dict[str, Sliceable]:

@@ -59,10 +59,11 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0 and not divides(etp, m.moe_ffn_size):
         rule = f"must be a multiple of --expert-tensor-parallel-size {etp}"
         yield Problem("--moe-ffn-hidden-size", m.moe_ffn_size, rule, multiples(m.moe_ffn_size, etp))
-    if m.add_bias_linear and not divides(etp, m.hidden_size):
+    if m.add_bias_linear and not divides(etp, m.expert_io_size):
         rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which cuts biases of experts"
-        remedy = f"{multiples(m.hidden_size, etp)}, or add --disable-bias-linear"
-        yield Problem("--hidden-size", m.hidden_size, rule, remedy)
+        remedy = f"{multiples(m.expert_io_size, etp)}, or add --disable-bias-linear"
+        flag = "--hidden-size" if m.moe_latent_size is None else "--moe-latent-size"
+        yield Problem(flag, m.expert_io_size, rule, remedy)
     shared, tp = m.moe_shared_expert_intermediate_size, p.tensor_model_parallel_size
     if shared is not None and not divides(tp, shared):
         rule = f"must be a multiple of --tensor-model-parallel-size {tp}"
