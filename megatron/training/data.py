@@ -14,6 +14,7 @@ from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
+from megatron.core.datasets.whole_batches import WholeBatches
 from megatron.core.parts import LOSSES
 from megatron.core.text_files.tokenized import TextData, is_text
 from megatron.core.tokenizers import build_tokenizer
@@ -33,7 +34,9 @@ class TrainingData:
     model: TransformerConfig
     runtime: Runtime
     train: DataIterator
-    valid: DataIterator | None
+    valid: dict[str, DataIterator]
+    """Validation sets by name; "" is the one that has none."""
+
     test: DataIterator | None
     fingerprint: str
     """Equal if the same sample number means the same training sample."""
@@ -49,7 +52,7 @@ class TrainingData:
         return put_on_device(taken, self.model, self.runtime)
 
     def close(self) -> None:
-        for each in (self.train, self.valid, self.test, self.sample_log):
+        for each in (self.train, *self.valid.values(), self.test, self.sample_log):
             if each is not None:
                 each.close()
 
@@ -74,7 +77,8 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
     iterations = training.train_iters if training.train_iters is not None else batch_sizes.iterations(samples)
     # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
     once = training.eval_iters * training.eval_batch_size
-    datasets = _build(config, (samples, (iterations // training.eval_interval + 1) * once, once))
+    for_valid = None if training.full_validation else (iterations // training.eval_interval + 1) * once
+    datasets = _build(config, (samples, for_valid, once))
     if datasets.train is None:
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
@@ -100,6 +104,11 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
             pin_memory=runtime.device.type == "cuda",
         )
 
+    sets: dict[str, Dataset | None] = {"": datasets.valid}
+    for name, prefix in config.data.named_sets.items():
+        sets[name] = _build_set(config, prefix, for_valid)
+    if training.full_validation:
+        sets = {name: each and WholeBatches(each, training.eval_batch_size) for name, each in sets.items()}
     train_iterator = iterator(datasets.train, "training")
     assert train_iterator is not None
     for line in source_lines(with_tokens(config), samples, config.model.seq_length):
@@ -108,7 +117,7 @@ def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> 
         config.model,
         runtime,
         train_iterator,
-        iterator(datasets.valid, "validation"),
+        {name: each for name, dataset in sets.items() if (each := iterator(dataset, f"validation {name}".strip()))},
         iterator(datasets.test, "test"),
         datasets.train.fingerprint,
     )
@@ -144,7 +153,10 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
 
 
 def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
-    named, fim = config.tokenizer, config.fill_in_middle
+    """The data of the flags but for validation sets with names."""
+    named, fim, data = config.tokenizer, config.fill_in_middle, config.data
+    if data.multiple_validation_sets:
+        config = replace(config, data=replace(data, valid_data_path=None))
     tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
     datasets = build_datasets(
         replace(with_tokens(config), reset_position_ids=config.restarts_positions),
@@ -159,6 +171,13 @@ def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) 
     assert tokenizer is not None
     seed = config.training.seed
     return Datasets(*(each and FillInMiddle(each, fim, tokenizer, seed) for each in datasets))
+
+
+def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset | None:
+    """One validation set."""
+    alone = replace(config.data, data_path=None, train_data_path=None, test_data_path=None)
+    data = replace(alone, valid_data_path=(prefix,), multiple_validation_sets=False)
+    return _build(replace(config, data=data), (0, samples, 0)).valid
 
 
 def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:

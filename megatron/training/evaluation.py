@@ -1,8 +1,9 @@
-"""Evaluation: mean loss and perplexity on a validation or test split."""
+"""Evaluation: mean loss and perplexity on validation sets or the test split."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -16,40 +17,55 @@ from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
 
 
-def evaluate(run: TrainingRun, split: str, iterator: DataIterator, log: RunLog) -> None:
-    """Evaluates `valid` or `test` and logs the loss and its perplexity, unless the run is asked to stop meanwhile.
-    Each validation reads the next samples. Collective."""
+def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log: RunLog) -> None:
+    """Evaluates the data sets of `valid` or `test`, and logs the loss of each and its perplexity, unless the run is
+    asked to stop meanwhile. If all of them have names, the loss without a name is that of all tokens. Each validation
+    reads the next samples. Collective."""
     training, runtime, iteration = run.config.training, run.runtime, run.progress.iteration
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
-    loss = mean_loss(run, iterator, number * training.eval_iters * training.eval_batch_size)
-    if loss is None:
-        return
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    if run.config.logging.log_format == "megatron":
-        last = iteration == run.train_iters or training.skip_train
-        due = iteration % training.eval_interval == 0 and not training.skip_train
-        for named in [*([""] if due else []), *(["valid"] if last else [])] if split == "valid" else [split]:
-            runtime.say(megatron_format.evaluation_lines(named, iteration, loss))
-    else:
-        runtime.say(f" {split} after iteration {iteration} | loss: {loss:.6E} | perplexity: {perplexity:.6E}")
-    run.measured[f"{split}_loss"] = loss
-    consumed = run.progress.consumed_samples
-    record: Record = {"iteration": iteration, "consumed_samples": consumed}
-    record |= {f"{split}_loss": loss, f"{split}_perplexity": perplexity}
+    sums: dict[str, tuple[float, float]] = {}
+    for name, iterator in sets.items():
+        whole = training.full_validation and split == "valid"
+        steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
+        found = summed_loss(run, iterator, 0 if whole else number * steps * training.eval_batch_size, steps)
+        if found is None:
+            return
+        sums[name] = found
+    if "" not in sums:
+        sums[""] = sum(loss for loss, _ in sums.values()), sum(tokens for _, tokens in sums.values())
+    means = {name: loss / count if count else 0.0 for name, (loss, count) in sums.items()}
+    record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
+    for name in sorted(means):
+        key = f"{split}_{name}" if name else split
+        record |= {f"{key}_loss": means[name], f"{key}_perplexity": perplexity(means[name])}
+        if run.config.logging.log_format == "megatron":
+            last = iteration == run.train_iters or training.skip_train
+            due = iteration % training.eval_interval == 0 and not training.skip_train
+            for named in [*([""] if due else []), *(["valid"] if last else [])] if split == "valid" else [split]:
+                runtime.say(megatron_format.evaluation_lines(named, iteration, means[name], name))
+        else:
+            shown = f"{split} {name}".strip()
+            line = f" {shown} after iteration {iteration} | loss: {means[name]:.6E}"
+            runtime.say(f"{line} | perplexity: {perplexity(means[name]):.6E}")
+    run.measured[f"{split}_loss"] = means[""]
     log.write(record)
     for callback in run.callbacks:
         callback.on_evaluation(run.view, split, record)
 
 
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 @torch.no_grad()
-def mean_loss(run: TrainingRun, iterator: DataIterator, first_sample: int) -> float | None:
-    """Mean loss per token over `eval_iters` global batches, without dropout. Collective; equal on every rank.
-    None if the run is asked to stop before the evaluation ends."""
+def summed_loss(run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int) -> tuple[float, float] | None:
+    """(loss of all tokens, tokens) of `steps` batches, without dropout. Collective; equal on every rank. None if the
+    run is asked to stop before the evaluation ends."""
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     with run.pipeline.evaluation_mode():
-        for step in range(training.eval_iters):
+        for step in range(steps):
             if not runtime.watchdog.requests.tick(save_later=True):
                 break
             first = first_sample + step * training.eval_batch_size
@@ -60,4 +76,4 @@ def mean_loss(run: TrainingRun, iterator: DataIterator, first_sample: int) -> fl
     if runtime.watchdog.requests.stopping:
         return None
     loss, tokens = total.tolist()
-    return loss / tokens if tokens else 0.0
+    return loss, tokens

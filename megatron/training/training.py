@@ -128,7 +128,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
         with interval.outside():
             if _due(iteration, config.training.check_replicas):
                 check_replicas(run.stages.values(), run.optimizer, runtime.state)
-            if run.data.valid is not None and (last or _due(iteration, config.training.eval_interval)):
+            if run.data.valid and (last or _due(iteration, config.training.eval_interval)):
                 with collection.around_evaluation():
                     evaluate(run, "valid", run.data.valid, log)
                 may_stop = True
@@ -144,13 +144,13 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     trained = not config.training.skip_train
     if config.checkpoint.save and saved_at != progress.iteration and trained:
         save(run)
-    if not trained and run.data.valid is not None and not requests.stopping:
+    if not trained and run.data.valid and not requests.stopping:
         with collection.around_evaluation():
             evaluate(run, "valid", run.data.valid, log)
     whole = progress.iteration >= run.train_iters or not trained
     if whole and run.data.test is not None and not requests.stopping:
         with collection.around_evaluation():
-            evaluate(run, "test", run.data.test, log)
+            evaluate(run, "test", {"": run.data.test}, log)
     settle(run)
     run.optimizer.finish_param_sync()  # no collective may be in progress when ranks leave
     run.saver.finish(hurry=requests.stopping)

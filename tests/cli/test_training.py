@@ -125,3 +125,23 @@ def test_no_length_is_one_epoch(tmp_path: Path) -> None:
     tokens = (tmp_path / "data_text_document.bin").stat().st_size // 2
     samples = (tokens - 1) // 32
     assert len(losses(save)) == samples // 8
+
+
+def test_validation_sets_by_name_whole_and_at_any_layout(tmp_path: Path) -> None:
+    for name, lines in (("train", 300), ("books", 21), ("code", 9)):
+        texts = (f"{name} {number} " + "word " * (number % 17) for number in range(lines))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = [flag for flag in MODEL if flag not in ("--mock-data",)]
+    data = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--train-data-path", f"{tmp_path}/train.jsonl"]
+    sets = [*model, *data, "--full-validation", "--train-iters", "2", "--eval-interval", "2", "--vocab-size", "257"]
+    named = ["--valid", f"books={tmp_path}/books.jsonl", "--valid", f"code={tmp_path}/code.jsonl"]
+    paths = ["--multiple-validation-sets", "--valid-data-path", f"{tmp_path}/books.jsonl", f"{tmp_path}/code.jsonl"]
+    found = {}
+    for name, world_size, flags in (("a", 1, named), ("b", 2, [*named, "--tp", "2"]), ("c", 2, paths)):
+        said = run_forked(world_size, [*sets, *flags, "--save", str(tmp_path / name)], tmp_path / "screen")
+        (found[name],) = (each for each in records(tmp_path / name / "metrics.jsonl") if "valid_loss" in each)
+    assert "valid books after iteration 2 | loss: " in said
+    keys = ("valid_loss", "valid_books_loss", "valid_code_loss")
+    (alone, tensor, data_parallel) = ([found[run][key] for key in keys] for run in "abc")
+    assert tensor == pytest.approx(alone, rel=1e-5) and data_parallel == pytest.approx(alone, rel=1e-5)
+    assert min(alone[1:]) < alone[0] < max(alone[1:])

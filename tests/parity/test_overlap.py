@@ -28,7 +28,7 @@ from megatron.testing.snapshot import first_difference
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
-from megatron.training.evaluation import mean_loss
+from megatron.training.evaluation import summed_loss
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, save, train_step
 from tests.harness import Snapshot, local_run, train_in_world
@@ -113,7 +113,9 @@ def evaluate_and_save(rank: int, world_size: int, flags: str) -> float:
     with ExitStack() as resources:
         run = build(rank, world_size, flags, resources)
         train_step(run, Interval())
-        loss = mean_loss(run, run.data.valid, 0)
+        found = summed_loss(run, run.data.valid[""], 0, run.config.training.eval_iters)
+        assert found is not None
+        loss = found[0] / found[1]
         train_step(run, Interval())
         save(run)
         run.optimizer.finish_param_sync()

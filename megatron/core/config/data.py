@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron.core.config.flag_spec import Section, flag
@@ -23,6 +24,12 @@ class DatasetConfig(Section):
 
     test_data_path: tuple[str, ...] | None = flag(None, many=True)
     """Like --data-path, for the test only."""
+
+    valid: tuple[str, ...] | None = flag(None, repeats=True)
+    """NAME=PREFIX: a further validation set, whose loss is logged under its name; may be given more than once."""
+
+    multiple_validation_sets: bool = False
+    """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
 
     data_args_path: str | None = None
     """File with the words of --data-path."""
@@ -98,11 +105,40 @@ class DatasetConfig(Section):
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
 
     @property
+    def named_sets(self) -> dict[str, str]:
+        """Name -> prefix of each validation set that has a name. Raises ValueError for one that cannot be told."""
+        found: dict[str, str] = {}
+        given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
+        if self.multiple_validation_sets:
+            prefixes = [word for word in self.valid_data_path or () if not _is_number(word)]
+            given += [
+                ("--valid-data-path", word, word.rstrip("/").rpartition("/")[2].partition(".")[0], word)
+                for word in prefixes
+            ]
+        for flag_name, word, name, prefix in given:
+            if not prefix or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(
+                    f"{flag_name} {word}: must be NAME=PREFIX, with letters, digits, dots and dashes in NAME"
+                )
+            if name in found:
+                raise ValueError(f"{flag_name} {word}: there is a validation set {name} already; choose another name")
+            found[name] = prefix
+        return found
+
+    @property
     def listed(self) -> dict[str, tuple[str, ...] | str]:
         """Field -> value of those that list data in other words than --data-path and its kin, where given."""
         names = ["data_args_path", "per_split_data_args_path"]
         names += [f"{split}_weighted_split_paths{end}" for split in ("train", "valid", "test") for end in ("", "_path")]
         return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ class TrainingConfig:
     eval_iters: int = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
 
+    full_validation: bool = False
+    """Evaluate the whole of each validation set, whatever --eval-iters."""
+
     eval_global_batch_size: int | None = None
     """Samples in one step of an evaluation; default: global-batch-size."""
 

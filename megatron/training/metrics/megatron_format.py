@@ -53,10 +53,11 @@ def saved_line(iteration: int, folder: str | None) -> str:
     return f"  successfully saved checkpoint from iteration {iteration:7d} to {folder}"
 
 
-def evaluation_lines(split: str, iteration: int, loss: float) -> str:
+def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:
     """The three lines of an evaluation: the loss between two rulers. `split`: "test", "valid", or "" for that of a
-    validation during the training, whose line names no split."""
+    validation during the training, whose line names no split. `name`: of one validation set of several."""
     where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
+    where += f" on {name}" if name else ""
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     ruler = "-" * (len(line) + 1)
     return f"{ruler}\n{line}\n{ruler}"

@@ -63,6 +63,24 @@ def _blends(c: RunConfig) -> Iterator[Problem]:
                 )
 
 
+def validation_sets(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    data, training = c.data, c.training
+    if data.dataset != "gpt":
+        for flag, given in (("--valid", data.valid), ("--full-validation", training.full_validation)):
+            if given:
+                yield Problem(flag, None, f"{data.dataset} data has no files to evaluate", f"remove {flag}")
+        return
+    if data.multiple_validation_sets and not data.valid_data_path:
+        yield Problem("--multiple-validation-sets", None, "needs --valid-data-path", "add the prefixes of the sets")
+    if (data.valid or training.full_validation) and not training.eval_iters:
+        named = "--valid" if data.valid else "--full-validation"
+        yield Problem(named, None, "has no effect with --eval-iters 0", "raise --eval-iters")
+    try:
+        data.named_sets  # noqa: B018
+    except ValueError as error:
+        yield Problem.of_message("--valid", data.valid, str(error))
+
+
 def fill_in_middle(c: RunConfig, world_size: int) -> Iterator[Problem]:
     fim = c.fill_in_middle
     if fim.fim_data:
