@@ -65,6 +65,8 @@ def our_layouts(n: int) -> dict[str, str]:
         **pipelines,
         "ours DP": f"--dp {n} --no-use-distributed-optimizer --overlap-grad-reduce",
         "ours ZeRO-1": f"--dp {n} --overlap-grad-reduce --overlap-param-gather",
+        "ours ZeRO-2": f"--dp {n} --data-parallel-sharding-strategy optim_grads",
+        "ours ZeRO-3": f"--dp {n} --data-parallel-sharding-strategy optim_grads_params",
         "ours CP": f"--cp {n}",
     }
 
@@ -162,25 +164,33 @@ def data_parallel(model: Any, batches: Any) -> Callable[[], None]:
     return updated(model, backward)
 
 
-def fully_sharded(model: Any, batches: Any) -> Callable[[], None]:
-    """Gradients and optimizer states sharded, parameters kept between micro-batches: ZeRO-2."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def fully_sharded(keeps_params: bool, reduces_each: bool) -> Callable[[Any, Any], Callable[[], None]]:
+    """FSDP2, every layer wrapped. `keeps_params`: parameters are whole between the micro-batches of a step, else
+    dropped after each pass (ZeRO-3). `reduces_each`: gradients are reduced with each micro-batch, else with the last
+    one, whole until then."""
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    rank, size, take = dist.get_rank(), dist.get_world_size(), turns(batches)
+    def build(model: Any, batches: Any) -> Callable[[], None]:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
-    def backward() -> None:
-        own = take()[rank::size]
-        for number, sample in enumerate(own):
-            model.set_requires_gradient_sync(number == len(own) - 1)
-            loss_of(model(sample[None, :-1]), sample[None, 1:]).mul(size).backward()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps_params)
+        fully_shard(model, mesh=mesh, reshard_after_forward=not keeps_params)
+        rank, size, take = dist.get_rank(), dist.get_world_size(), turns(batches)
 
-    return updated(model, backward)
+        def backward() -> None:
+            own = take()[rank::size]
+            for number, sample in enumerate(own):
+                last = number == len(own) - 1
+                model.set_requires_gradient_sync(last or reduces_each)
+                model.set_reshard_after_backward(last or not keeps_params)
+                loss_of(model(sample[None, :-1]), sample[None, 1:]).mul(size).backward()
+
+        return updated(model, backward)
+
+    return build
 
 
 def tensor_parallel(model: Any, batches: Any) -> Callable[[], None]:
@@ -240,7 +250,9 @@ def pipelined(schedule: str, chunks: int) -> Callable[[Any, Any], Callable[[], N
 
 STEPS: dict[str, Callable[[Any, Any], Callable[[], None]]] = {
     "torch DDP": data_parallel,
-    "torch FSDP2": fully_sharded,
+    "torch FSDP2": fully_sharded(keeps_params=True, reduces_each=False),
+    "torch FSDP2 ZeRO-2": fully_sharded(keeps_params=True, reduces_each=True),
+    "torch FSDP2 ZeRO-3": fully_sharded(keeps_params=False, reduces_each=True),
     "torch DTensor TP": tensor_parallel,
     "torch PP 1F1B": pipelined("Schedule1F1B", 1),
     "torch PP Interleaved1F1B": pipelined("ScheduleInterleaved1F1B", 2),
@@ -251,6 +263,8 @@ RIVALS = {
     "ours TP+SP": "torch DTensor TP",
     "ours DP": "torch DDP",
     "ours ZeRO-1": "torch FSDP2",
+    "ours ZeRO-2": "torch FSDP2 ZeRO-2",
+    "ours ZeRO-3": "torch FSDP2 ZeRO-3",
     "ours PP 1f1b": "torch PP 1F1B",
     "ours PP interleaved": "torch PP Interleaved1F1B",
     "ours PP zb-h1": "torch PP ZBV",
