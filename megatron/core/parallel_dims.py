@@ -26,6 +26,8 @@ class ParallelDims:
     ep: int = 1
     expt_tp: int = 1
     tp_pp_dp: bool = False
+    instances: int = 1
+    """Groups of data-parallel ranks that shard states by themselves."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
@@ -44,6 +46,7 @@ class ParallelDims:
             ep=config.expert_model_parallel_size,
             expt_tp=config.expert_tp,
             tp_pp_dp=config.use_tp_pp_dp_mapping,
+            instances=config.num_distributed_optimizer_instances,
         )
         inner = dims.ep * dims.expt_tp
         if (world_size // dims.pp) % inner:
@@ -70,6 +73,10 @@ class ParallelDims:
     def expert_order(self) -> tuple[str, ...]:
         """Axes of the expert view, outermost first: the ranks of one stage, in dense order, cut another way."""
         return ("pp", "expt_dp", "ep", "expt_tp")
+
+    def shards(self, expert: bool) -> int:
+        """Ranks that states of dense parameters, or of experts, are sharded over."""
+        return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The view (its axes, outermost first) that has all of `axes`."""
@@ -117,3 +124,13 @@ class ParallelDims:
             corners = [map(add, outer, inner) for inner in product(*inside)]
             groups.append(tuple(sorted(self.rank(**dict(zip(order, corner, strict=True))) for corner in corners)))
         return sorted(groups)
+
+    def instance_groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The groups along axes, each cut into one part for each instance: consecutive ranks, as of one node."""
+        size = self.size(*axes) // self.instances
+        return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
+
+    def copy_groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Ranks at the same place of each instance."""
+        size = self.size(*axes) // self.instances
+        return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

@@ -87,6 +87,14 @@ class ParallelState:
         """Ranks with the same dense parameters; their gradients are summed."""
         return self.axis("dp_cp")
 
+    def shard_axis(self, data_axis: str) -> Axis:
+        """Ranks that states of parameters are sharded over: those along a `data_axis`, or of one instance of them."""
+        return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
+
+    def copies_axis(self, data_axis: str) -> Axis:
+        """Ranks that hold the same shards in other instances."""
+        return self.axis(f"{data_axis}_copies")
+
     @property
     def embd(self) -> Axis:
         """First and last pipeline rank, which share a tied embedding; size 1 on ranks in between."""
@@ -146,6 +154,9 @@ def build_parallel_state(
     makes a group too. Equal cuts share one communicator.
     """
     cuts = {name: dims.groups(*JOINT_AXES.get(name, (name,))) for name in (*SINGLE_AXES, *JOINT_AXES)}
+    if dims.instances > 1:
+        for name, axes in (("dp_cp", JOINT_AXES["dp_cp"]), ("expt_dp", ("expt_dp",))):
+            cuts[f"{name}_shard"], cuts[f"{name}_copies"] = dims.instance_groups(*axes), dims.copy_groups(*axes)
     cuts["embd"] = [  # both ends of each pipeline, and each rank in between alone
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
@@ -159,17 +170,17 @@ def build_parallel_state(
         assert covered == list(range(dims.world_size)), f"the groups along {name} must hold each rank once: {covered}"
         return dist.new_group(list(group_of(name)), timeout=timeout, use_local_synchronization=True)
 
-    axes = {}
+    found = {}
     for name, cut in cuts.items():
         ranks, key = group_of(name), tuple(cut)
         if key not in made:
             made[key] = new_group(name) if max(map(len, cut)) > 1 else None
-        axes[name] = Axis(made[key] if len(ranks) > 1 else None, ranks.index(rank), len(ranks), ranks)
+        found[name] = Axis(made[key] if len(ranks) > 1 else None, ranks.index(rank), len(ranks), ranks)
     if dims.pp > 1 and ("nccl" in dist.get_backend() if lanes is None else lanes):
-        axes |= {name: replace(axes["pp"], group=new_group("pp")) for name in LANES[1:]}
+        found |= {name: replace(found["pp"], group=new_group("pp")) for name in LANES[1:]}
     size = dims.world_size
     world = Axis(dist.group.WORLD if size > 1 else None, rank, size, tuple(range(size)))
-    return ParallelState(dims, rank, axes, world)
+    return ParallelState(dims, rank, found, world)
 
 
 _STATE: ParallelState | None = None

@@ -70,7 +70,7 @@ def states_of_rank(
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
     shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
-    sizes = dims.dp * dims.cp, dims.expt_dp, ddp.ddp_bucket_size
+    sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
     apart = ddp.fp8_param_gather and parallel.fp8_format is not None
     buffers = plan_buffers(trained, *sizes, optimizer.group_of, optimizer.whole_roles, apart, ddp.shards_gradients)
     dtypes = parallel.params_dtype, parallel.main_dtype

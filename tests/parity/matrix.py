@@ -160,6 +160,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "parameters": "--data-parallel-sharding-strategy optim_grads_params",
         "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
     },
+    "instances": {"1": "", "2": "--num-distributed-optimizer-instances 2"},
     "recompute": {
         "none": "",
         "selective": "--recompute-granularity selective",
@@ -348,6 +349,11 @@ NAMED = {
     "sharded parameters, further tokens, whole matrices": Combination.of(
         world="4", pp="2", optimizer="parameters", multi_token="2", update="muon"
     ),
+    "hybrid sharding": Combination.of(world="4", optimizer="parameters", instances="2"),
+    "hybrid sharding of experts over pipeline stages": Combination.of(
+        world="8", pp="2", ep="2", mlp="moe", optimizer="gradients", instances="2", schedule="zb-h1"
+    ),
+    "hybrid sharding of states": Combination.of(world="4", cp="2ring", optimizer="overlapped", instances="2"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
     "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
     "latents under sequence and context parallelism": Combination.of(

@@ -584,6 +584,13 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
             Combination.of(world="4", ep="2", mlp="moe", optimizer="parameters"),
         ],
     ),
+    "gradients not added up over instances": (
+        [(param_and_grad_buffer.ParamAndGradBuffer, "start_copies_sync", lambda self: [])],
+        [
+            Combination.of(world="4", optimizer="parameters", instances="2"),
+            Combination.of(world="2", instances="2"),
+        ],
+    ),
     "a shard of gradients added twice": (
         [(UnitBucket, "finish_grad_sync", _added_twice)],
         [Combination.of(world="2", optimizer="parameters"), Combination.of(world="2", optimizer="gradients")],

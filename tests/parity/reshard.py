@@ -50,6 +50,10 @@ LAYOUTS: dict[str, dict[str, tuple[int, str]]] = {
         "dp3": (3, ""),
         "dp2-gradients": (2, "--data-parallel-sharding-strategy optim_grads"),
         "pp2-dp2-parameters": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
+        "dp4-instances": (
+            4,
+            "--data-parallel-sharding-strategy optim_grads_params --num-distributed-optimizer-instances 2",
+        ),
         "dp4-buckets": (4, "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"),
         "cp2": (2, "--cp 2"),
         "pp2-dp3": (6, "--pp 2"),

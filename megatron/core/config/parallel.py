@@ -46,6 +46,10 @@ class ModelParallelConfig(PrecisionConfig):
     """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
     memory of the GPUs of one node (symmetric)."""
 
+    num_distributed_optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each shard by themselves what --data-parallel-sharding-strategy says, and add
+    their gradients up: hybrid sharding (HSDP), for example within nodes."""
+
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 

@@ -136,7 +136,9 @@ class _Writers:
 
     def mine(self, key: str, meta: ParamMeta) -> bool:
         if key not in self.decided:
-            self.decided[key] = meta.is_first_replica(self.state.coords) and (self.data_sharded or self._my_turn(meta))
+            first = self.state.copies_axis(meta.data_axis).first
+            mine = first if self.data_sharded else self._my_turn(meta)
+            self.decided[key] = meta.is_first_replica(self.state.coords) and mine
         return self.decided[key]
 
     def _my_turn(self, meta: ParamMeta) -> bool:

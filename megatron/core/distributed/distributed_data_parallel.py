@@ -72,7 +72,8 @@ class DistributedDataParallel:
                 initialize([param])
         self.params = list(every.values())
         """Trainable parameters, each once, in order of registration."""
-        axes = {False: state.dp_cp, True: state.axis("expt_dp")}
+        axes = {False: state.shard_axis("dp_cp"), True: state.shard_axis("expt_dp")}
+        copies = {False: state.copies_axis("dp_cp"), True: state.copies_axis("expt_dp")}
         self.layouts = plan_buffers(
             [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
             data_parallel_size=axes[False].size,
@@ -95,6 +96,7 @@ class DistributedDataParallel:
                 torch.bfloat16 if ddp_config.grad_reduce_in_bf16 else self.main_dtype,
                 ddp_config.shards_parameters,
                 initialize,
+                copies[layout.expert],
             )
             for layout in self.layouts
         ]
@@ -114,7 +116,7 @@ class DistributedDataParallel:
 
     def _gather_in_fp8(self) -> WeightGather | None:
         """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
-        gemms, axis = gemms_of_weights(self.modules), self.state.dp_cp
+        gemms, axis = gemms_of_weights(self.modules), self.state.shard_axis("dp_cp")
         weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
         parts: list[Part] = []
         for bucket in self.buckets if self.use_distributed_optimizer and axis.size > 1 else ():
@@ -196,6 +198,8 @@ class DistributedDataParallel:
         self.units.finish_grad_sync()
         for bucket in self._reduced_whole:
             bucket.finish_grad_sync()
+        for pending in [pending for buffer in self.buffers for pending in buffer.start_copies_sync()]:
+            pending.wait()
         self._started = 0
         if self._readiness is not None:
             self._readiness.end_step()

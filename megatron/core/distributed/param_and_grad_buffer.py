@@ -32,7 +32,8 @@ class Bucket:
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout, self.axis, self.reduce_dtype = layout, buffer.axis, buffer.reduce_dtype
-        self.shard_grads = shard_grads = buffer.shard_grads
+        self.shard_grads, self.copies = buffer.shard_grads, buffer.copies
+        shard_grads = self.shard_grads
         self.shard_range = layout.shard(self.axis.rank)
         self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.grads, self.grad_shard = self.memory(buffer.grad_data, True)
@@ -246,6 +247,9 @@ def have_values(params: Sequence[Tensor]) -> None:
     assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
+ALONE = Axis()
+
+
 class ParamAndGradBuffer:
     """Memory of one `BufferLayout`.
 
@@ -253,6 +257,7 @@ class ParamAndGradBuffer:
     the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
     a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`: in bf16 a sum that rounds at random.
     Reductions over ranks use `reduce_dtype`.
+    `copies` are ranks that hold the same shards, whose gradients are added up once a step.
     """
 
     def __init__(
@@ -265,10 +270,11 @@ class ParamAndGradBuffer:
         reduce_dtype: torch.dtype,
         shard_params: bool = False,
         initialize: Callable[[Sequence[Tensor]], None] = have_values,
+        copies: Axis = ALONE,
     ) -> None:
         assert axis.size == layout.data_parallel_size, "the layout is planned for another data-parallel size"
         self.layout, self.axis, self.shard_grads, self.reduce_dtype = layout, axis, shard_grads, reduce_dtype
-        self.shard_params = shard_params and layout.by_unit
+        self.shard_params, self.copies = shard_params and layout.by_unit, copies
         sample = params[layout.params[0].index]
         self.param_data = torch.zeros(layout.kept(shard_params), dtype=sample.dtype, device=sample.device)
         self.grad_data = torch.zeros(layout.kept(True), dtype=grad_dtype, device=sample.device)
@@ -296,3 +302,10 @@ class ParamAndGradBuffer:
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
         """The gradients' memory between parameters, where it stays."""
+
+    def start_copies_sync(self) -> list[Pending]:
+        """Starts to add up shards of gradients over the ranks that hold the same ones."""
+        if self.copies.size == 1:
+            return []
+        shards = [self.grad_data] if self.layout.by_unit else [bucket.grad_shard for bucket in self.buckets]
+        return [start_all_reduce_(shard, self.copies) for shard in shards]

@@ -30,7 +30,8 @@ class GradNorm:
         for bucket in buckets:
             runs: list[tuple[bool, int, int]] = []
             for piece in bucket.layout.pieces(*bucket.shard_range):
-                counts, stop = piece.meta.is_first_replica(state.coords), piece.offset + piece.stop - piece.start
+                counts = piece.meta.is_first_replica(state.coords) and bucket.copies.first
+                stop = piece.offset + piece.stop - piece.start
                 if runs and runs[-1][0] == counts:
                     runs[-1] = (counts, runs[-1][1], stop)  # padding in between is zero
                 else:

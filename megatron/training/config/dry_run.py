@@ -208,8 +208,9 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
     owned = "on every rank"
     if config.optimizer.use_distributed_optimizer:
-        experts = f" (of experts over {dims.expt_dp})" if config.model.num_experts is not None else ""
-        owned = f"sharded over {dims.dp * dims.cp} ranks{experts}"
+        experts = f" (of experts over {dims.shards(True)})" if config.model.num_experts is not None else ""
+        copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
+        owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {_stored(config)} {owned}; padding of buffers included"
     if config.ddp.shards_gradients:
         what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"

@@ -71,7 +71,7 @@ def replicas_of(
     whole = not optimizer.config.use_distributed_optimizer
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in optimizer.sharded_state()]
     for label, values, meta, data_replicated in tensors:
-        axes = [*meta.replica_axes, meta.data_axis] if data_replicated else list(meta.replica_axes)
+        axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]
         if len(set(meta.shared_stages)) > 1:
             axes.append("embd")
         if axes := [axis for axis in axes if state.axis(axis).size > 1]:

@@ -55,7 +55,7 @@ class ModelSums:
         for shard in self.optimizer.shards:
             bucket, start = shard.bucket, shard.bucket.owned_range[0]
             for piece in bucket.layout.pieces(*bucket.shard_range):
-                if piece.meta.is_first_replica(self.state.coords):
+                if piece.meta.is_first_replica(self.state.coords) and bucket.copies.first:
                     part = piece.offset - start, piece.offset - start + piece.stop - piece.start
                     yield shard.read_main(*part), bucket.owned_grads[slice(*part)]
         for stage in self.stages.values():

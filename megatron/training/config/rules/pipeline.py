@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.model import RECOMPUTED_WITH, TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -200,6 +201,7 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:
         why = "it shards the optimizer's state"
         yield Problem.exclusive(flag, strategy, "--no-use-distributed-optimizer", why)
+    yield from _instances(c, world_size)
     if not c.ddp.shards_gradients:
         return
     if c.ddp.overlap_grad_reduce:
@@ -213,3 +215,27 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.parallel.cuda_graph_impl == "local":
         why = "memory of whole gradients comes and goes during the passes"
         yield Problem.exclusive("--cuda-graph-impl", "local", given, why)
+
+
+def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    p, name, count = c.parallel, "--num-distributed-optimizer-instances", c.parallel.num_distributed_optimizer_instances
+    if count == 1:
+        return
+    if not c.optimizer.use_distributed_optimizer:
+        rule = "needs the distributed optimizer: without it nothing is sharded"
+        yield Problem(name, count, rule, f"remove {name}, or remove --no-use-distributed-optimizer")
+    if c.optimizer.whole_roles:
+        why = "matrices are updated by one rank of all that hold a part"
+        yield Problem.exclusive(name, count, f"--optimizer {c.optimizer.optimizer}", why)
+    try:
+        dims = ParallelDims.from_config(p, world_size)
+    except (ValueError, ZeroDivisionError):
+        return  # another rule says so
+    sizes = [("DP * CP", dims.dp * dims.cp)]
+    if c.model.num_experts is not None:
+        sizes.append(("the data-parallel size of experts", dims.expt_dp))
+    for what, size in sizes:
+        if count < 1 or size % count:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - count))
+            yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest}")
