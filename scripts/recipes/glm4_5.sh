@@ -8,11 +8,13 @@
 #   SIZE=106b-a12b bash scripts/recipes/glm4_5.sh --dry-run
 #
 # SIZE is 355b-a32b (default) or 106b-a12b (GLM-4.5-Air, without norms of queries and keys). Shapes are those of the
-# published config.json files. The rest is quoted from memory of the report; check it before a real run: 22T tokens of
-# 4,096-token sequences (15T general, 7T code and reasoning), a batch that grows from 16M to 64M tokens over 500B, a
-# cosine from 2.5e-4 to 2.5e-5 that ends with the mid-training behind this run (23.1T), Muon with momentum 0.95 and
-# updates of RMS 0.2, weight decay 0.1, a balancing loss of 1e-4 within sequences, and for the first 15T tokens a bias
-# rate of 1e-3 and a factor of 0.3 for the second token's loss, which stay so here (there 0 and 0.1 afterwards).
+# published config.json files, which Megatron Bridge's page of the family repeats, with the factor of 0.3 for the second
+# token's loss. Muon, the cosine and 15T and 7T tokens are in public summaries of the report. The rest is quoted from
+# memory of it; check it before a real run: 22T tokens of 4,096-token sequences (15T general, 7T code and reasoning), a
+# batch that grows from 16M to 64M tokens over 500B, a cosine from 2.5e-4 to 2.5e-5 that ends with the mid-training behind
+# this run (23.1T), Muon with momentum 0.95 and updates of RMS 0.2, weight decay 0.1, a balancing loss of 1e-4 within
+# sequences, and for the first 15T tokens a bias rate of 1e-3 and a factor of 0.3 for the second token's loss, which stay
+# so here (there 0 and 0.1 afterwards).
 # Warm-up, clipping and initial weights are not published: ours. The report gives these settings for GLM-4.5 and no
 # others for Air.
 set -euo pipefail

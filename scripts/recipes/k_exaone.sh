@@ -7,11 +7,12 @@
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/k_exaone.sh
 #   bash scripts/recipes/k_exaone.sh --dry-run
 #
-# Shapes (236B parameters, 23B active as published) and settings are quoted from memory of config.json and the report;
-# check them before a real run: 11T tokens of 8,192-token sequences, Muon, a peak learning rate of 3e-4 in a WSD
-# schedule, a balancing loss of 1e-4 within sequences, and a rate of the bias of 1e-4. Batch, warm-up, length of the
-# decay and weight decay are ours. Training is in bf16 here, in fp8 there, and there is no module of multi-token
-# prediction: theirs has a dense MLP where the last layer has experts.
+# 236B parameters with 23B active, the window and its period are those of the publisher's page
+# (github.com/LG-AI-EXAONE/K-EXAONE); experts and the first length of 8,192 tokens are in public summaries of the report.
+# Other shapes and settings are quoted from memory of config.json and the report; check them before a real run: 11T
+# tokens, Muon, a peak learning rate of 3e-4 in a WSD schedule, a balancing loss of 1e-4 within sequences, and a rate of
+# the bias of 1e-4. Batch, warm-up, length of the decay and weight decay are ours. Training is in bf16 here, in fp8 there,
+# and there is no module of multi-token prediction: theirs has a dense MLP where the last layer has experts.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

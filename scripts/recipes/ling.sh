@@ -7,11 +7,13 @@
 #       sbatch --nodes 64 scripts/train_gpt_slurm.sh scripts/recipes/ling.sh
 #   SIZE=1t bash scripts/recipes/ling.sh --dry-run
 #
-# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). Shapes of flash
-# and 1t and all settings are quoted from memory of config.json and the report; check them before a real run. The report
-# has 20T tokens and a learning rate that stays constant, since checkpoints are merged in place of a decay; merging is
-# not part of this script. Length, learning rate, batch, rotary base and the rate of the bias are ours, training is in
-# bf16 here and in fp8 there, and the mean of the bias's updates is not taken out.
+# SIZE is mini (default: 16B parameters, 1.4B active), flash (100B, 6.1B active) or 1t (1T, 50B active). Shapes of mini,
+# and for all sizes rotary base, z-loss, rate of the bias, factor of the second token, initial weights, Adam's betas,
+# weight decay and clipping are those of examples/pretrain/run_pretrain_4k.sh in github.com/inclusionAI/Ling-V2, which goes
+# on with the pretraining of mini. Shapes of flash and 1t are quoted from memory of config.json; check them before a real
+# run. The report has 20T tokens and a learning rate that stays constant, since checkpoints are merged in place of a decay;
+# merging is not part of this script. Length, learning rate and batch are ours, training is in bf16 here and in fp8 there
+# (--fp8-format e4m3 --fp8-recipe blockwise adds it), and the mean of the bias's updates is not taken out.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
@@ -33,6 +35,7 @@ model=(
     --moe-shared-expert-intermediate-size "${shape[5]}" --moe-router-num-groups 8 --moe-router-group-topk 4
     --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-load-balancing-type none
+    --moe-z-loss-coeff 3.5e-6
     --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1
 )
 training=(
