@@ -6,8 +6,8 @@
 #       sbatch --nodes 256 scripts/train_gpt_slurm.sh scripts/recipes/kimi_k2.sh
 #   bash scripts/recipes/kimi_k2.sh --dry-run
 #
-# QK-clip, which bounds attention logits during the run, is not built. The report gives no coefficient of a balancing
-# loss: experts are balanced by the bias of their scores, whose rate here is DeepSeek-V3's. A batch has 67M tokens; the
+# QK-clip bounds attention logits at 100; plain torch computes attention for it. The report gives no coefficient of a
+# balancing loss: experts are balanced by the bias of their scores, whose rate here is DeepSeek-V3's. A batch has 67M tokens; the
 # learning rate is constant for 10T tokens after 500 steps of warm-up, then falls by a cosine to a tenth over 5.5T.
 set -euo pipefail
 # shellcheck source=scripts/recipes/recipe.sh
@@ -32,6 +32,7 @@ model=(
 training=(
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 --muon-coefficient-type simple
+    --qk-clip --qk-clip-threshold 100
     --global-batch-size 16384 --train-samples 3784179688 --lr-warmup-samples 8192000
     --lr 2e-4 --min-lr 2e-5
     --lr-decay-style WSD --lr-wsd-decay-style cosine --lr-decay-samples 3784179688 --lr-wsd-decay-samples 1342773438

@@ -14,6 +14,7 @@ CI runs a part, see test_matrix.py.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -108,6 +109,16 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
     "update": {
         "adam": "",
         "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
+        "clipped": "--qk-clip --qk-clip-threshold 1e-4 --qk-clip-alpha 0.3",
+    },
+    "states": {
+        "main": "",
+        "bf16": "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "fp16": "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
+    },
+    "groups": {
+        "usual": "",
+        "own": "--param-group 'linear_(qkv|fc1|q) lr_mult=0.3 weight_decay=0.5' --weight-decay-on matrices norms",
     },
     "multi token": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
     "documents": {
@@ -208,7 +219,7 @@ class Combination:
     def _flags(self, names: Sequence[str]) -> list[str]:
         moe = self["mlp"] != "dense"
         named = [FACTORS[name][self[name]] for name in names if moe or name not in OF_EXPERTS]
-        return " ".join([COMMON, *named]).split()
+        return shlex.split(" ".join([COMMON, *named]))
 
     def __getitem__(self, factor: str) -> str:
         return self.choices[list(FACTORS).index(factor)]
@@ -384,6 +395,13 @@ NAMED = {
     ),
     "whole matrices of experts": Combination.of(world="4", tp="2sp", update="muon", mlp="moe", ep="2", etp="2"),
     "whole matrices, replicated": Combination.of(world="4", cp="2ring", update="muon", optimizer="replicated"),
+    "states in 16 bits and groups over tensor and pipeline parallelism": Combination.of(
+        world="8", tp="2sp", pp="2", states="bf16", groups="own", optimizer="overlapped"
+    ),
+    "clipped logits under context and tensor parallelism": Combination.of(
+        world="4", tp="2", cp="2ring", update="clipped", heads="gqa"
+    ),
+    "clipped logits of latents": Combination.of(world="4", cp="2ulysses", update="clipped", heads="mla"),
     "whole matrices over pipeline parallelism": Combination.of(
         world="4", pp="2", schedule="zb-v", update="muon", optimizer="overlapped", style="llama"
     ),

@@ -31,14 +31,16 @@ from megatron.core.attention.tiles import Tile
 from megatron.core.batch import Batch, BatchContext
 from megatron.core.config.layers import Rotation
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.param_groups import ParamGroup
 from megatron.core.distributed import finalize_model_grads as finalize
 from megatron.core.distributed import grad_readiness as overlap
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
+from megatron.core.kernels import stochastic_rounding
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
-from megatron.core.optimizer import matrix_exchange, muon
+from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -411,7 +413,47 @@ _true_prediction = MultiTokenPrediction.forward
 
 
 # What is broken, how, and combinations that must notice.
+def _lr_without_its_factor(self: ParamGroup, lr: float, decoupled_lr: float | None) -> float:
+    return lr
+
+
+def _noise_by_place(key: Tensor, salt: int) -> Tensor:
+    return _true_uniform_of(torch.arange(len(key), dtype=torch.int32), salt)
+
+
+_true_uniform_of = stochastic_rounding.uniform_of
+
+
+def _of_this_rank_alone(x: Tensor, axis: Axis, op: Any) -> Tensor:
+    return x
+
+
+def _whole_factor_in_rotary_keys(self: Any, eta: Tensor, alpha: float) -> dict[Any, Tensor]:
+    factors = _true_clip_factors(self, eta, alpha)
+    factors[self.linear_q][:, self.key_width :] = eta[:, None] ** alpha
+    return factors
+
+
+_true_clip_factors = latent_attention.MultiLatentAttention.clip_factors
+
+STATES = Combination.of(world="8", tp="2sp", pp="2", states="bf16", groups="own", optimizer="overlapped")
+CLIPPED = Combination.of(world="4", tp="2", cp="2ring", update="clipped", heads="gqa")
+CLIPPED_LATENTS = Combination.of(world="4", cp="2ulysses", update="clipped", heads="mla")
+
 MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
+    "the factor of a group's learning rate is lost": ([(ParamGroup, "lr", _lr_without_its_factor)], [STATES]),
+    "states are rounded by their place in a shard": (
+        [(precision_aware, "uniform_of", _noise_by_place)],
+        [STATES],
+    ),
+    "the largest logits of a head are those of one context-parallel rank": (
+        [(qk_clip, "all_reduce_", _of_this_rank_alone)],
+        [CLIPPED, CLIPPED_LATENTS],
+    ),
+    "rotary queries are clipped like those without position": (
+        [(latent_attention.MultiLatentAttention, "clip_factors", _whole_factor_in_rotary_keys)],
+        [CLIPPED_LATENTS],
+    ),
     "row-parallel forward all-reduce dropped": ([_without_reduction("ROW")], [Combination.of(world="2", tp="2")]),
     "column-parallel backward all-reduce dropped": (
         [_without_reduction("COLUMN")],

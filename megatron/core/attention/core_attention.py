@@ -96,7 +96,8 @@ class CoreAttention(nn.Module):
         self.fused = FusedAttention(self.scale, backend == "flash3" and ctx.device.type == "cuda")
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
-        self.first_head = first = heads * ctx.tp.rank
+        self.local_heads, self.first_head = heads, heads * ctx.tp.rank
+        first = self.first_head
         if self.across_ranks is ulysses_attention:
             heads //= ctx.cp.size
             self.first_head += heads * ctx.cp.rank
@@ -115,6 +116,20 @@ class CoreAttention(nn.Module):
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
         self.of_tiles = config.attends_in_tiles
         self.always_tiles = self.of_tiles or unequal or backend == "unfused"
+        self.max_logits: Tensor | None = None
+
+    def record_max_logits(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes forward passes in training note the largest logit of each head in `max_logits` [heads/tp]: the scaled
+        products of queries and keys that see each other. Plain torch computes attention then."""
+        self.max_logits = torch.full((self.local_heads,), float("-inf"), dtype=dtype, device=device)
+        self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self._note)
+        self.always_tiles = True
+
+    def _note(self, largest: Tensor) -> None:
+        """`largest` [heads] of the heads that this rank computes."""
+        if self.training and self.max_logits is not None:
+            mine = self.max_logits[self.sink_heads]
+            torch.maximum(mine, largest.detach(), out=mine)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
         """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
@@ -150,5 +165,6 @@ class CoreAttention(nn.Module):
         kernel = self.kernel if documents is None and self.window is None else self.varlen_kernel
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
-            kernel = TorchKernel(self.scale, masks, self.slopes, self.cap)
+            note = None if self.max_logits is None else self._note
+            kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)
         return Causal(kernel, documents, self.window)

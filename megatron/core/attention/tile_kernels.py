@@ -11,7 +11,7 @@ supports everything in plain torch; `megatron.core.attention.flash_kernels` hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,8 +133,10 @@ class TorchKernel:
         dropout: Dropout | None = None,
         slopes: Tensor | None = None,
         cap: float | None = None,
+        note: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.scale, self.dropout, self.slopes, self.cap = scale, dropout, slopes, cap
+        """`note` is called with the largest scores [heads] of each tile in the forward."""
+        self.scale, self.dropout, self.slopes, self.cap, self.note = scale, dropout, slopes, cap, note
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for tile in tiles:
@@ -149,6 +151,8 @@ class TorchKernel:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Outputs:
         scores = self._masked_(self._scores(q, k), tile)
+        if self.note is not None:
+            self.note(scores.amax((0, 2, 3)))
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse[..., None]).exp_()
         factors = self._dropout_factors(weights, tile)

@@ -152,6 +152,16 @@ class OptimizerConfig(Section):
     moe_router_skip_muon: bool = False
     """Muon: leave the router's weight to --muon-scalar-optimizer."""
 
+    qk_clip: bool = False
+    """QK-clip (MuonClip, Kimi K2): after an update, scale the projections of queries and keys of heads whose largest
+    attention logit in the step was above --qk-clip-threshold. Plain torch computes attention then."""
+
+    qk_clip_threshold: float = 100.0
+    """--qk-clip: the largest logit that a head may have."""
+
+    qk_clip_alpha: float = 0.5
+    """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
+
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 

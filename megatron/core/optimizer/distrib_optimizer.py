@@ -26,6 +26,7 @@ from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.optimizer.muon import matrix_dtype
 from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard, Shard, UpdateRule
 from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
+from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.parts import OPTIMIZERS
@@ -130,6 +131,8 @@ class DistributedOptimizer:
         else:
             shards = [OptimizerShard(bucket, config.states(layout.whole), layout) for bucket, layout in owned]
             self.shards, self._rules = [*shards], [*_build_rules(config, ddp, state, shards)]
+        owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
+        self._qk_clip = QKClip(config, ddp.modules, owned_shards, state.dp_cp) if config.qk_clip else None
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
 
     @torch.no_grad()
@@ -163,6 +166,8 @@ class DistributedOptimizer:
             if factor is not None:
                 rule.scale_gradients(factor)
             rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
+        if self._qk_clip is not None:
+            self._qk_clip.clip(skip)
         self._updates += 1.0 - skip
         for shard in self.shards:
             shard.write_params()

@@ -91,6 +91,15 @@ class MultiLatentAttention(nn.Module):
             out = self._attend(latents, context)
         return self.linear_proj(out)
 
+    def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
+        """Factors [heads/tp, rows] of the rows of projections that multiply the logits of each head by eta [heads/tp]
+        (QK-clip, Kimi K2, arXiv 2507.20534, section 2.1). The rotary key is shared by all heads and stays: the rotary
+        queries have the whole factor."""
+        eta = eta[:, None]
+        q = [eta.pow(alpha).expand(-1, self.key_width), eta.expand(-1, self.rotary_width)]
+        kv = [eta.pow(1 - alpha).expand(-1, self.key_width), torch.ones_like(eta).expand(-1, self.value_width)]
+        return {self.linear_q: torch.cat(q, dim=1), self.linear_kv_up: torch.cat(kv, dim=1)}
+
     def _latents(self, x: Tensor) -> Latents:
         q = self.q_layernorm(self.linear_q_down(x))
         kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)

@@ -72,6 +72,14 @@ class SelfAttention(nn.Module):
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate))
 
+    def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
+        """Factors [groups, rows] of the rows of projections that multiply the logits of each head by at most eta
+        [heads/tp]: eta^alpha in the queries, the rest in the keys (QK-clip). All heads of a group have its smallest."""
+        groups = eta.unflatten(0, (-1, self.head_counts[0])).amin(1, keepdim=True)
+        powers = (alpha, 0.0, 1 - alpha, 0.0)  # queries, gates, keys, values
+        factors = [groups.pow(power).expand(-1, rows) for power, rows in zip(powers, self.group_rows, strict=True)]
+        return {self.linear_qkv: torch.cat(factors, dim=1)}
+
     def _project(self, x: Tensor, context: BatchContext) -> Heads:
         tables = () if self.rotation is None else context.rotary[self.rotation]
         bias = self.linear_qkv.bias if self.splits_at_once and self.compiled else None

@@ -83,7 +83,10 @@ def _data_parallel_size(config: RunConfig, world_size: int) -> int | None:
 
 
 def _resolve_parallel(config: RunConfig, world_size: int) -> Any:
-    return _filled(config.parallel, data_parallel_size=_data_parallel_size(config, world_size))
+    parallel = config.parallel
+    if config.optimizer.qk_clip and parallel.attention_backend == "auto":
+        parallel = replace(parallel, attention_backend="unfused")  # which alone knows the largest logits
+    return _filled(parallel, data_parallel_size=_data_parallel_size(config, world_size))
 
 
 def _resolve_model(config: RunConfig, vocab_size: int | None) -> Any:

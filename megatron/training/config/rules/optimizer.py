@@ -27,6 +27,31 @@ def optimizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--moe-router-skip-muon", None, "--num-experts")
 
 
+def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, m, p, table, switch = c.optimizer, c.model, c.parallel, field_table(), "--qk-clip"
+    if not o.qk_clip:
+        for flag in (table["qk_clip_threshold"], table["qk_clip_alpha"]):
+            if getattr(o, flag.field) != flag.default:
+                yield Problem.no_effect(flag.name, getattr(o, flag.field), switch)
+        return
+    if p.attention_backend not in ("auto", "unfused"):
+        rule = f"does not return the largest logit of each head, which {switch} needs"
+        yield Problem("--attention-backend", p.attention_backend, rule, "use unfused, or remove --attention-backend")
+    if m.qk_layernorm and not m.latent:
+        why = "norms of queries and keys undo any scale of their projections, and bound logits themselves"
+        yield Problem.exclusive(switch, None, "--qk-layernorm", why)
+    if m.alibi:
+        why = "its biases are no products of queries and keys"
+        yield Problem.exclusive(switch, None, "--position-embedding-type alibi", why)
+    if m.attn_logit_softcapping is not None:
+        yield Problem.exclusive(switch, None, "--attn-logit-softcapping", "logits are bounded already")
+    if o.use_precision_aware_optimizer:
+        why = "main parameters are scaled where they lie in fp32"
+        yield Problem.exclusive(switch, None, "--use-precision-aware-optimizer", why)
+    if p.cuda_graph_impl == "local":
+        yield Problem.exclusive(switch, None, "--cuda-graph-impl local")
+
+
 FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Fields of --use-precision-aware-optimizer."""
 

@@ -1,0 +1,81 @@
+"""QK-clip: the largest logit of each head, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.optimizer.qk_clip import of_elements
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.metrics.interval import Interval
+from megatron.training.training import train_step
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-9 --fp64 --cpu "
+    "--train-iters 9 --global-batch-size 4 --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --num-workers 0 --mock-data --make-vocab-size-divisible-by 2 --init-method-std 0.5 "
+    "--weight-decay 0 "
+)
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5"
+    " --position-embedding-type rope"
+)
+PLAIN = "--group-query-attention --num-query-groups 2 --add-qkv-bias --attention-output-gate"
+TAU = 0.1
+
+
+def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
+    """Largest logits of the initial weights, and of the same samples after a step that changes nothing but by its
+    clip."""
+    with local_run(resolve(parse_args(flags.split()), world_size), rank, world_size) as run:
+        clip, found = run.optimizer._qk_clip, []
+        assert clip is not None
+        true = clip.largest
+        clip.largest = lambda: found.append(true()) or found[-1]  # type: ignore[method-assign]
+        train_step(run, Interval())
+        run.progress.consumed_samples = 0
+        train_step(run, Interval())
+        return [largest for (largest,) in found]
+
+
+@pytest.mark.parametrize("heads", [PLAIN, LATENT], ids=["plain", "latent"])
+def test_no_head_stays_above_the_threshold(heads: str) -> None:
+    """With a learning rate of almost nothing the clip is all that changes, and every logit falls by its factor."""
+    ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {heads} --qk-clip --qk-clip-threshold {TAU}")
+    assert (before > TAU).any()
+    bound = torch.where(before > TAU, TAU, before)
+    assert (after <= bound + 1e-6).all()
+    if heads == LATENT:  # heads that share no key fall to the threshold exactly
+        torch.testing.assert_close(after, bound, rtol=1e-5, atol=1e-6)
+
+
+def test_a_threshold_that_no_head_exceeds_changes_nothing() -> None:
+    ((before, after),) = run_world(1, largest_of_two_steps, f"{MODEL} {PLAIN} --qk-clip --qk-clip-threshold 1e4")
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-9)
+
+
+def test_factors_of_elements() -> None:
+    of_rows = torch.arange(6.0).view(2, 3)
+    whole = of_rows[:, :, None].expand(2, 3, 5).flatten()
+    for start, stop in ((0, 30), (3, 4), (7, 23), (29, 30)):
+        assert torch.equal(of_elements(of_rows, 5, start, stop), whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--qk-clip --attention-backend flash", "--attention-backend flash: does not return the largest logit"),
+        ("--qk-clip --qk-layernorm", "--qk-clip: cannot be combined with --qk-layernorm"),
+        ("--qk-clip --position-embedding-type alibi", "cannot be combined with --position-embedding-type alibi"),
+        ("--qk-clip --attn-logit-softcapping 5", "cannot be combined with --attn-logit-softcapping"),
+        ("--qk-clip --use-precision-aware-optimizer", "cannot be combined with --use-precision-aware-optimizer"),
+        ("--qk-clip-threshold 5", "--qk-clip-threshold 5.0: has no effect without --qk-clip"),
+    ],
+)
+def test_what_does_not_combine_is_refused(flags: str, rule: str) -> None:
+    config = parse_args((MODEL + flags).split())
+    problems = [*map(str, validate(resolve(config, 1), 1)), *map(str, notices(config, 1))]
+    assert any(rule in problem for problem in problems), problems
