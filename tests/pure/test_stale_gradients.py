@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.parallel import DDPConfig
+from megatron.core.distributed import small_grads
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
@@ -35,7 +36,7 @@ class WithSpare(nn.Module):
         self.spare.meta = ParamMeta("spare.weight", (5,))  # type: ignore[attr-defined]
 
 
-def gradients(name: str, overwrite: bool, queued: bool, overlap: bool) -> list[Tensor]:
+def gradients(name: str, overwrite: bool, queued: bool, overlap: bool, together: bool = False) -> list[Tensor]:
     """Of a second step of two micro-batches, after a first one with other values, and NaN in what it left."""
     style, settings = MODELS[name]
     config = replace(STYLES[style], num_layers=2, **settings)
@@ -50,6 +51,7 @@ def gradients(name: str, overwrite: bool, queued: bool, overlap: bool) -> list[T
         for buffer in ddp.buffers:
             buffer.grad_data.fill_(torch.nan)
         ddp.begin_step(2, overwrite=overwrite)
+        ddp._small_grads.enabled = together
         for number in range(2):
             if queued:
                 queue.begin(number)
@@ -72,6 +74,18 @@ def test_gradients_have_the_bits_that_they_have_from_zeros(name: str, how: str) 
     queued, overlap = how == "queued", how == "overlap"
     expected = gradients(name, False, queued, overlap)
     for found, zeroed in zip(gradients(name, True, queued, overlap), expected, strict=True):
+        assert torch.equal(found, zeroed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("at_a_time", [3, 256])
+def test_small_gradients_added_together_have_the_same_bits(
+    name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(name, False, False, False)
+    monkeypatch.setattr(small_grads, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(small_grads, "LARGEST", 100)
+    for found, zeroed in zip(gradients(name, True, False, False, together=True), expected, strict=True):
         assert torch.equal(found, zeroed)
 
 

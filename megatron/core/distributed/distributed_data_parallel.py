@@ -8,6 +8,7 @@ and a hook adds them once complete. Both then call `param.on_main_grad`, where i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.grad_readiness import GradReadiness, wait_before_forward
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer, UnitBucket, have_values
 from megatron.core.distributed.param_layout import DEFAULT, GroupOf, Piece, launch_order, plan_buffers
+from megatron.core.distributed.small_grads import SmallGrads
 from megatron.core.distributed.unit_sharding import UnitSharding
 from megatron.core.fp8.casts import E4M3
 from megatron.core.fp8.recipes import Fp8Gemms, GatheredWeight, WeightCasts
@@ -112,7 +114,9 @@ class DistributedDataParallel:
             self._readiness = GradReadiness(self.params, self._reduced_whole, self.start_grad_sync)
         if ddp_config.overlap_param_gather:
             wait_before_forward(self.modules, self.params, self.buckets)
-        self._hooks = [param.register_post_accumulate_grad_hook(_move_grad) for param in self.params]
+        self._small_grads = SmallGrads()
+        hook = partial(_move_grad, self._small_grads)
+        self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _gather_in_fp8(self) -> WeightGather | None:
         """Prepares gathers in fp8 of the buckets that hold weights of fp8 layers alone; None if there are none."""
@@ -145,6 +149,7 @@ class DistributedDataParallel:
         `zero_stale_grads`, it holds the gradient of the step before. All must go through `accumulate_weight_grad`.
         """
         assert self._started == 0, "reductions of the step before have not been waited for"
+        self._small_grads.enabled = overwrite and self.device.type == "cuda"
         if overwrite:
             self._mark_all_stale()
         else:
@@ -156,6 +161,7 @@ class DistributedDataParallel:
     def zero_grad_buffer(self) -> None:
         """Zeroes the gradients."""
         self.units.drop_grads()
+        self._small_grads.drop()
         for buffer in self.buffers:
             buffer.grad_data.zero_()
         for param in self.params:
@@ -174,7 +180,9 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all."""
+        """Zeroes the gradients to which this step has added nothing; those of one bucket, by default all. Adds what is
+        held back to be added together."""
+        self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
         for param in self._params_of(buckets):
             if is_stale(param):
@@ -263,13 +271,17 @@ def _communication_device(axis: Axis) -> torch.device:
     return torch.device("cpu")
 
 
-def _move_grad(param: Tensor) -> None:
-    """Autograd hook: adds the gradient to `main_grad` and frees it.
+def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
+    """Autograd hook: adds the gradient to `main_grad`, at once or with others, and frees it.
 
     It also runs without a gradient, for a parameter whose Functions have added theirs to `main_grad` already.
     """
     grad, param.grad = param.grad, None
-    if grad is not None:
+    if grad is None:
+        return
+    if small_grads.takes(param, grad):
+        small_grads.hold(param, grad)
+    else:
         accumulate_weight_grad(
             param, lambda main_grad: main_grad.add_(grad), write_=lambda main_grad: main_grad.copy_(grad)
         )
