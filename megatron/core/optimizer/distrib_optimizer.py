@@ -24,7 +24,7 @@ from megatron.core.optimizer.grad_scaler import build_loss_scaler
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.optimizer.muon import matrix_dtype
-from megatron.core.optimizer.optimizer import Optimizer, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.optimizer import AdamW, Optimizer, OptimizerShard, Shard, UpdateRule
 from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
 from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer_piece import OptimizerPiece
@@ -86,6 +86,8 @@ def _build_rules(
 ) -> list[Optimizer]:
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
     elementwise = OPTIMIZERS[config.elementwise](config, [shard for shard in shards if not shard.whole])
+    if isinstance(elementwise, AdamW) and ddp.parallel_config.compiles(ddp.device.type):
+        elementwise.compile()
     if not config.whole_roles:
         return [elementwise]
     stage = state.axis("stage")

@@ -13,10 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import BufferLayout
+from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout
+from megatron.core.optimizer.compiled_adam import adam_scalars, adamw_
 from megatron.core.optimizer_piece import OptimizerPiece
 
 MAIN_PARAM = "main_param"
@@ -75,9 +77,11 @@ class OptimizerShard(Shard):
         self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
         self.main.grad = bucket.owned_grads
         self.states = {name: torch.zeros_like(self.main) for name in states}
+        self.written_by_update = False
+        """Whether an update of the main parameters writes the parameters."""
 
     def write_params(self) -> None:
-        if not self.aliased:
+        if not (self.aliased or self.written_by_update):
             self.bucket.owned_params.copy_(self.main)
 
     def read_main(self, start: int, stop: int) -> Tensor:
@@ -197,6 +201,46 @@ class AdamW(_Fused):
         for shard in shards:
             step = torch.zeros((), dtype=torch.float32, device=shard.main.device)
             self._torch.state[shard.main].update(shard.states, step=step)
+        self._betas, self._factor = betas, None
+
+    _factor: Tensor | None
+    """Of the gradients of the next compiled step."""
+
+    compiled = False
+    """Whether updates are compiled: see `compiled_adam`."""
+
+    def compile(self) -> None:
+        """Compiles the updates of main parameters in fp32; they write the parameters too."""
+        self.compiled = bool(self.shards) and all(shard.main.dtype == torch.float32 for shard in self.shards)
+        for shard in self.shards:
+            shard.written_by_update = self.compiled
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        if self.compiled:
+            self._factor = factor
+        else:
+            super().scale_gradients(factor)
+
+    def step(
+        self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor, decoupled_lr: float | None = None
+    ) -> None:
+        if not self.compiled:
+            super().step(lr, weight_decay, skip, updates, decoupled_lr)
+            return
+        update = region(adamw_, True)
+        scalars = {
+            group: adam_scalars(
+                group.lr(lr, decoupled_lr), group.decay(weight_decay), self._betas, self._factor, skip, updates
+            )
+            for group in dict.fromkeys(shard.group for shard in self.shards)
+        }
+        for shard in self.shards:
+            tensors = shard.main, shard.bucket.owned_grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
+            # Kernels know that rows are aligned.
+            main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
+            params = None if shard.aliased else shard.bucket.owned_params.view(-1, ALIGNMENT)
+            update(main, grad, first, second, params, scalars[shard.group], self._betas, self.config.adam_eps)
+        self._factor = None
 
     def set_step_count(self, updates: int) -> None:
         for state in self._torch.state.values():
