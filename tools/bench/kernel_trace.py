@@ -408,13 +408,17 @@ def _of_node(node: Any, sources: dict[frozenset[str], tuple[str, Any]], cache: i
 
     if isinstance(node, NopKernelSchedulerNode):
         return None
-    reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=False)
-    both = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
-    written, again = both - sum(reads.values()), 0
-    for buffer, elements in ({} if node.is_extern() else distinct_reads(node.get_nodes())).items():
-        if buffer in reads:
-            reads[buffer] = min(reads[buffer], int(elements) * V.graph.get_dtype(buffer).itemsize)
-    read = sum(reads.values())
+    reads, writes, both = (
+        node.get_read_write_buffer_accesses(include_reads=reads, include_writes=writes)
+        for reads, writes in ((True, False), (False, True), (True, True))
+    )
+    # What a kernel writes itself, or does not even write, it has in registers.
+    reads = {buffer: size for buffer, size in reads.items() if buffer in both and buffer not in writes}
+    if not node.is_extern() and (found := distinct_reads(node.get_nodes())):
+        for buffer, size in reads.items():
+            elements = found.get(buffer, 0.0)  # a buffer that is only written over is not loaded
+            reads[buffer] = min(size, int(elements) * V.graph.get_dtype(buffer).itemsize)
+    read, written, again = sum(reads.values()), sum(writes.values()), 0
     if (found := sources.get(frozenset(each.get_name() for each in node.get_nodes()))) is not None:
         source, kernel = found
         again = sum(

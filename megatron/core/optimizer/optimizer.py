@@ -28,6 +28,10 @@ CHUNK = 2**22
 """Elements that `Optimizer.step` updates at a time: bounds the memory of the copies that it works on."""
 
 
+STATIC_SHAPES = 16
+"""Shapes of shards, up to which compiled updates have a kernel for each; buckets of equal layers have equal shapes."""
+
+
 class Shard:
     """What one rank owns of one bucket: its main parameters and their states, however they are stored. States are
     allocated at once, so that a checkpoint can load into them and memory is final before the first step."""
@@ -227,7 +231,8 @@ class AdamW(_Fused):
         if not self.compiled:
             super().step(lr, weight_decay, skip, updates, decoupled_lr)
             return
-        update = region(adamw_, True)
+        shapes = {(shard.main.shape, shard.aliased) for shard in self.shards}
+        update = region(adamw_, True, static=len(shapes) <= STATIC_SHAPES)
         scalars = {
             group: adam_scalars(
                 group.lr(lr, decoupled_lr), group.decay(weight_decay), self._betas, self._factor, skip, updates
