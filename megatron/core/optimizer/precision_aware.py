@@ -128,6 +128,10 @@ class Scalars(NamedTuple):
     """Of the update, from 1 on."""
 
     skip: Tensor
+    correction1: Tensor
+    """1 - beta1 ** number, which a kernel would compute in float64 for each element; so the next."""
+
+    correction2: Tensor
 
 
 def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
@@ -162,11 +166,12 @@ class PrecisionAwareAdam:
     ) -> None:
         """One update of all shards after `updates` earlier ones; where `skip` is 1 nothing changes."""
         factor = torch.ones_like(updates) if self._factor is None else self._factor
-        self._factor = None
+        self._factor, number = None, updates + 1.0
+        corrections = [1 - beta**number for beta in (self.config.adam_beta1, self.config.adam_beta2)]
         for shard in self.shards:
             rate, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
             on_device = torch.full_like(updates, rate), torch.full_like(updates, decay)
-            scalars = Scalars(on_device[0], on_device[1], factor, updates + 1.0, skip)
+            scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
             numel = shard.bucket.owned_params.numel()
             for start, stop in chunks(numel, self._chunk or numel):
                 self._update(shard, shard.part(start, stop), scalars, self.config)
@@ -183,7 +188,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = shard.exp_avg_sq.read(part.exp_avg_sq, part.exp_avg_sq_exponents).to(before.dtype)
     exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
-    correction1, correction2 = ((1 - beta**number).to(before.dtype) for beta in (beta1, beta2))
+    correction1, correction2 = (value.to(before.dtype) for value in (scalars.correction1, scalars.correction2))
     direction = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + config.adam_eps)
     main = before * (1 - lr * weight_decay) - lr * direction
 
