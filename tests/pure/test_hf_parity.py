@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -185,6 +186,18 @@ def test_logits(case: str) -> None:
     found = ours(theirs).logits(None, Batch.of_tokens(tokens))
     tolerance = 1e-5 if CASES[case][0] in FP32_PARTS else 1e-10
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "llama4"])
+def test_cached_keys_change_no_logits(case: str) -> None:
+    """Of models whose layers differ in windows or chunks, sinks, positions and experts."""
+    model, tokens = ours(random_model(case)), torch.randint(83, (2, 24))
+    cache = KeyValueCache(24)
+    parts = [
+        model.logits(None, Batch.of_tokens(tokens[:, a:b]), cache) for a, b in ((0, 9), (9, 10), (10, 13), (13, 24))
+    ]
+    expected = model.logits(None, Batch.of_tokens(tokens))
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-10)
 
 
 GRADIENTS = (

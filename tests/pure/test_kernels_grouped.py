@@ -30,6 +30,11 @@ for counts in ([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]):
         twin = Segments.of_counts(torch.tensor(counts), True).clear_spare_(x.clone())
         kernels.clear_rows_behind_(x, segments.ends)
         assert torch.equal(x, twin) and x.isfinite().all()
+        of_bias, factors = torch.zeros(4, 136, 1, dtype=main), x[:, :1].contiguous()
+        kernels.add_grouped_products_(of_bias, dy, factors, segments.ends)
+        expected = torch.zeros_like(of_bias, dtype=torch.float64)
+        add_each_product_(expected, dy.double(), factors.double(), segments)
+        torch.testing.assert_close(of_bias.double(), expected, rtol=tolerance, atol=2 * tolerance)
 """
 
 COMPILED = """
@@ -43,6 +48,12 @@ for capability in (80, 90):
         types = {"out": f"*{main}", "dy": "*bf16", "x": "*bf16", "ends": "*i32", "outputs": "i32", "inputs": "i32"}
         source = ASTSource(kernels.add_products_kernel, types | dict.fromkeys(kernels.TILE, "constexpr"), kernels.TILE)
         built = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 8})
+        of_bias = ASTSource(
+            kernels.add_products_kernel,
+            types | dict.fromkeys((*kernels.TILE, "inputs"), "constexpr"),
+            kernels.TILE | {"inputs": 1},
+        )
+        assert triton.compile(of_bias, GPUTarget("cuda", capability, 32), {"num_warps": 8}).asm["cubin"]
         assert "mma" in built.asm["ptx"] and built.metadata.shared <= 160 * 1024, built.metadata.shared
     types = {"x": "*bf16", "ends": "*i32", "experts": "i32", "width": "i32", "BLOCK": "constexpr"}
     source = ASTSource(kernels.clear_rows_kernel, types, {"BLOCK": kernels.CLEARED})
