@@ -17,11 +17,12 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.streaming import made_ahead
+from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.models.hf.config import choose_family, config_from_hf, config_to_hf
 from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, is_hf_folder, tokenizer_files
 from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
-from megatron.core.models.hf.weights import HFWeights, Placement, placements
+from megatron.core.models.hf.weights import HFWeights, Placement, copies, multi_token_depths, placements
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.huggingface import tokenizer_file
@@ -38,6 +39,8 @@ class HFSource(Source):
         model = config_from_hf(folder.config)
         model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
         self.model_type = str(folder.config["model_type"])
+        depths = multi_token_depths(folder.tensors, model, self.model_type)
+        model = replace(model, mtp_num_layers=depths or None)
         self.weights = HFWeights(folder.tensors, model, self.model_type)
         found = self.weights.placements
         self.metas = {name: each.meta for name, each in found.items() if each.state_dtype is None}
@@ -64,7 +67,7 @@ class HFSource(Source):
         return self.weights.read(name, dtype=wanted)
 
     def check_data(self) -> None:
-        self.weights.check_tied_head()
+        self.weights.check_copies()
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
@@ -95,7 +98,7 @@ class HFTarget(Target):
         self.model: TransformerConfig = source.config.model
         model_type = options.model_type or source.model_type or choose_family(self.model)
         self.config = config_to_hf(self.model, model_type)
-        self.placements = placements(self.model, model_type)
+        self.placements = [*placements(self.model, model_type), *copies(self.model, model_type)]
         specs = dict(self._specs())
         self.shards = plan_shards(specs, options.max_shard_bytes)
         self.nbytes = sum(spec.nbytes for spec in specs.values())
@@ -104,7 +107,7 @@ class HFTarget(Target):
         tokens, problem = token_ids(source.config)
         self.config |= tokens
         self.notes = (problem,) if problem else ()
-        if self.model.mtp_depths:
+        if self.model.mtp_depths and not any(each.meta.name.startswith(MULTI_TOKEN) for each in self.placements):
             self.notes += (f"the modules of --mtp-num-layers {self.model.mtp_depths} are left out, {WITHOUT_MODULES}",)
         self.generation = {"_from_model_config": True, **tokens}
 

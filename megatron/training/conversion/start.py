@@ -36,16 +36,18 @@ def load_start(
         say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
         resumed = replace(config, checkpoint=replace(options, load=save))
         return replace(checkpointer, config=resumed).load(say, data_fingerprint)
-    load_hf_weights(checkpointer, Path(load))
-    if config.model.mtp_depths:
-        say(" multi-token prediction starts with weights of its own: Hugging Face folders have none")
+    depths = load_hf_weights(checkpointer, Path(load))
+    if config.model.mtp_depths > depths:
+        found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
+        say(f" multi-token prediction starts with weights of its own: the folder has {found}")
     say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
     return Progress(data_fingerprint=data_fingerprint)
 
 
 @torch.no_grad()
-def load_hf_weights(checkpointer: Checkpointer, path: Path) -> None:
-    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder."""
+def load_hf_weights(checkpointer: Checkpointer, path: Path) -> int:
+    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
+    Returns the depths of multi-token prediction that it has."""
     config, state = checkpointer.config, checkpointer.state
     folder = HFFolder(path)
     theirs = config_from_hf(folder.config)
@@ -55,7 +57,7 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path) -> None:
             f"{config.model.vocab_size} (--vocab-size, or the tokenizer's): give a tokenizer that fits the model"
         )
     weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
-    on_first_rank(weights.check_tied_head, state.world)
+    on_first_rank(weights.check_copies, state.world)
     with checkpointer.optimizer.loading_state() as pieces:
         targets = load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False)
         for key, target in targets.items():
@@ -63,3 +65,4 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path) -> None:
             for offset, data in target.boxes if name in weights.placements else ():
                 box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
                 data.copy_(weights.read(name, box, data.dtype))
+    return weights.depths

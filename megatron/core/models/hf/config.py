@@ -396,6 +396,8 @@ def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
         hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
     if "mlp_layer_types" in family.defaults:
         hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
+    if family.multi_token_key and config.mtp_depths:
+        hf[family.multi_token_key] = config.mtp_depths
     if family.fixed["position_embedding_type"] == "rope":
         hf |= _rotary_to_hf(config, family)
     if "window_size" not in family.fixed:

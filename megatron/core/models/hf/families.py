@@ -16,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and their tensors. `{i}` is the layer number, `{e}` stands for every expert."""
+    """One of our parameters and their tensors. `{i}` is the layer number, `{e}` stands for every expert. Of a module of
+    multi-token prediction `{i}` is the depth from 0, `{n}` that number counted on from the layers."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -256,6 +257,15 @@ class Family:
     spelling: Mapping[str, str] = field(default_factory=dict)
     """Usual name of a key that has rules of its own -> its name in this family's config.json."""
 
+    multi_token: Sequence[Rule] = ()
+    """Rules of the modules of multi-token prediction, where their files have them."""
+
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Their names of further tensors of such a module -> our parameter that they are copies of."""
+
+    multi_token_key: str | None = None
+    """Key with the number of these modules."""
+
     unwritten: Sequence[str] = ()
     """Keys that only say how a config.json without newer keys is read."""
 
@@ -299,13 +309,44 @@ def missing_feature(model_type: object) -> str | None:
     return _tables()["not expressible"].get(model_type) if isinstance(model_type, str) else None
 
 
-def _family(model_type: str, rules: tuple[Rule, ...]) -> Family:
-    """A family of families.json with the rules of its weights."""
+def _family(model_type: str, rules: tuple[Rule, ...], **multi_token: Any) -> Family:
+    """A family of families.json with the rules of its weights, and of its modules of multi-token prediction."""
     table = _table(model_type)
     booleans = {"true": True, "false": False}  # JSON has texts only as keys
     for key, values in table.get("values", {}).items():
         table["values"][key] = {booleans.get(theirs, theirs): ours for theirs, ours in values.items()}
-    return Family(model_type=model_type, rules=rules, **table)
+    return Family(model_type=model_type, rules=rules, **multi_token, **table)
+
+
+OUR_MODULE = "mtp.layers.{i}"
+COPIES = {
+    "model.layers.{n}.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.layers.{n}.shared_head.head.weight": "output_layer.weight",
+}
+"""DeepSeek stores embedding and head in each module once more."""
+
+
+def _multi_token(rules: tuple[Rule, ...], layer: str, parts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules of modules of multi-token prediction: those of `rules` for their layer, whose names of theirs begin with
+    `layer`, and those of its other `parts`, ours -> theirs."""
+    inside = (
+        Rule(
+            rule.ours.replace(OUR_LAYER, f"{OUR_MODULE}.transformer_layer"),
+            tuple(name.replace(_HF_LAYER, layer) for name in rule.theirs),
+            rule.layout,
+        )
+        for rule in rules
+        if rule.ours.startswith(OUR_LAYER)
+    )
+    around = (Rule(f"{OUR_MODULE}.{ours}.weight", (f"{theirs}.weight",)) for ours, theirs in parts.items())
+    return (*inside, *around)
+
+
+def _further_layers(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Modules that DeepSeek counts on from the layers."""
+    layer = "model.layers.{n}"
+    parts = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    return _multi_token(rules, layer, {ours: f"{layer}.{theirs}" for ours, theirs in parts.items()})
 
 
 GPT2 = _family("gpt2", GPT2_RULES)
@@ -329,8 +370,8 @@ BLOOM = _family("bloom", BLOOM_RULES)
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _SHARED = _dense_and_shared(_EXPERTS, "mlp.gate.e_score_correction_bias")
 DEEPSEEK_V2 = _family("deepseek_v2", _latents(_SHARED))
-DEEPSEEK_V3 = _family("deepseek_v3", _latents(_SHARED))
-GLM4_MOE = _family("glm4_moe", _SHARED)
+DEEPSEEK_V3 = _family("deepseek_v3", _latents(_SHARED), multi_token=_further_layers(_latents(_SHARED)), copies=COPIES)
+GLM4_MOE = _family("glm4_moe", _SHARED, multi_token=_further_layers(_SHARED), copies=COPIES)
 _GROUPS = Rule(
     f"{OUR_LAYER}.self_attention.linear_qkv.weight",
     tuple(f"{_HF_LAYER}.self_attn.{part}_proj.weight" for part in "qkv"),
@@ -408,7 +449,20 @@ LLAMA4 = _family(
         ),
     ),
 )
-QWEN3_NEXT = _family("qwen3_next", _delta_nets(_EXPERTS))
+QWEN3_NEXT = _family(
+    "qwen3_next",
+    _delta_nets(_EXPERTS),
+    multi_token=_multi_token(
+        _delta_nets(_EXPERTS),
+        "mtp.layers.{i}",
+        {
+            "enorm": "mtp.pre_fc_norm_embedding",
+            "hnorm": "mtp.pre_fc_norm_hidden",
+            "eh_proj": "mtp.fc",
+            "final_layernorm": "mtp.norm",
+        },
+    ),
+)
 APERTUS = _family(
     "apertus",
     (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.parameters import model_states, parameter_metas
+from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
 from megatron.core.models.hf.config import family_of
 from megatron.core.models.hf.families import Family, Rule
 from megatron.core.models.hf.layouts import LAYOUTS, Box, Layout
@@ -44,7 +44,8 @@ class Placement:
 class HFWeights:
     """Their tensors as our parameters, read one at a time, whole or in part.
 
-    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch.
+    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch. Modules
+    of multi-token prediction are read as far as both have them.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -53,7 +54,11 @@ class HFWeights:
         if "mxfp4" in family.quantized:
             self._tensors = with_mxfp4(self._tensors)
         problems = _too_few(self._tensors, config, family)
-        self.placements = {} if problems else {each.meta.name: each for each in placements(config, model_type)}
+        stored = multi_token_depths(self._tensors, config, model_type)
+        self.depths = min(config.mtp_depths, stored)
+        """Depths of multi-token prediction whose weights are read."""
+        placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
+        self.placements = {each.meta.name: each for each in placed}
         unknown = dict(self._tensors)
         for placement in self.placements.values():
             missing = [name for name in placement.theirs if name not in unknown]
@@ -62,7 +67,11 @@ class HFWeights:
                 unknown.pop(name, None)
         self.head = _head(family)
         self.tied_head = unknown.pop(self.head, None) if config.tied_embeddings and self.placements else None
-        problems += [f"{name} is unknown" for name in unknown] if self.placements else []
+        if self.placements:
+            whole = _with_depths(config, stored)
+            self.copies = [each for each in copies(whole, model_type) if unknown.pop(each.theirs[0], None) is not None]
+            further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
+            problems += [f"{name} is unknown" for name in unknown if name not in further]
         if problems:
             raise ValueError(f"weights of a {model_type} model: {_few(problems)}")
 
@@ -98,8 +107,13 @@ class HFWeights:
         whole = tuple(slice(0, size) for size in placement.meta.global_shape)
         return placement.layout.part(placement.config, tensors, box or whole)
 
-    def check_tied_head(self) -> None:
-        """Raises ValueError if a stored copy of a tied head differs from the embedding. Reads both."""
+    def check_copies(self) -> None:
+        """Raises ValueError if a stored copy of a tied head differs from the embedding, or that of an embedding or head
+        in a module of multi-token prediction from these. Reads them."""
+        for copy in self.copies:
+            (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
+            if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
+                raise ValueError(f"{name} differs from {original}, which the module of multi-token prediction shares")
         embedding = self._tensors[self.placements[EMBEDDING].theirs[0]] if self.tied_head is not None else None
         if self.tied_head is not None and embedding is not None:
             shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
@@ -133,13 +147,13 @@ class _Converted:
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
     """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
     weights = HFWeights(state_dict, config, model_type)
-    weights.check_tied_head()
+    weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}
 
 
 def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
     """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
-    found = placements(config, model_type)
+    found = [*placements(config, model_type), *copies(config, model_type)]
     missing = [each.meta.name for each in found if each.meta.name not in parameters]
     if missing:
         raise ValueError(f"parameters missing: {', '.join(missing)}")
@@ -169,24 +183,58 @@ def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Each parameter and state of a model with its tensors; those of multi-token prediction have none. Raises
-    ValueError if the family has no place for another one."""
+    """Each parameter and state of a model with its tensors; those of multi-token prediction if the family has modules
+    for it. Raises ValueError if the family has no place for another one."""
     family = family_of({"model_type": model_type})
-    rules = {rule.ours: rule for rule in family.rules}
+    rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
     found = []
-    config = replace(config, mtp_num_layers=None)
+    config = _with_depths(config, config.mtp_depths if family.multi_token else 0)
     states = model_states(config)
     for meta, state_dtype in [*((meta, None) for meta in parameter_metas(config)), *states]:
         parts = meta.name.split(".")
-        layer = parts[2] if meta.name.startswith("decoder.layers.") else ""
+        module = meta.name.startswith(f"{MULTI_TOKEN}.")
+        layer = parts[2] if module or meta.name.startswith("decoder.layers.") else ""
         pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
-        if pattern not in rules:
+        if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
             raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
         layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
-        own = config.of_layer(int(layer)) if layer else config
-        found.append(Placement(meta, tuple(_names(rule, layer, config.num_experts or 0)), layout, own, state_dtype))
+        own = config.of_layer(config.num_layers - 1 if module else int(layer)) if layer else config
+        found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
     return found
+
+
+def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Further tensors of theirs for the embedding and the head, in each module of multi-token prediction."""
+    family = family_of({"model_type": model_type})
+    originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
+    return [
+        replace(originals.get(ours, originals[EMBEDDING]), theirs=(_numbered(name, str(depth), config),))
+        for depth in range(config.mtp_depths)
+        for name, ours in family.copies.items()
+    ]
+
+
+def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> int:
+    """Depths of multi-token prediction whose weights are among the tensors."""
+    family = family_of({"model_type": model_type})
+    names = [rule.theirs[0] for rule in family.multi_token if rule.ours.endswith(".eh_proj.weight")]
+    found = {_numbered(name, str(depth), config) for name in names for depth in range(len(tensors))}
+    return len(found & tensors.keys())
+
+
+def _counts(rule: Rule) -> bool:
+    """Whether their names have a number of the module."""
+    return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
+
+
+def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
+    return replace(config, mtp_num_layers=depths or None)
+
+
+def _numbered(name: str, number: str, config: TransformerConfig) -> str:
+    """Their name with the number of a layer, or of a module of multi-token prediction, filled in."""
+    return name.replace("{i}", number).replace("{n}", str(config.num_layers + int(number or 0)))
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
@@ -217,9 +265,9 @@ def _few(problems: list[str], limit: int = 8) -> str:
     return "; ".join(problems[:limit]) + more
 
 
-def _names(rule: Rule, layer: str, experts: int) -> Iterator[str]:
+def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
     """Their names with the layer number filled in, expert by expert."""
-    names = [name.replace("{i}", layer) for name in rule.theirs]
+    names = [_numbered(name, layer, config) for name in rule.theirs]
     if any("{e}" in name for name in names):
-        return (name.replace("{e}", str(expert)) for expert in range(experts) for name in names)
+        return (name.replace("{e}", str(expert)) for expert in range(config.num_experts or 0) for name in names)
     return iter(names)

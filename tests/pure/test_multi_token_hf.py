@@ -1,0 +1,146 @@
+"""Modules of multi-token prediction in Hugging Face folders: losses, gradients and bytes of transformers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.batch import Batch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hf.config import config_from_hf, config_to_hf
+from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
+from megatron.core.parallel_state import ParallelState
+from tests.gpt_cases import FP64
+from tests.hf_models import CASES
+from tests.pure.test_hf_parity import exact, random_model, weights
+
+transformers = pytest.importorskip("transformers")
+FACTOR = 0.3
+
+
+def modules_of(theirs: Any, depths: int) -> Any:
+    """The class of transformers that drafts tokens by such modules, with the embedding and head of `theirs`."""
+    from transformers.modeling_layers import MtpModel
+
+    return exact(MtpModel(theirs, depths).double().eval())
+
+
+def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[str, Tensor]:
+    """The tensors of a module, or their gradients, under the names in which transformers looks for them in files."""
+    found = {}
+    tensors = {name: p if of == "value" else p.grad for name, p in module.named_parameters()}
+    tensors |= dict(module.named_buffers()) if of == "value" else {}
+    for name, tensor in tensors.items():
+        name = name.replace("mtp_block.", "").replace("post_norm.", "shared_head.norm.")
+        if name.endswith(("gate_up_proj", "experts.down_proj")):
+            base = name.rpartition(".")[0]
+            for expert, matrix in enumerate(tensor):
+                halves = matrix.chunk(2) if name.endswith("gate_up_proj") else (matrix,)
+                for part, half in zip(("gate", "up") if len(halves) > 1 else ("down",), halves, strict=True):
+                    found[f"{prefix}{base}.{expert}.{part}_proj.weight"] = half.detach().contiguous()
+        elif "rotary" not in name:
+            found[prefix + name.replace("shared_head.norm.norm", "shared_head.norm")] = tensor.detach()
+    return found
+
+
+def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str, Tensor]:
+    """The tensors with the embedding and head that DeepSeek stores in each module once more."""
+    pairs = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    added = {f"model.layers.{layers + d}.{x}": stored[y] for d in range(depths) for x, y in pairs.items()}
+    return stored | added
+
+
+@pytest.mark.parametrize(("case", "depths"), [("deepseek-v3", 1), ("glm4-moe", 2)])
+def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) -> None:
+    theirs, tokens = random_model(case), torch.randint(83, (2, 24))
+    model_type, layers = CASES[case][0], theirs.config.num_hidden_layers
+    mtp = modules_of(theirs, depths)
+    stored = weights(theirs)
+    for depth, layer in enumerate(mtp.layers):
+        stored |= published(layer, f"model.layers.{layers + depth}.")
+    stored = with_copies(stored, layers, depths)
+    config = config_from_hf(theirs.config.to_dict())
+    assert multi_token_depths(stored, config, model_type) == depths
+    config = replace(config, mtp_num_layers=depths, mtp_loss_scaling_factor=FACTOR)
+    assert config_to_hf(config, model_type)["num_nextn_predict_layers"] == depths
+    read = from_hf(stored, config, model_type)
+    back = to_hf(read, config, model_type)
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], value) and back[name].is_contiguous() for name, value in stored.items())
+
+    hidden = theirs.model(tokens, use_cache=False).last_hidden_state
+    main = F.cross_entropy(theirs.lm_head(hidden[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    further = []
+    for depth in range(depths):
+        there = tokens[:, depth + 1 :]
+        hidden = mtp.forward_layer(
+            depth, hidden[:, : there.shape[1]], torch.arange(there.shape[1])[None], None, input_ids=there
+        )
+        logits, labels = theirs.lm_head(hidden[:, :-1]), tokens[:, depth + 2 :]
+        further.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+    (main + FACTOR / depths * sum(further)).backward()
+
+    mine = GPTModel(config, FP64, initialize=False).train()
+    copy_shards_(mine.parameters(), read, ParallelState().coords)
+    mine(None, Batch.of_tokens(tokens).with_future(depths)).backward()
+    assert mine.mtp is not None
+    torch.testing.assert_close(mine.mtp.tally[:, 0], torch.stack(further).detach(), rtol=1e-10, atol=1e-10)
+    found = read | {p.meta.name: torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()}
+    ours = to_hf(found, config, model_type)
+    for depth, layer in enumerate(mtp.layers):
+        for name, gradient in published(layer, f"model.layers.{layers + depth}.", of="gradient").items():
+            assert (ours[name] - gradient).norm() < 1e-9 * gradient.norm().clamp(min=1e-9), name
+    for name in ("model.embed_tokens", "lm_head", "model.norm"):
+        gradient = theirs.get_submodule(name).weight.grad
+        assert (ours[f"{name}.weight"] - gradient).norm() < 1e-9 * gradient.norm(), name
+
+
+def test_names_of_qwen3_next() -> None:
+    """One module, whose parts beside the layer have names of their own (as transformers' list of renamed weights has
+    them for other files of this layout), there and back byte by byte."""
+    config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
+    mine = GPTModel(config, FP64, seed=3)
+    parameters = {p.meta.name: p.detach() for p in mine.parameters()}
+    stored = to_hf(parameters, config, "qwen3_next")
+    around = {name for name in stored if name.startswith("mtp.") and not name.startswith("mtp.layers.0.")}
+    assert around == {f"mtp.{x}.weight" for x in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    layer = {name.removeprefix("mtp.layers.0.") for name in stored if name.startswith("mtp.layers.0.")}
+    assert layer == {name.removeprefix("model.layers.3.") for name in stored if name.startswith("model.layers.3.")}
+    assert multi_token_depths(stored, config, "qwen3_next") == 1
+    read = from_hf(stored, config, "qwen3_next")
+    back = to_hf(read, config, "qwen3_next")
+    assert read.keys() == parameters.keys() and back.keys() == stored.keys()
+    assert all(torch.equal(back[name], value) for name, value in stored.items())
+    with pytest.raises(ValueError, match=r"a qwen3_next model cannot have mtp.layers.1.enorm.weight"):
+        to_hf(parameters, replace(config, mtp_num_layers=2), "qwen3_next")
+
+
+def test_modules_that_one_side_lacks() -> None:
+    config = config_from_hf(random_model("deepseek-v3").config.to_dict())
+    one, two = (replace(config, mtp_num_layers=depths) for depths in (1, 2))
+    parameters = {p.meta.name: p.detach() for p in GPTModel(two, FP64).parameters()}
+    parameters |= {
+        f"{name}.router.expert_bias": torch.zeros(8)
+        for name in (
+            "decoder.layers.1.mlp",
+            "decoder.layers.2.mlp",
+            *(f"mtp.layers.{d}.transformer_layer.mlp" for d in (0, 1)),
+        )
+    }
+    stored = to_hf(parameters, two, "deepseek_v3")
+    assert [HFWeights(stored, c, "deepseek_v3").depths for c in (config, one, two)] == [0, 1, 2]
+    without = {
+        name: value for name, value in stored.items() if not name.startswith(("model.layers.3", "model.layers.4"))
+    }
+    assert HFWeights(without, two, "deepseek_v3").depths == 0
+    changed = stored | {"model.layers.3.embed_tokens.weight": torch.zeros(83, 32, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=r"model.layers.3.embed_tokens.weight differs from model.embed_tokens.weight"):
+        from_hf(changed, two, "deepseek_v3")
+    lacking = {name: value for name, value in stored.items() if name != "model.layers.4.hnorm.weight"}
+    with pytest.raises(ValueError, match=r"model.layers.4.hnorm.weight is missing"):
+        HFWeights(lacking, two, "deepseek_v3")
