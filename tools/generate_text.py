@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 if not __package__:  # run as a file of a clone
@@ -89,16 +90,15 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def batches_of_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
-    """--prompt in batches, or standard input line by line, so that a person can write to the model."""
-    if args.prompt:
-        for start in range(0, len(args.prompt), args.batch_size):
-            yield args.prompt[start : start + args.batch_size]
-        return
-    if sys.stdin.isatty():
+    """--prompt or standard input in batches; a terminal line by line, so that a person can write to the model."""
+    size = args.batch_size
+    if not args.prompt and sys.stdin.isatty():
         print("a prompt per line, Ctrl-D to end", file=sys.stderr)
-    for line in sys.stdin:
-        if line.strip():
-            yield [line.rstrip("\n")]
+        size = 1
+    lines = (line.rstrip("\n") for line in sys.stdin if line.strip())
+    prompts = iter(args.prompt) if args.prompt else lines
+    while batch := list(islice(prompts, size)):
+        yield batch
 
 
 def readable(model: GPTModel, tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[str], list[str]]:

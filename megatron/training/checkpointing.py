@@ -41,6 +41,7 @@ from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.planner.parameters import stage_metas
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
@@ -164,10 +165,12 @@ def load_model_for_inference(
     """The whole model of a checkpoint, saved at any layout, in one process, with its tokenizer and configuration.
 
     `path` is a checkpoint, or a folder of which the latest is meant. `tokenizer_config` replaces the one the run
-    had, whose files may have moved. Raises ValueError if there is no readable checkpoint.
+    had, whose copy beside the checkpoints is taken if its files are gone. Raises ValueError if there is no readable
+    checkpoint.
     """
     model, config = load_whole_model(path, device)
-    return model, build_tokenizer(tokenizer_config or config.tokenizer, config.model.vocab_size), config
+    tokenizer = tokenizer_config or found_tokenizer(config.tokenizer, Path(path))
+    return model, build_tokenizer(tokenizer, config.model.vocab_size), config
 
 
 def load_whole_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,22 @@ def test_lines_of_standard_input(
         found.append(capsys.readouterr().out)
     assert "alpha" in found[0] and "beta" in found[0]
     assert found[0] == found[1] != found[2]
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import sentencepiece
+
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 20)
+    options = {"input": str(tmp_path / "a.txt"), "model_prefix": str(tmp_path / "m"), "vocab_size": 18}
+    sentencepiece.SentencePieceTrainer.train(**options, minloglevel=2)
+    named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "m.model")]
+    flags = [flag for flag in TRAINING.split() if flag not in ("--tokenizer-type", "ByteTokenizer")]
+    run_forked(1, [*flags, *named, "--save", str(tmp_path / "run")], tmp_path / "screen")
+    (tmp_path / "m.model").unlink()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    for load in ("moved", "moved/iter_0000002"):
+        assert main(["--load", str(tmp_path / load), "--device", "cpu", "--prompt", "one two"]) == 0
+        assert capsys.readouterr().out.startswith("one two")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
 from megatron.training.diagnosis.straggler import straggler_line
 from megatron.training.hooks import METRICS
@@ -44,6 +45,7 @@ class RunLog:
         if save:
             Path(save).mkdir(parents=True, exist_ok=True)
             save_config(config, Path(save) / CONFIG_FILE)
+            keep_tokenizer(config.tokenizer, Path(save))
         self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))
         for sink in self._sinks:
             resources.callback(sink.close)

@@ -1,0 +1,79 @@
+"""The files of a run's tokenizer, kept beside its checkpoints, so that a folder that is moved can be used alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.tokenizers.huggingface import tokenizer_file
+
+FOLDER = "tokenizer"
+"""Name of the folder beside the checkpoints."""
+
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files beside a tokenizer.json that name its special tokens."""
+
+FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def keep_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    """Copies the tokenizer's files into `folder`/tokenizer. Those that are there and equal stay as they are.
+
+    Raises OSError if that cannot be written."""
+    for file in _files(config):
+        target = folder / FOLDER / file.name
+        content = file.read_bytes()
+        if target.is_file() and target.read_bytes() == content:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(file, temporary)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def found_tokenizer(config: TokenizerConfig, checkpoints: Path) -> TokenizerConfig:
+    """The tokenizer of a run whose checkpoints, or one of them, are in this folder: where the run had it, or as it was
+    kept if its files are no longer there."""
+    if _present(config):
+        return config
+    for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):
+        kept = _kept(config, folder)
+        if folder.is_dir() and _present(kept):
+            return kept
+    return config
+
+
+def _present(config: TokenizerConfig) -> bool:
+    named = [path for field in FIELDS if (path := getattr(config, field)) is not None]
+    if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
+        return bool(_files(config))
+    return all(os.path.exists(path) for path in named)
+
+
+def _kept(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        return replace(config, tokenizer_model=str(folder))
+    kept: dict[str, Any] = {}
+    for field in FIELDS:
+        path = getattr(config, field)
+        kept[field] = None if path is None else str(folder / Path(path).name)
+    return replace(config, **kept)
+
+
+def _files(config: TokenizerConfig) -> list[Path]:
+    """The files that are there."""
+    if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
+        try:
+            file = tokenizer_file(config.tokenizer_model)
+        except ValueError:
+            return []
+        return [file, *(path for name in BESIDE if (path := file.parent / name).is_file())]
+    named = (getattr(config, field) for field in FIELDS)
+    return [Path(path) for path in named if path is not None and os.path.isfile(path)]
