@@ -24,6 +24,7 @@ from megatron.training.evaluation import evaluate
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
 from megatron.training.initialize import (
+    Runtime,
     StartupPhases,
     give_back_memory,
     initialize,
@@ -48,6 +49,8 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
     Returns the exit code. Any exception ends all ranks with one report."""
     watchdog = Watchdog(launch)
+    runtime: Runtime | None = None
+    built: TrainingRun | None = None
     with ExitStack() as resources:
         resources.callback(watchdog.close)
         try:
@@ -58,10 +61,14 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
                 pass
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
-            run = build_run(config, runtime, parts)
+            run = built = build_run(config, runtime, parts)
             resources.callback(run.data.close)
             return train(run, resources)
         except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                from megatron.training.diagnosis.out_of_memory import explain  # plans are made where they are needed
+
+                explain(error, config, launch.world_size, runtime.state.pp.rank if runtime else 0, built)
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
 
 

@@ -195,16 +195,16 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         for rank in range(dims.pp)
     ]
     batch = micro_batch_of(config)
-    activations = activations_of_ranks(batch, _microbatches(config, dims))
+    activations = activations_of_ranks(batch, microbatches_of(config, dims))
     yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
         f"{title:>12}" for title in ("weights", "gradients", "optimizer", "activations", "working", "total")
     )
     for plan, held in zip(plans, activations, strict=True):
         memory = plan.memory
-        optimizer, working = memory.main_parameters + memory.moments, _working(plan, held, config)
+        optimizer, working = memory.main_parameters + memory.moments, come_and_go(plan, held, config)
         sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
         stage = sum(meta.numel for meta in plan.metas)
-        shown = "".join(f"{_bytes(size):>12}" for size in (*sizes, sum(sizes)))
+        shown = "".join(f"{byte_text(size):>12}" for size in (*sizes, sum(sizes)))
         yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
     owned = "on every rank"
     if config.optimizer.use_distributed_optimizer:
@@ -224,16 +224,16 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         groups = {name: (config.optimizer.group_of(name, meta.kind), meta.numel) for name, meta in trained.items()}
         yield from lines_of_groups(groups)
     yield from _activation_lines(batch, activations)
-    come_and_go = [_working(plan, held, config) for plan, held in zip(plans, activations, strict=True)]
-    most = max(plans, key=lambda p: p.memory.total + activations[p.pp_rank].peak + come_and_go[p.pp_rank])
+    working_bytes = [come_and_go(plan, held, config) for plan, held in zip(plans, activations, strict=True)]
+    most = max(plans, key=lambda p: p.memory.total + activations[p.pp_rank].peak + working_bytes[p.pp_rank])
     held, states = activations[most.pp_rank], most.memory.total
     yield (
         f"most on pp {most.pp_rank}: {states:,} bytes of states, {held.peak:,} of activations, "
-        f"{come_and_go[most.pp_rank]:,} of working memory"
+        f"{working_bytes[most.pp_rank]:,} of working memory"
     )
 
 
-def _working(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
+def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
     """Bytes that come and go: temporary tensors, whole units, and copies of weights in fp8, of whole units alone where
     parameters are sharded."""
     copies = held.weight_copies
@@ -268,7 +268,7 @@ def micro_batch_of(config: RunConfig) -> MicroBatch:
     )
 
 
-def _microbatches(config: RunConfig, dims: ParallelDims) -> int:
+def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
     sizes = BatchSizes.from_config(config)
     return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
 
@@ -322,7 +322,7 @@ def _holding(stage: Stage, predicts: bool) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _bytes(size: int) -> str:
+def byte_text(size: int) -> str:
     """In the largest binary unit that keeps the number at or above 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
@@ -346,7 +346,7 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
     t, s = config.training, config.model.seq_length
     sizes = BatchSizes.from_config(config)
-    micro = _microbatches(config, dims)
+    micro = microbatches_of(config, dims)
     yield (
         f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
         f"{sizes.final * s:,} tokens a step"
