@@ -90,10 +90,10 @@ def test_tiles_are_what_is_seen(seed: int) -> None:
             pairs = seen_pairs(tiles, queries, keys, samples)
             assert len(pairs) == len(set(pairs))
             assert set(pairs) == brute_force(queries, keys, documents or ((0,),) * samples, window)
-            parts = halved(tiles, 3)
-            assert sorted(seen_pairs(parts, queries, keys, samples)) == sorted(pairs)
-            assert all(len(tile.queries) <= 3 for tile in parts if tile.diagonal)
-            assert_on_diagonal_first(parts)
+            for parts in (halved(tiles, 3, 8), halved(tiles, 3, 1)):
+                assert sorted(seen_pairs(parts, queries, keys, samples)) == sorted(pairs)
+                assert_on_diagonal_first(parts)
+            assert all(len(tile.queries) <= 3 for tile in halved(tiles, 3, 8) if tile.diagonal)
             assert all(tile.queries and tile.keys for tile in tiles)
             if set(places(queries)) <= set(places(keys)):
                 on_diagonal = [
@@ -115,6 +115,11 @@ def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
             own -= {(tile.sample, row) for row in tile.queries}
         else:
             assert not own & {(tile.sample, row) for row in tile.queries}
+
+
+def test_long_tiles_are_not_cut_into_many() -> None:
+    (tile,) = causal_tiles((range(2**17),), (range(2**17),), None, None)
+    assert len(halved((tile,), 128)) == 31
 
 
 def test_neighbouring_full_tiles_are_joined() -> None:

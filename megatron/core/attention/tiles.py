@@ -83,14 +83,15 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 
 
 @lru_cache(maxsize=256)
-def halved(tiles: tuple[Tile, ...], longest: int) -> tuple[Tile, ...]:
-    """The same pairs in tiles of which those on the diagonal have at most `longest` queries: a kernel that computes
-    the pairs that the mask hides computes fewer of them. A query's tile on the diagonal comes before its others."""
-    return tuple(part for tile in tiles for part in _halves(tile, longest))
+def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
+    """The same pairs, with tiles on the diagonal halved until they have at most `longest` queries, but only so many
+    times: a kernel that computes the pairs that the mask hides computes fewer of them. A query's tile on the diagonal
+    comes before its others."""
+    return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
 
-def _halves(tile: Tile, longest: int) -> Iterator[Tile]:
-    if not tile.diagonal or len(tile.queries) <= longest:
+def _halves(tile: Tile, longest: int, times: int) -> Iterator[Tile]:
+    if not tile.diagonal or len(tile.queries) <= longest or not times:
         yield tile
         return
     half, window, bare = len(tile.queries) // 2, tile.window, replace(tile, window=None)
@@ -100,7 +101,7 @@ def _halves(tile: Tile, longest: int) -> Iterator[Tile]:
     last = replace(last, keys=tile.keys[half:], first_key=tile.first_key + half)
     for part in (first, last):
         for windowed in (part,) if window is None else _windowed(part, window):
-            yield from _halves(windowed, longest)
+            yield from _halves(windowed, longest, times - 1)
     yield from (between,) if window is None else _windowed(between, window)
 
 
