@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.core.batch import Batch
@@ -15,8 +17,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.config import config_from_hf, config_to_hf
 from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
 from megatron.core.parallel_state import ParallelState
+from megatron.training.conversion.convert import Conversion
+from megatron.training.conversion.formats import Options
 from tests.gpt_cases import FP64
-from tests.hf_models import CASES
+from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
 from tests.pure.test_hf_parity import exact, random_model, weights
 
 transformers = pytest.importorskip("transformers")
@@ -144,3 +148,17 @@ def test_modules_that_one_side_lacks() -> None:
     lacking = {name: value for name, value in stored.items() if name != "model.layers.4.hnorm.weight"}
     with pytest.raises(ValueError, match=r"model.layers.4.hnorm.weight is missing"):
         HFWeights(lacking, two, "deepseek_v3")
+
+
+def test_folders_with_a_module_convert_there_and_back(tmp_path: Path) -> None:
+    folder = save_model("deepseek-v3", tmp_path / "hf")
+    stored, generator = weights_in(folder), torch.Generator().manual_seed(1)
+    behind, module = "model.layers.3.", {name: value for name, value in stored.items() if ".layers.2." in name}
+    stored |= {name.replace("model.layers.2.", behind): value.clone() for name, value in module.items()}
+    for part, shape in {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}.items():
+        stored[f"{behind}{part}.weight"] = torch.randn(shape, generator=generator)
+    stored = {name: value.clone() for name, value in with_copies(stored, 3, 1).items()}
+    save_file(stored, folder / "model.safetensors")
+    Conversion(folder, tmp_path / "ours", None, Options()).run(1)
+    Conversion(tmp_path / "ours", tmp_path / "back", None, Options(model_type="deepseek_v3")).run(1)
+    assert_same_weights(folder, tmp_path / "back")
