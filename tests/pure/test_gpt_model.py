@@ -37,7 +37,8 @@ def assert_bitwise_equal(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tenso
 
 @pytest.mark.parametrize("style", STYLES)
 def test_parameters_are_those_that_plans_count(style: str) -> None:
-    config = replace(STYLES[style], num_layers=4)
+    widths = STYLES[style].ffn_hidden_size_pattern
+    config = replace(STYLES[style], num_layers=4, ffn_hidden_size_pattern=widths and f"{widths}*2")
     model = GPTModel(config)
     assert [meta for _, meta in model.named_metas().values()] == parameter_metas(config)
     sequence_parallel = ModelParallelConfig(sequence_parallel=True)
