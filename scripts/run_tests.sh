@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests on CPU (and tests/gpu where there is a GPU), in .venv, which is made if it is missing.
-# Test files run in parallel, one worker a core (WORKERS=N; WORKERS=1 runs them in turn). Further arguments go to pytest:
-# bash scripts/run_tests.sh tests/pure -k rank. All tests take some 15 minutes on two free cores; --whole adds the layouts
-# that are left out by default.
+# Test files run in parallel, in three workers for two cores, as some tests wait (WORKERS=N; WORKERS=1 runs them in turn).
+# Further arguments go to pytest: bash scripts/run_tests.sh tests/pure -k rank. All tests take some 15 minutes on two
+# free cores; --whole adds the layouts that are left out by default.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh
@@ -11,7 +11,7 @@ source scripts/env.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ensure_environment requirements-dev.txt
 cores="$(getconf _NPROCESSORS_ONLN)"
-workers="${WORKERS:-$((cores < 8 ? cores : 8))}"
+workers="${WORKERS:-$((cores < 5 ? (3 * cores + 1) / 2 : 8))}"
 if ((workers > 1)); then
     set -- -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 fi

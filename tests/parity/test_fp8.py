@@ -130,6 +130,7 @@ def test_casts_within_swiglu_change_no_bit(world_size: int, layout: str, monkeyp
     """Regions run uncompiled, and as a compiler computes them: rounded once, at their end."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
+    monkeypatch.setattr(activations, "_regions_of", activations.functions_of)  # which remembers those before
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)
     monkeypatch.setattr(mlp, "casts_swiglu", lambda *parts: False)

@@ -21,6 +21,8 @@ from megatron.core.config.layers import (
 )
 from megatron.core.config.linear_attention import LinearAttentionConfig
 from megatron.core.config.moe import MoEConfig
+from megatron.core.config.recompute import RecomputeConfig
+from megatron.core.config.rotary import RotaryConfig
 from megatron.core.config.self_attention import SOFTMAX_TYPES, SelfAttentionConfig
 from megatron.core.parts import ACTIVATIONS, ATTENTIONS, LAYERS, LOSSES, MLPS, NORMALIZATIONS
 
@@ -30,12 +32,16 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Parts of --recompute-modules, each with the larger one that includes it."""
-
-
 @dataclass(frozen=True)
-class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, LinearAttentionConfig, Section):
+class TransformerConfig(
+    MoEConfig,
+    RotaryConfig,
+    SelfAttentionConfig,
+    LatentAttentionConfig,
+    LinearAttentionConfig,
+    RecomputeConfig,
+    Section,
+):
     """The model: everything that fixes its parameters and what it computes."""
 
     num_layers: int = 0
@@ -69,70 +75,6 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
 
     max_position_embeddings: int | None = None
     """Longest sequence that the model supports; default seq-length."""
-
-    position_embedding_type: str = flag("learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"))
-    """Position embedding: a learned table, rotary (rope), linear biases of attention scores (alibi), or none."""
-
-    rotary_base: float = 10000.0
-    """Base of the rotary frequencies."""
-
-    window_rotary_base: float | None = None
-    """Base of the rotary frequencies in layers with a sliding window or chunks, where they are then not scaled or
-    interpolated (Gemma 3); default: the same rotary embedding as in other layers."""
-
-    no_rope_freq: str | None = None
-    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list of 1 (without) and 0 for all layers.
-    Default: every layer has it."""
-
-    rotary_percent: float = 1.0
-    """Fraction of each head's channels that are rotated."""
-
-    rotary_interleaved: bool = False
-    """Rotate pairs of neighbouring channels, as GPT-J does, instead of pairs half the rotated width apart."""
-
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Divide positions by this number, which stretches the rotary embedding to longer sequences."""
-
-    use_rope_scaling: bool = False
-    """Scale rotary frequencies as in Llama 3.1."""
-
-    rope_scaling_factor: float = 8.0
-    """Llama 3.1 scaling: divisor of low frequencies."""
-
-    rope_scaling_low_freq_factor: float = 1.0
-    """Llama 3.1 scaling: wavelengths above original length / this value are fully scaled."""
-
-    rope_scaling_high_freq_factor: float = 4.0
-    """Llama 3.1 scaling: wavelengths below original length / this value are not scaled."""
-
-    rope_scaling_original_max_position_embeddings: int = 8192
-    """Llama 3.1 scaling: original context length."""
-
-    rope_type: str | None = flag(None, choices=("rope", "yarn"))
-    """Rotary frequencies: as they are (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for
-    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
-
-    rotary_scaling_factor: float = 1.0
-    """YaRN: longest sequence, as a multiple of the original context length."""
-
-    original_max_position_embeddings: int = 4096
-    """YaRN: original context length."""
-
-    beta_fast: float = 32.0
-    """YaRN: frequencies with at least this many rotations over the original context length are not scaled."""
-
-    beta_slow: float = 1.0
-    """YaRN: frequencies with at most this many rotations over the original context length are fully scaled."""
-
-    yarn_correction_range_round_to_int: bool = flag(True, name="--no-yarn-correction-range-round-to-int")
-    """YaRN: leave the bounds of the pairs of channels between both unrounded, as gpt-oss does."""
-
-    mscale: float = 1.0
-    """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
-
-    mscale_all_dim: float = 0.0
-    """YaRN: the same of all channels of queries and keys, by the scale of the softmax, and taken out of the rotated
-    ones (DeepSeek). Scales the softmax of multi-latent attention only."""
 
     embed_layernorm: bool = False
     """Normalize word embeddings before positions are added, as BLOOM does."""
@@ -268,25 +210,6 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
     window_attn_skip_freq: str | None = None
     """Layers with full attention beside layers with --window-size or --attention-chunk-size: N for layers N - 1,
     2N - 1, ..., or a list of 1 (window) and 0 (full) for all layers. Default: no layer has full attention."""
-
-    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
-    """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
-
-    recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""
-
-    recompute_num_layers: int | None = None
-    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
-
-    recompute_modules: tuple[str, ...] | None = flag(
-        None,
-        many=True,
-        choices=("core_attn", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"),
-    )
-    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, mla_up_proj queries, keys and values from the latents of multi-latent attention, layernorm both norms.
-    In layers without experts, mlp is the whole MLP, mlp_act its activation function. In layers with experts, moe is
-    the whole MoE layer, moe_act the activation functions of all experts, shared_experts the shared expert."""
 
     @property
     def attention(self) -> str:
@@ -468,16 +391,6 @@ class TransformerConfig(MoEConfig, SelfAttentionConfig, LatentAttentionConfig, L
         if self.ffn_hidden_size_pattern is None:
             return (self.ffn_size,) * self.num_layers
         return layer_numbers(self.ffn_hidden_size_pattern, self.num_layers)
-
-    @property
-    def recomputed_modules(self) -> tuple[str, ...]:
-        """Parts of each layer that selective recomputation computes again."""
-        return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
-
-    def recomputes(self, module: str) -> bool:
-        """Whether selective recomputation computes `module` again, and not a larger one that includes it."""
-        larger = RECOMPUTED_WITH.get(module)
-        return module in self.recomputed_modules and larger not in self.recomputed_modules
 
     @property
     def mtp_depths(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.model import RECOMPUTED_WITH, TransformerConfig
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.config.recompute import RECOMPUTED_WITH
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
