@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 FP64 = ModelParallelConfig(fp64=True)
 
@@ -177,6 +180,17 @@ def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **m
     loss_mask = (torch.rand(samples, config.seq_length, generator=generator) < 0.8).float()
     batch = Batch(text[:, :-1], text[:, 1:], loss_mask, torch.arange(samples) + 7, **more)
     return batch.with_future(config.mtp_depths)
+
+
+def logits_in_parts(
+    model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int], cache: KeyValueCache | None = None
+) -> list[torch.Tensor]:
+    """Logits of the parts of texts tokens [b, s], each behind a cache of the parts before."""
+    cache = cache or KeyValueCache()
+    return [
+        model.logits(None, Batch.of_tokens(part), cache.extend([part.shape[1]] * len(part), part.device))
+        for part in tokens.split(list(lengths), dim=1)
+    ]
 
 
 def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.partition import Documents, document_starts, rank_spans
-from megatron.core.config.layers import Rotation, Span
+from megatron.core.config.layers import Rotation
 from megatron.core.host_to_device import copied_to
 from megatron.core.parallel_state import Axis
 
 if TYPE_CHECKING:
-    from megatron.core.attention.kv_cache import KeyValueCache
+    from megatron.core.attention.kv_cache import Cached
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,7 @@ class BatchContext:
     """[b] int64."""
 
     position_ids: Tensor | None = None
-    """[b, s]; None for 0 .. s-1, or with a cache for its length and up."""
-
-    document_ids: Tensor | None = None
-    """[b, s]; None for one document a sample. Read in generation and by linear attention; attention reads
-    `documents` in training."""
+    """[b, s]; None for 0 .. s-1."""
 
     documents: Documents | None = None
     """Where the documents of the whole samples begin; None for one document a sample."""
@@ -170,11 +166,7 @@ class BatchContext:
     query_scales: Tensor | None = None
     """[s, 1 or b, 1, 1] fp32: factors of the queries of layers that are `tempered`, if the stage has any."""
 
-    masks: Mapping[Span, Tensor | None] = field(default_factory=dict)
-    """With a cache, for each span that the stage's layers have: [1 or b, 1, s, keys] bool, true where a query sees a
-    cached key; None for plain causal attention."""
-
-    cache: KeyValueCache | None = None
+    cache: Cached | None = None
     """Keys and values of earlier tokens, in generation."""
 
     aux_scale: Tensor | None = None
@@ -184,12 +176,15 @@ class BatchContext:
     """As in `Batch`."""
 
     @classmethod
-    def of(cls, batch: Batch, cache: KeyValueCache | None = None) -> BatchContext:
-        """The context of a batch; the stage adds `rotary`, `query_scales` and `masks`."""
+    def of(cls, batch: Batch, cache: Cached | None = None) -> BatchContext:
+        """The context of a batch, behind the texts of a cache; the stage adds `rotary` and `query_scales`."""
         documents = batch.documents
-        if documents is None and batch.document_ids is not None and cache is None:
+        if documents is None and batch.document_ids is not None:
+            assert cache is None, "a text of generation is one document"
             documents = document_starts(batch.document_ids.tolist())
-        shared = ("sample_index", "position_ids", "document_ids", "places", "aux_scale", "number")
+        if cache is not None and batch.position_ids is None:
+            batch = replace(batch, position_ids=cache.positions)
+        shared = ("sample_index", "position_ids", "places", "aux_scale", "number")
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:

@@ -25,7 +25,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer import gated_delta_net
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
-from tests.gpt_cases import DELTA_NET, FP64, packed_documents, random_batch
+from tests.gpt_cases import DELTA_NET, FP64, logits_in_parts, packed_documents, random_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -126,35 +126,17 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
     torch.testing.assert_close((out, state), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_generation(packed: bool) -> None:
+def test_generation() -> None:
     """States and last inputs of the convolution are cached, and nothing for each token: the logits of the whole text,
-    read in parts that end before, behind and within documents."""
-    batch = random_batch(DELTA_NET, **(packed_documents(DELTA_NET) if packed else {}))
-    model = GPTModel(DELTA_NET, FP64).eval()
-    cache = KeyValueCache(DELTA_NET.seq_length)
-
-    def part(start: int, stop: int) -> Batch:
-        given = {"position_ids": batch.position_ids, "document_ids": batch.document_ids} if packed else {}
-        return replace(Batch.of_tokens(batch.tokens[:, start:stop]), **{k: v[:, start:stop] for k, v in given.items()})
-
-    parts = [model.logits(None, part(a, b), cache) for a, b in ((0, 1), (1, 7), (7, 8), (8, 11), (11, 16))]
-    torch.testing.assert_close(torch.cat(parts, 1), model.logits(None, part(0, 16)), rtol=1e-12, atol=1e-12)
-    before, state = cache.states[0]
-    assert cache.states.keys() == {0} and cache._layers.keys() == {1}
-    assert before.shape == (2, 3, 4, 2 * 6 + 2 * 5) and state.shape == (3, 8, 6, 5)
-
-
-def test_state_survives_a_document_of_one_token() -> None:
-    """The state behind a cached text is that of its last document, of however few tokens."""
-    model, tokens = GPTModel(DELTA_NET, FP64).eval(), random_batch(DELTA_NET, samples=1).tokens
-    documents = torch.tensor([[0] * 5 + [1] + [2] * 10])
-    packed = replace(Batch.of_tokens(tokens), document_ids=documents)
-    cache = KeyValueCache(16)
-    for place in range(16):
-        one = slice(place, place + 1)
-        last = model.logits(None, replace(Batch.of_tokens(tokens[:, one]), document_ids=documents[:, one]), cache)
-    torch.testing.assert_close(last[:, -1], model.logits(None, packed)[:, -1], rtol=1e-12, atol=1e-12)
+    read in parts."""
+    model, tokens = GPTModel(DELTA_NET, FP64).eval(), random_batch(DELTA_NET).tokens
+    cache = KeyValueCache()
+    parts = logits_in_parts(model, tokens, (1, 6, 1, 3, 5), cache)
+    expected = model.logits(None, Batch.of_tokens(tokens))
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-12, atol=1e-12)
+    before, state = cache._states[0]
+    assert cache._states.keys() == {0} and cache._layers.keys() == {1}
+    assert before.shape == (3, 2, 4, 2 * 6 + 2 * 5) and state.shape == (3, 8, 6, 5)
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:

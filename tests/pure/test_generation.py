@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.core.batch import Batch
-from megatron.core.models.gpt.generation import Sampling, generate
+from megatron.core.models.gpt.generation import Engine, Generation, Request, Sampling, StageRunner, generate
+from megatron.core.models.gpt.generation.text import TextStream
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
 from tests.gpt_cases import FP64, STYLES
+from tests.moe_cases import MIXTRAL
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
 
@@ -31,9 +35,46 @@ def continued(model: GPTModel, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("style", STYLES)
 def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     model = model_of(style)
-    found = generate(model, PROMPTS, 8)
-    assert found == [continued(model, prompt, 8) for prompt in PROMPTS]
+    prompts = [*PROMPTS, [8, 8, 9], [4, 5]]
+    found = generate(model, prompts, 8)
+    assert found == [continued(model, prompt, 8) for prompt in prompts]
     assert len({token for tokens in found for token in tokens}) > 4
+    assert generate(model, prompts, 8, rows=2) == found
+
+
+@pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", "latent", "delta-net", "moe"])
+def test_texts_in_few_rows_have_the_logprobs_they_have_alone(style: str) -> None:
+    """Requests that wait, end early and are padded, one by one and together. Experts drop no token in generation."""
+    sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
+    requests = [
+        Request(PROMPTS[i % 3], 2 + i, replace(sampling, top_k=20) if i % 2 else sampling, seed=i, logprobs=3)
+        for i in range(7)
+    ]
+    requests[5] = replace(requests[5], prompt_logprobs=True)
+    model = reference = model_of(style) if style != "moe" else GPTModel(MOE, FP64).eval()
+    if style == "moe":
+        model = GPTModel(replace(MOE, moe_expert_capacity_factor=1.0), FP64).eval()
+    together = list(Engine(StageRunner({0: model}), rows=3, prefill_tokens=8).run(requests))
+    for request, found in zip(requests, together, strict=True):
+        (alone,) = Engine(StageRunner({0: model}), rows=1).run([request])
+        assert found.tokens == alone.tokens and len(found.tokens) == request.max_new_tokens
+        assert_same_logprobs(found, alone)
+        text = [*request.prompt, *found.tokens]
+        whole = reference.logits(None, Batch.of_tokens(torch.tensor([text])))[0].log_softmax(-1)
+        own = [float(whole[place, token]) for place, token in enumerate(text[1:])]
+        assert [each.logprob for each in found.logprobs] == pytest.approx(own[len(request.prompt) - 1 :], abs=1e-12)
+        if request.prompt_logprobs:
+            assert [each.logprob for each in found.prompt_logprobs] == pytest.approx(own[: len(request.prompt) - 1])
+            assert found.prompt_logprobs[0].top[0][1] == pytest.approx(float(whole[0].max()), abs=1e-12)
+
+
+MOE = replace(MIXTRAL, init_method_std=0.3)
+
+
+def assert_same_logprobs(one: Generation, other: Generation) -> None:
+    for a, b in zip(one.logprobs + one.prompt_logprobs, other.logprobs + other.prompt_logprobs, strict=True):
+        assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-12)
+        assert [token for token, _ in a.top] == [token for token, _ in b.top] and len(a.top) == 3
 
 
 def test_text_ends_at_a_stop_token_and_at_the_last_position() -> None:
@@ -65,6 +106,9 @@ def test_samples_depend_on_the_seed_and_not_on_other_prompts() -> None:
         (Sampling(1.0, top_p=0.75), [4 / 9, 0, 3 / 9, 2 / 9]),
         (Sampling(1.0, top_p=0.69), [4 / 7, 0, 3 / 7, 0]),
         (Sampling(1.0, top_k=3, top_p=0.01), [1.0, 0, 0, 0]),
+        (Sampling(1.0, min_p=0.6), [4 / 7, 0, 3 / 7, 0]),
+        (Sampling(1.0, min_p=1.0), [1.0, 0, 0, 0]),
+        (Sampling(1.0, top_p=0.95, min_p=0.4), [4 / 9, 0, 3 / 9, 2 / 9]),
     ],
 )
 def test_sampled_tokens_have_their_probabilities(sampling: Sampling, expected: list[float]) -> None:
@@ -82,7 +126,120 @@ def test_extreme_random_numbers_choose_tokens_that_are_allowed() -> None:
 
 
 def test_user_errors_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5"):
-        Sampling(-1, 0, 1.5)
+    with pytest.raises(
+        ValueError, match=r"--temperature -1 .*\n--top-k 0 .*\n--top-p 1.5 .*\n--min-p 2 .*\n--rep.* 0 "
+    ):
+        Sampling(-1, 0, 1.5, 2, 0)
+    with pytest.raises(
+        ValueError, match=r"no tokens.*\nmax_new_tokens -1 .*\na stop string must not be empty.*\nlogprobs"
+    ):
+        Request([], -1, stop=("a", ""), logprobs=101)
     with pytest.raises(ValueError, match=r"prompt 1 has no tokens(.|\n)*prompt 2 has 16 tokens.*at most 16"):
         generate(GPTModel(STYLES["gpt"]), [[], [1] * 16], 3)
+
+
+def test_a_penalty_makes_tokens_of_the_text_less_likely() -> None:
+    logits = torch.tensor([[2.0, 1.9, -1.0, -1.1]]).repeat(2, 1)
+    uniform = torch.zeros(2, dtype=torch.float64)
+    assert Sampling(repetition_penalty=1.2).next_tokens(logits, uniform, [[3], [0, 0]]).tolist() == [0, 1]
+    only = torch.tensor([[-1.0, -1.1]])
+    assert Sampling(repetition_penalty=1.2).next_tokens(only, uniform[:1], [[0]]).tolist() == [1]
+    assert logits[0].tolist() == pytest.approx([2.0, 1.9, -1.0, -1.1])
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert Sampling(1e-320).next_tokens(logits, torch.tensor([0.999], dtype=torch.float64)).tolist() == [1]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(101)], ids=["bytes", "numbers"])
+def test_pieces_of_text_are_the_text(tokenizer: Tokenizer) -> None:
+    """Characters of up to four bytes, and bytes that are no characters."""
+    tokens = list("aß漢😀".encode() + b"\xff\xe6\xbcA\xf0\x9f\x98") if tokenizer.vocab_size > 256 else [5, 17, 3]
+    for length in range(len(tokens) + 1):
+        stream = TextStream(tokenizer.detokenize, tokens[:3], ())
+        pieces = [stream.add(token) for token in tokens[3 : 3 + length]]
+        whole = tokenizer.detokenize(tokens[: 3 + length])[len(tokenizer.detokenize(tokens[:3])) :]
+        assert "".join([*pieces, stream.finish()]) == whole
+        assert "\ufffd" not in "".join(pieces[:6])
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected", "pieces"),
+    [
+        (["def"], "abc ", ["a", "b", "c", " ", "", "", ""]),
+        (["ef", "c "], "ab", ["a", "b", "", ""]),
+        (["xyz"], "abc def abc", None),
+        (["abcd", "c d"], "ab", None),
+        (["f abcx"], "abc def abc", ["a", "b", "c", " ", "d", "e", "", "", "", "", ""]),
+    ],
+)
+def test_stop_strings_across_tokens(stop: list[str], expected: str, pieces: list[str] | None) -> None:
+    stream, found = TextStream(ByteTokenizer().detokenize, b"x", stop), []
+    for token in b"abc def abc":
+        found.append(stream.add(token))
+        if stream.stopped:
+            break
+    assert pieces is None or found == pieces
+    assert "".join(found) + stream.finish() == expected
+    assert stream.stopped == (expected != "abc def abc")
+
+
+def words(ids: Sequence[int]) -> str:
+    return "".join(chr(97 + id % 26) for id in ids)
+
+
+def test_reasons_to_finish() -> None:
+    model = model_of("llama")
+    engine = Engine(StageRunner({0: model}), words, rows=2)
+    (free,) = engine.run([Request(PROMPTS[0], 10**9)])
+    assert free.finish_reason == "length" and len(free.tokens) == 13 and free.text == words(free.tokens)
+    stop = words(free.tokens[3:5])
+    found = engine.run(
+        [
+            Request(PROMPTS[0], 9, stop=(stop,)),
+            Request(PROMPTS[0], 9, stop_ids=frozenset(free.tokens[2:3])),
+            Request(PROMPTS[0], 9, eos_ids=frozenset(free.tokens[2:3])),
+            Request(PROMPTS[0], 0),
+            Request([5] * 16, 3),
+            Request([5, 101], 3),
+        ]
+    )
+    assert [(each.finish_reason, each.text) for each in found] == [
+        ("stop", free.text[: free.text.index(stop)]),
+        ("stop", free.text[:2]),
+        ("eos", free.text[:2]),
+        ("length", ""),
+        ("error", ""),
+        ("error", ""),
+    ]
+    assert engine.idle
+
+
+def test_a_cancelled_request_frees_its_row_for_one_that_waits() -> None:
+    engine = Engine(StageRunner({0: model_of("llama")}), rows=1)
+    first, second = (engine.submit(Request(PROMPTS[0], 10**9)) for _ in range(2))
+    engine.step()
+    assert first.tokens and not second.tokens
+    engine.cancel(first)
+    while not engine.idle:
+        engine.step()
+    assert first.finish_reason == "cancelled" and len(first.tokens) == 2
+    assert second.tokens == generate(engine.runner.stages[0], [PROMPTS[0]], 100)[0]
+
+
+def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
+    """The row is used again, and no NaN is left in it."""
+    model = model_of("llama")
+    clean = generate(model, [[1, 2, 3], [4, 4]], 5)
+    assert all(77 not in tokens for tokens in clean)
+    model.embedding.word_embeddings.weight.data[77] = torch.nan
+    engine = Engine(StageRunner({0: model}), rows=2)
+    found = list(
+        engine.run([Request([1, 77], 5), Request([1, 2, 3], 5), Request([9, 9, 77, 9], 5), Request([4, 4], 5)])
+    )
+    assert [each.finish_reason for each in found] == ["error", "length", "error", "length"]
+    assert "logits behind token 2 are not finite" in str(found[0].error)
+    assert [found[1].tokens, found[3].tokens] == clean
+    with pytest.raises(ValueError, match="prompt 2: the model's logits"):
+        generate(model, [[1, 2, 3], [77]], 5)

@@ -126,24 +126,39 @@ def test_cached_decoding_has_the_logits_of_the_whole_text(style: str) -> None:
 @pytest.mark.parametrize(
     "layers", [{"window_size": 5, "window_attn_skip_freq": "2"}, {"attention_chunk_size": 6, "no_rope_freq": "2"}]
 )
-def test_cached_decoding_of_packed_documents(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
+def test_cached_decoding_of_all_kinds_of_softmax(mixer: str, softmax: str, layers: dict[str, Any]) -> None:
     config = replace(STYLES[mixer], softmax_type=softmax, **layers)
-    assert_cached_as_whole(config, random_batch(config, **packed_documents(config)))
+    assert_cached_as_whole(config, random_batch(config))
 
 
 def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
-    """Logits of a text that is read in parts, each behind a cache of the parts before, are those of the whole text."""
+    """Logits of texts that are read in parts of different lengths, each behind a cache of the parts before, are those
+    of the whole texts. Then one text is dropped, and the others go on."""
     model = GPTModel(config, FP64).eval()
     expected = model.logits(None, batch)
     assert expected.shape == (3, config.seq_length, config.vocab_size)
-    cache, start = KeyValueCache(config.seq_length), 0
-    given = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
-    for length in (6, 1, 1, 4, 1, 3):
-        part = slice(start, start + length)
-        fields = {name: value[:, part] for name in given if (value := getattr(batch, name)) is not None}
-        piece = Batch(**fields, sample_index=batch.sample_index)
-        torch.testing.assert_close(model.logits(None, piece, cache), expected[:, part], rtol=1e-12, atol=1e-12)
-        start += length
+    cache, rows = KeyValueCache(), [0, 1, 2]
+    for counts in ((6, 2, 7), (1, 1, 1), (1, 5, 2), (2, 1, 1)):
+        assert_next_logits(model, cache, rows, counts, batch.tokens, expected)
+    cache.drop(0)
+    assert_next_logits(model, cache, [2, 1], (1, 3), batch.tokens, expected)
+    cache.drop(1)
+    assert_next_logits(model, cache, [2], (3,), batch.tokens, expected)
+
+
+def assert_next_logits(
+    model: GPTModel, cache: KeyValueCache, rows: list[int], counts: tuple[int, ...], tokens: Tensor, expected: Tensor
+) -> None:
+    """`rows`: which of the texts `tokens` [b, s] each row of the cache has."""
+    starts = cache.lengths[: len(rows)] or [0] * len(rows)
+    cached = cache.extend(counts, tokens.device)
+    new = torch.full((len(rows), max(counts)), 5)
+    for row, (text, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        new[row, :count] = tokens[text, start : start + count]
+    found = model.logits(None, Batch.of_tokens(new), cached)
+    for row, (text, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        wanted = expected[text, start : start + count]
+        torch.testing.assert_close(found[row, :count], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_is_a_function_of_the_sample_and_off_in_evaluation() -> None:

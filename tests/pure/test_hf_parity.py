@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -23,7 +22,7 @@ from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
-from tests.gpt_cases import FP64, GPT, LLAMA, STYLES
+from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, logits_in_parts
 from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN, weights_in
 from tests.moe_cases import MIXTRAL
 
@@ -192,10 +191,7 @@ def test_logits(case: str) -> None:
 def test_cached_keys_change_no_logits(case: str) -> None:
     """Of models whose layers differ in windows or chunks, sinks, positions and experts."""
     model, tokens = ours(random_model(case)), torch.randint(83, (2, 24))
-    cache = KeyValueCache(24)
-    parts = [
-        model.logits(None, Batch.of_tokens(tokens[:, a:b]), cache) for a, b in ((0, 9), (9, 10), (10, 13), (13, 24))
-    ]
+    parts = logits_in_parts(model, tokens, (9, 1, 3, 11))
     expected = model.logits(None, Batch.of_tokens(tokens))
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-10)
 

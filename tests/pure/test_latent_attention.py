@@ -21,7 +21,7 @@ from megatron.core.models.hf.config import config_from_hf
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
-from tests.gpt_cases import FP64, LATENT, STYLES, random_batch
+from tests.gpt_cases import FP64, LATENT, STYLES, logits_in_parts, random_batch
 from tests.hf_models import SIZES, YARN
 
 BASE = (
@@ -142,12 +142,11 @@ def test_packed_kernels_of_one_width() -> None:
 def test_generation_caches_latents() -> None:
     """As many numbers for each token as the latent and the rotary key have, and the logits of the whole text."""
     model, tokens = GPTModel(LATENT, FP64), random_batch(LATENT).tokens
-    cache = KeyValueCache(tokens.shape[1])
-    parts = [model.logits(None, Batch.of_tokens(tokens[:, a:b]), cache) for a, b in ((0, 6), (6, 7), (7, 11), (11, 16))]
+    cache = KeyValueCache()
+    parts = logits_in_parts(model, tokens, (6, 1, 4, 5), cache)
     torch.testing.assert_close(torch.cat(parts, 1), model.logits(None, Batch.of_tokens(tokens)), rtol=1e-12, atol=1e-12)
-    kept = [x for layer in cache._layers.values() for x in layer]
-    width = LATENT.kv_lora_rank + LATENT.qk_pos_emb_head_dim
-    assert sum(x.numel() for x in kept) == LATENT.num_layers * tokens.numel() * width
+    kept = [x.shape[1] * x.shape[3] for layer in cache._layers.values() for x in layer]
+    assert kept == [LATENT.kv_lora_rank + LATENT.qk_pos_emb_head_dim] * LATENT.num_layers
 
 
 @pytest.mark.parametrize(

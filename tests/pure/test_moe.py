@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.attention.kv_cache import KeyValueCache
 from megatron.core.batch import Batch
 from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.model import TransformerConfig
@@ -40,7 +39,7 @@ from megatron.planner.parameters import active_parameters, count_parameters
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import field_table
 from megatron.training.config.validation import notices, resolve, validate
-from tests.gpt_cases import FP64, random_batch
+from tests.gpt_cases import FP64, logits_in_parts, random_batch
 from tests.moe_cases import CASES, DEEPSEEK, MIXTRAL, balances_of, build_layer, context, written_out
 
 S, B = 16, 3
@@ -423,8 +422,7 @@ def test_generation_with_a_cache_routes_each_token_alike() -> None:
     config = moe_model(attention_dropout=0.0, hidden_dropout=0.0)
     model, tokens = GPTModel(config, FP64).eval(), torch.randint(101, (2, 9))
     whole = model.logits(None, Batch.of_tokens(tokens))
-    cache = KeyValueCache(9)
-    parts = [model.logits(None, Batch.of_tokens(part), cache) for part in tokens.split((5, 1, 3), dim=1)]
+    parts = logits_in_parts(model, tokens, (5, 1, 3))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
 
 

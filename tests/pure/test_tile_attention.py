@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.flash_kernels import FlashCPUKernel, FlashCUDAKernel
-from megatron.core.attention.kv_cache import attention_mask
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import document_starts, rank_spans
 from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Flash2
-from megatron.core.config.layers import Span
 from megatron.core.dropout import attention_dropout
 
 SCALE = 0.4
@@ -85,8 +83,12 @@ def assert_equal_with_gradients(
 
 
 def mask(window: int | None, documents: Tensor | None) -> Tensor:
-    seen = attention_mask(LENGTH, LENGTH, Span(window), documents, documents, torch.device("cpu"))
-    return seen if seen is not None else torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None]
+    return seen
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])

@@ -1,6 +1,6 @@
 """Core attention, softmax(q kᵀ) v, by the implementation that fits the model, the layout and the batch.
 
-Operands are q [s, b, heads, d], k [keys, b, groups, d] and v [keys, b, groups, dv], where dv is d but in multi-latent
+Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv is d but in multi-latent
 attention; the heads of a group are adjacent.
 """
 
@@ -17,6 +17,7 @@ from megatron.core.attention.all_gather import gathered_attention
 from megatron.core.attention.cudnn_kernels import CudnnKernel
 from megatron.core.attention.flash3 import Flash3, flash3_attention
 from megatron.core.attention.flash_kernels import flash_kernel
+from megatron.core.attention.kv_cache import Cached, cached_attention
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import cut_documents
 from megatron.core.attention.ring import ring_attention
@@ -37,21 +38,13 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.scale, self.flash3 = scale, Flash3(scale) if flash3 else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv], mask [b, 1, s, keys] ->
-        [s, b, heads, dv]. Causal without a mask."""
-        queries, _, heads, _ = q.shape
-        keys, groups = k.shape[0], k.shape[2]
-        assert mask is not None or queries in (1, keys), "queries behind a cache need a mask"
-        if self.flash3 is not None and mask is None and queries == keys:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        if self.flash3 is not None:
             return flash3_attention(q, k, v, self.flash3)
-        if mask is not None:  # kernels with a mask need as many key heads as query heads
-            k, v = (x.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for x in (k, v))
-        causal, grouped = mask is None and queries == keys, mask is None and heads != groups
+        grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3)
 
 
@@ -81,7 +74,7 @@ CONTEXT_PARALLEL = {"p2p": ring_attention, "all_gather": gathered_attention, "a2
 class CoreAttention(nn.Module):
     """Core attention of one layer.
 
-    torch's fused attention computes plain causal attention within a rank, and attention to cached keys. Tiles
+    torch's fused attention computes plain causal attention within a rank. Tiles
     (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
     of scores and attention dropout, whose mask is the same at every layout.
     """
@@ -132,12 +125,10 @@ class CoreAttention(nn.Module):
             torch.maximum(mine, largest.detach(), out=mine)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """q [s, b, heads, d], k [keys, b, groups, d], v [keys, b, groups, dv] -> [s, b, heads * dv]"""
+        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads * dv]"""
         dropout = self.p > 0 and self.training
         hidden = self.span.hides(k.shape[0])
-        if context.cache is not None:
-            out = self._behind_cache(q, k, v, context)
-        elif self.across_ranks is not None:
+        if self.across_ranks is not None:
             out = self.across_ranks(q, k, v, self.cp, self._causal(q, context, dropout), self._sinks)
         elif self.always_tiles or dropout or hidden or context.documents is not None:
             out = local_attention(q, k, v, self._causal(q, context, dropout), sinks=self._sinks)
@@ -145,12 +136,11 @@ class CoreAttention(nn.Module):
             out = self.fused(q, k, v)
         return out.flatten(2)
 
-    def _behind_cache(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """The queries are the last of the keys."""
-        if not self.of_tiles:
-            return self.fused(q, k, v, context.masks[self.span])
-        queries = (range(k.shape[0] - q.shape[0], k.shape[0]),)
-        return local_attention(q, k, v, self._causal(k, context, False), queries, self._sinks)
+    def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cached: Cached) -> Tensor:
+        """q [s, b, heads, d] of new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens ->
+        [s, b, heads * dv]"""
+        out = cached_attention(q, k, v, cached, self.span, self.scale, self.cap, self.slopes, self.softmax_offset)
+        return out.flatten(2)
 
     @property
     def _sinks(self) -> Tensor | None:

@@ -1,86 +1,182 @@
-"""Cache of earlier tokens for generation, and the attention mask over cached keys."""
+"""Key/value cache of generation: earlier tokens of several texts of different lengths, and attention to them.
+
+A text is a row of the cache, its tokens begin in column 0. New tokens of a forward pass are padded on the right to one
+number; a later pass writes over the padding, which no query sees.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.layers import Span
 
+GROWTH = 64
+"""Columns are allocated in multiples of it, and by half as many again as there were."""
+
 
 class KeyValueCache:
-    """Keys and values of all earlier tokens, or the latents that they are projected from, by layer, for at most
-    `max_length` tokens.
+    """Keys and values of earlier tokens, or the latents that they are projected from, by layer, and states of layers
+    with linear attention. Memory grows with the texts."""
 
-    A forward pass appends to every layer and then calls `advance` once, so that all its layers see the same `length`.
-    """
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        """Tokens of each row's text."""
+        self._layers: dict[int, tuple[Tensor, ...]] = {}  # each [rows, groups, columns, width]
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # each [rows, ...]
 
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
-        self.length = 0
-        self.document_ids: Tensor | None = None
-        self.states: dict[int, tuple[Tensor, ...]] = {}
-        """What layers with linear attention keep of all earlier tokens, by layer. Replaced in each forward pass."""
-        self._layers: dict[int, tuple[Tensor, ...]] = {}
+    def extend(
+        self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
+    ) -> Cached:
+        """Begins a forward pass over counts[i] new tokens of row first + i. By default that is all rows; rows from
+        the number of rows on are new. The tokens are padded to the longest, and to a multiple of `multiple`."""
+        first = 0 if first is None else first
+        assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
+        self.lengths += [0] * (first + len(counts) - len(self.lengths))
+        past = tuple(self.lengths[first : first + len(counts)])
+        for row, count in enumerate(counts, first):
+            self.lengths[row] += count
+        width = -(-max(counts) // multiple) * multiple
+        return Cached(self, first, past, tuple(counts), width, device)
 
-    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values [s, b, ...] of the new tokens -> [length + s, b, ...] of all tokens so far."""
-        stop = self.length + new[0].shape[0]
-        if layer not in self._layers:
-            self._layers[layer] = tuple(x.new_empty(self.max_length, *x.shape[1:]) for x in new)
-        assert stop <= self.max_length, f"{stop} tokens in a cache made for {self.max_length}"
-        cached = self._layers[layer]
-        for kept, x in zip(cached, new, strict=True):
-            kept[self.length : stop] = x
-        return tuple(kept[:stop] for kept in cached)
+    def drop(self, row: int) -> None:
+        """Removes a text. The last row takes its place."""
+        last = len(self.lengths) - 1
+        for tensors in (*self._layers.values(), *self._states.values()):
+            for kept in tensors:
+                if row < last:
+                    kept[row] = kept[last]
+                kept[last] = 0  # what is not finite would spoil the next text: zero times NaN is NaN
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
 
-    def append_documents(self, document_ids: Tensor | None) -> Tensor | None:
-        """document_ids [b, s] of the new tokens -> [b, length + s] of all tokens so far. Give them always or never."""
-        assert self.length == 0 or (document_ids is None) == (self.document_ids is None)
-        if document_ids is not None and self.document_ids is not None:
-            document_ids = torch.cat((self.document_ids, document_ids), dim=1)
-        self.document_ids = document_ids
-        return document_ids
+    def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
+        """The memory of a layer, [at least rows, groups, at least columns, width], grown where it is too small."""
+        old = self._layers.get(layer)
+        have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
+        if old is None or have[0] < rows or have[1] < columns:
+            if columns > have[1]:
+                columns = -(-max(columns, have[1] * 3 // 2) // GROWTH) * GROWTH
+            shape = max(rows, have[0]), max(columns, have[1])
+            grown = tuple(x.new_zeros(shape[0], x.shape[2], shape[1], x.shape[3]) for x in new)
+            for kept, x in zip(old or (), grown, strict=False):
+                x[: have[0], :, : have[1]] = kept
+            self._layers[layer] = grown
+        return self._layers[layer]
 
-    def advance(self, tokens: int) -> None:
-        """Ends a forward pass over `tokens` new tokens."""
-        self.length += tokens
+    def states_of(self, layer: int, first: int, count: int) -> tuple[Tensor, ...] | None:
+        """States [count, ...] of these rows; None before the first forward pass of the layer."""
+        states = self._states.get(layer)
+        return None if states is None else tuple(x[first : first + count] for x in states)
+
+    def set_states(self, layer: int, first: int, new: Sequence[Tensor]) -> None:
+        """Replaces the states [count, ...] of the rows from `first` on."""
+        rows = first + len(new[0])
+        states = self._states.get(layer)
+        if states is None or len(states[0]) < rows:
+            grown = tuple(x.new_zeros(rows, *x.shape[1:]) for x in new)
+            for kept, x in zip(states or (), grown, strict=False):
+                x[: len(kept)] = kept
+            states = self._states[layer] = grown
+        for kept, x in zip(states, new, strict=True):
+            kept[first:rows] = x
 
 
-def attention_mask(
-    queries: int,
-    keys: int,
+class Cached:
+    """The part of a cache that one forward pass over b texts of s new tokens each reads and extends."""
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        first: int,
+        past: tuple[int, ...],
+        counts: tuple[int, ...],
+        width: int,
+        device: torch.device,
+    ) -> None:
+        self.cache, self.first, self.counts, self.width = cache, first, counts, width
+        self.rows, self.columns = len(counts), max(past) + width
+        self.fresh = not any(past)
+        """Whether no text has earlier tokens: attention is then that of a batch without a cache."""
+        self._past = torch.tensor(past, device=device)
+        self.positions = self._past[:, None] + torch.arange(width, device=device)
+        """[b, s]"""
+        self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
+        """[b] numbers of new tokens; None if no text is padded."""
+        self._seen: dict[Span, Tensor] = {}
+
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
+        """Keeps keys and values [s, b, groups, width] of the new tokens. Returns those of all tokens
+        [b, groups, columns, width]; None if there are no earlier ones."""
+        stop = self.first + self.rows
+        kept = self.cache.columns_of(layer, new, stop, self.columns)
+        rows = torch.arange(self.first, stop, device=self.positions.device)[:, None]
+        for tensor, x in zip(kept, new, strict=True):
+            if self.fresh:
+                tensor[self.first : stop, :, : self.width] = x.permute(1, 2, 0, 3)
+            else:
+                tensor[rows, :, self.positions] = x.transpose(0, 1)
+        return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
+
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """What a layer has kept of earlier tokens, [b, ...] each; None if there are none."""
+        return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
+
+    def set_states(self, layer: int, *new: Tensor) -> None:
+        """Replaces them."""
+        self.cache.set_states(layer, self.first, new)
+
+    def distances(self) -> Tensor:
+        """[b, s, columns]: place of each key minus place of each query"""
+        return torch.arange(self.columns, device=self.positions.device) - self.positions[:, :, None]
+
+    def seen(self, span: Span) -> Tensor:
+        """[b, 1, 1, s, columns] bool, true where a query sees a key"""
+        if span not in self._seen:
+            distances = self.distances()
+            seen = distances <= 0
+            if span.window is not None:
+                seen &= distances > -span.window
+            if span.chunk is not None:
+                keys = torch.arange(self.columns, device=seen.device)
+                seen &= keys // span.chunk == (self.positions // span.chunk)[:, :, None]
+            self._seen[span] = seen[:, None, None]
+        return self._seen[span]
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cached: Cached,
     span: Span,
-    documents: Tensor | None,
-    key_documents: Tensor | None,
-    device: torch.device,
-) -> Tensor | None:
-    """[1 or b, 1, queries, keys] bool, true where a query sees a key; None where plain causal attention suffices.
+    scale: float,
+    cap: float | None = None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads, dv]
 
-    The queries are the last of the keys. A query sees the keys of `span`, and those of its own document only:
-    `documents` [b, queries], `key_documents` [b, keys].
+    Scores are fp32, or fp64 for fp64 operands. `cap`, `slopes` [heads] of ALiBi and `sinks` [heads] are those of
+    `TorchKernel` and `add_sinks_`.
     """
-    if not span.hides(keys) and documents is None and queries in (1, keys):
-        return None
-    key_at = torch.arange(keys, device=device)
-    query_at = key_at[keys - queries :, None]
-    seen = key_at <= query_at
-    if span.window is not None:
-        seen &= key_at > query_at - span.window
-    seen = seen[None]
-    if documents is not None:
-        assert key_documents is not None
-        seen = seen & (documents[:, :, None] == key_documents[:, None, :])
-    if span.chunk is not None:
-        chunks = _places(key_at, key_documents) // span.chunk
-        seen = seen & (chunks[:, keys - queries :, None] == chunks[:, None, :])
-    return seen.unsqueeze(1)
-
-
-def _places(key_at: Tensor, key_documents: Tensor | None) -> Tensor:
-    """[1 or b, keys]: place of each key in its document; key_at [keys], key_documents [b, keys]"""
-    if key_documents is None:
-        return key_at[None]
-    begins = torch.ones_like(key_documents, dtype=torch.bool)
-    begins[:, 1:] = key_documents[:, 1:] != key_documents[:, :-1]
-    return key_at - torch.where(begins, key_at, 0).cummax(dim=1).values
+    s, b, heads, _ = q.shape
+    groups = k.shape[1]
+    rows = (q * scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
+    scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
+    if slopes is not None:
+        distances = cached.distances()[:, None, None].to(scores.dtype)
+        scores = scores + slopes.to(scores.dtype).view(groups, -1, 1, 1) * distances
+    scores = scores.masked_fill(~cached.seen(span), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = weights.to(v.dtype).flatten(2, 3) @ v
+    return out.unflatten(2, (-1, s)).flatten(1, 2).permute(2, 0, 1, 3)

@@ -183,6 +183,8 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        if context.cache is not None:  # padding of a generated text must not count, and later tokens are not there yet
+            factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
         if self.training and context.aux_scale is not None:

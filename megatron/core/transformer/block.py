@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.kv_cache import attention_mask
-from megatron.core.attention.partition import document_starts
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.parts import LAYERS
@@ -48,11 +46,6 @@ class TransformerBlock(nn.Module):
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
-        in_tiles = [config.of_layer(number).attends_in_tiles for number in numbers]
-        self.masked_spans = tuple(
-            dict.fromkeys(kind.span for kind, tiles in zip(kinds, in_tiles, strict=True) if not tiles)
-        )
-        self.has_tiles = any(in_tiles)
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -80,22 +73,12 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Adds what layers share: rotary tables, factors of queries, and with cached keys their masks, or for tiles
-        their documents."""
-        length, cache = x.shape[0] * self.sequence_shards, context.cache
-        past = cache.length if cache else 0
-        if cache is not None:
-            documents = context.document_ids
-            of_keys = cache.append_documents(documents)
-            shape = length, past + length
-            masks = {span: attention_mask(*shape, span, documents, of_keys, x.device) for span in self.masked_spans}
-            starts = document_starts(of_keys.tolist()) if of_keys is not None and self.has_tiles else None
-            context = replace(context, masks=masks, documents=starts)
+        """Adds what layers share: rotary tables and factors of queries."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places
         if positions is None:
-            positions = torch.arange(past, past + length, device=x.device)
+            positions = torch.arange(x.shape[0] * self.sequence_shards, device=x.device)
         rotary = {rotation: table(positions) for rotation, table in self.rotary.items()}
         scales = None if self.scales_of is None else self.scales_of(positions)
         return replace(context, rotary=rotary, query_scales=scales)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.attention.kv_cache import Cached
 from megatron.core.attention.partition import Documents
 from megatron.core.attention.ulysses import heads_to_sequence, sequence_to_heads
 from megatron.core.batch import BatchContext
@@ -69,9 +70,9 @@ class GatedDeltaNet(nn.Module):
         """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
         mixed = self.in_proj(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
         mixed = sequence_to_heads(mixed, self.cp)
-        number = documents_begun(context, len(mixed), mixed.device)
+        number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
         if context.cache is not None:
-            out = self._behind_cache(mixed, number, context)
+            out = self._behind_cache(mixed, context.cache)
         elif self.recompute and self.training:
             out = recomputed(self._mix, mixed, number, context)
         else:
@@ -87,16 +88,22 @@ class GatedDeltaNet(nn.Module):
             out, _ = gated_delta_chunks(*operands, number)
         return self.gated(out, gate, self.out_norm, self.eps)
 
-    def _behind_cache(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
-        """The same behind earlier tokens, whose state and last inputs of the convolution are cached."""
-        assert context.cache is not None
-        before, state = context.cache.states.get(self.layer, (None, None))
-        operands, gate, before = self._operands(mixed, number, before)
+    def _behind_cache(self, mixed: Tensor, cache: Cached) -> Tensor:
+        """The same behind earlier tokens, whose state and last inputs of the convolution are cached. Padding leaves
+        the state as it is."""
+        before, state = cache.states(self.layer) or (None, None)
+        before = None if before is None else before.transpose(0, 1)
+        (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
+        lengths = cache.lengths
+        if lengths is not None:
+            padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= lengths[:, None]
+            g, beta = g.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
+            last = last_rows(mixed[..., : last.shape[-1]], before, lengths, len(last))
         rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_chunks
         if len(mixed) <= FEW_TOKENS:
             rule = gated_delta_steps
-        out, state = rule(*operands, number, state)
-        context.cache.states[self.layer] = before, state
+        out, state = rule(q, k, v, g, beta, None, state)
+        cache.set_states(self.layer, last.transpose(0, 1), state)
         return self.gated(out, gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
@@ -109,28 +116,22 @@ class GatedDeltaNet(nn.Module):
         return operands, gate.unflatten(-1, (-1, self.value_width)).flatten(2, 3), before
 
 
-def documents_begun(context: BatchContext, length: int, device: torch.device) -> Tensor | None:
-    """[s, b]: documents that have begun up to each token of whole samples of `length` tokens, without the first one;
-    behind a cache, without the one that is cached. None for one document a sample."""
-    cache, documents = context.cache, context.document_ids
-    if cache is None:
-        return None if context.documents is None else _begun(context.documents, length, device)
-    if documents is None:
-        return None
-    first = documents[:, :1]
-    if cache.length and cache.document_ids is not None:
-        first = cache.document_ids[:, cache.length - 1 : cache.length]
-    before = torch.cat((first, documents[:, :-1]), dim=1)
-    return (documents != before).cumsum(1).t()
-
-
 @lru_cache(maxsize=64)
-def _begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """All layers and passes of a micro-batch share one copy."""
+def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
+    """[s, b]: documents that have begun up to each token of whole samples of `length` tokens, without the first one.
+    All layers and passes of a micro-batch share one copy."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
     return copied_to(torch.from_numpy(starts.cumsum(0)), device)
+
+
+def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
+    """x [s, b, ...], of which lengths [b] rows are no padding, behind `before` [count, b, ...], zeros for None -> the
+    last `count` rows [count, b, ...] of each sample"""
+    rows = torch.cat((x.new_zeros(count, *x.shape[1:]) if before is None else before, x))
+    places = torch.arange(count, device=x.device)[:, None] + lengths
+    return rows[places, torch.arange(x.shape[1], device=x.device)]
 
 
 def delta_operands(

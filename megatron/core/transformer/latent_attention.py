@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.core_attention import CoreAttention
+from megatron.core.attention.kv_cache import Cached
 from megatron.core.batch import BatchContext
 from megatron.core.collectives import all_gather_sequence, copy_to
 from megatron.core.compiled_regions import region
@@ -77,7 +78,7 @@ class MultiLatentAttention(nn.Module):
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. s/cp under context parallelism."""
         latents = self._latents(x)
         if context.cache is not None:
-            return self.linear_proj(self._behind_cache(latents, context))
+            return self.linear_proj(self._behind_cache(latents, context.cache, context))
         recompute_core, recompute_heads = (
             part and self.training for part in (self.recompute_core, self.recompute_heads)
         )
@@ -120,20 +121,23 @@ class MultiLatentAttention(nn.Module):
     def _queries(self, latents: Latents) -> Tensor:
         return self.linear_q(latents.q).unflatten(-1, (-1, self.key_width + self.rotary_width))
 
-    def _behind_cache(self, latents: Latents, context: BatchContext) -> Tensor:
-        """Attention to cached latents: [s, b, heads/tp * v_head_dim]
+    def _behind_cache(self, latents: Latents, cache: Cached, context: BatchContext) -> Tensor:
+        """Attention that caches latents: [s, b, heads/tp * v_head_dim]
 
         The latents are the keys and values of one group of all heads. The projection up to keys is applied to the
         queries instead, and that up to values to the output, so no earlier token is projected again (section 2.1.2).
         """
-        assert context.cache is not None
+        key = rotated(latents.key, *self._tables(context))
+        kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
+        cached = cache.append(self.layer, torch.cat((kv, key), dim=-1))
+        if cached is None:
+            return self._attend(latents, context)
+        (k,) = cached
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents).split((self.key_width, self.rotary_width), dim=-1)
-        rotary, key = (rotated(x, *self._tables(context)) for x in (rotary, latents.key))
+        rotary = rotated(rotary, *self._tables(context))
         q = torch.cat((torch.einsum("sbnd,ndr->sbnr", q, up_key), rotary), dim=-1)
-        kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
-        (k,) = context.cache.append(self.layer, torch.cat((kv, key), dim=-1))
-        out = self.core(q, k, k[..., : self.kv_rank], context).unflatten(-1, (-1, self.kv_rank))
+        out = self.core.behind_cache(q, k, k[..., : self.kv_rank], cache).unflatten(-1, (-1, self.kv_rank))
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
 

@@ -64,9 +64,11 @@ class SelfAttention(nn.Module):
         if self.tempered:
             assert context.query_scales is not None
             q = self.scaled(q, context.query_scales)
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, k, v)
-        if self.recompute_core and self.training:
+        cached = None if context.cache is None else context.cache.append(self.layer, k, v)
+        if cached is not None and context.cache is not None:
+            k, v = cached
+            out = self.core.behind_cache(q, k, v, context.cache)
+        elif self.recompute_core and self.training:
             out = recomputed(self.core, q, k, v, context)
         else:
             out = self.core(q, k, v, context)

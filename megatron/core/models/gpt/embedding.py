@@ -41,7 +41,6 @@ class PositionEmbedding(nn.Module):
             return F.embedding(context.position_ids[:, start : start + length].t(), self.weight)
         if context.places is not None:
             return F.embedding(context.places[start : start + length], self.weight).unsqueeze(1)
-        start += context.cache.length if context.cache is not None else 0
         rows = self.weight.shape[0]
         if start + length > rows:
             raise ValueError(

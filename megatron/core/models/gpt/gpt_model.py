@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.attention.kv_cache import Cached
 from megatron.core.batch import Batch, BatchContext
 from megatron.core.batch_overlap import BatchOverlap
 from megatron.core.collectives import all_gather
@@ -83,6 +83,7 @@ class GPTModel(nn.Module):
             experts=ExpertAxes.of(state),
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
+        self.sequence_parallel = parallel.sequence_parallel and state.tp.size > 1
         needed = holds_embedding(config, first, last)
         self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
         known = self.embedding or embedding
@@ -127,26 +128,41 @@ class GPTModel(nn.Module):
         return self.loss(self._local_logits(hidden, batch, None), batch.labels.t()).t()
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None = None) -> Tensor:
+    def logits(self, hidden: Tensor | None, batch: Batch, cache: Cached | None = None) -> Tensor:
         """Logits [b, s, vocab_size] over the true vocabulary, gathered, for the last stage.
 
         With a cache, the batch's tokens follow those it holds, and are added to it.
         """
-        logits = all_gather(self._local_logits(hidden, batch, cache), self.tp, dim=2)
-        return logits[..., : self.config.vocab_size].transpose(0, 1)
+        return self._gathered(self._local_logits(hidden, batch, cache)).transpose(0, 1)
 
-    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None) -> Tensor:
+    @torch.no_grad()
+    def advance(self, hidden: Tensor | None, batch: Batch, cache: Cached) -> Tensor:
+        """Hidden states of the batch's tokens, which follow those of the cache and are added to it: for the next stage,
+        or on the last one whole, for `next_logits`."""
+        hidden = self._hidden_states(hidden, batch, cache)
+        return all_gather(hidden, self.tp) if self.last and self.sequence_parallel else hidden
+
+    @torch.no_grad()
+    def next_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size] of the token after each of hidden [n, h], which `advance` returned; on the last
+        stage."""
+        assert self.output_layer is not None, "only the last stage has logits"
+        hidden = hidden[None]  # under sequence parallelism, as many copies as there are ranks
+        return self._gathered(self.output_layer(hidden)[:1])[0]
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """[s, b, V/tp], padding included -> [s, b, vocab_size]"""
+        return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
+
+    def _local_logits(self, hidden: Tensor | None, batch: Batch, cache: Cached | None) -> Tensor:
         """[s, b, V/tp], padding included"""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self._hidden_states(hidden, batch, cache))
 
-    def _hidden_states(self, hidden: Tensor | None, batch: Batch, cache: KeyValueCache | None) -> Tensor:
+    def _hidden_states(self, hidden: Tensor | None, batch: Batch, cache: Cached | None) -> Tensor:
         context = BatchContext.of(batch, cache)
         if self.first:
             assert hidden is None and self.embedding is not None, "the first stage reads the batch's tokens"
             hidden = self.embedding(batch.tokens, context)
         assert hidden is not None, "only the first stage takes no hidden states"
-        hidden = self.decoder(hidden, context)
-        if cache is not None:
-            cache.advance(batch.tokens.shape[1])
-        return hidden
+        return self.decoder(hidden, context)

@@ -1,0 +1,216 @@
+"""Forward passes of generation over the pipeline stages and ranks of a model.
+
+One rank leads: it decides which tokens a pass reads, tells the others (`Pass`), and gets the logits of the last stage.
+The others repeat the passes, on their stages and shards, until the leader stops.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.attention.kv_cache import KeyValueCache
+from megatron.core.batch import Batch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import Axis, ParallelState
+
+SHORT = 2048
+"""Bytes of a message that has no second part."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over new tokens of some rows of the cache."""
+
+    first: int = 0
+    """The first of these rows."""
+
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """New tokens of each row. With none this is no pass, only a sign of life."""
+
+    drop: tuple[int, ...] = ()
+    """Rows that are dropped before, one after the other."""
+
+    prompt_logprobs: int | None = None
+    """Of the only row, the log-probability of each token but the first, and so many most likely ones."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Of a pass, on the leader."""
+
+    logits: Tensor
+    """[b, vocab_size] behind the last new token of each row."""
+
+    prompt: Tensor | None = None
+    """[s - 1, 1 + 2 n] fp64: log-probability of each token, then the n most likely ones and their log-probabilities."""
+
+
+class StageRunner:
+    """The stages of one rank, their cache, and the messages to and from other ranks.
+
+    `stages` maps the global number of each local stage to its module, `stage_ranks` each stage to its pipeline rank.
+    `control` has the ranks that work together, the leader first; by default, those of `state`'s tensor and pipeline
+    parallelism. Experts of several data-parallel ranks need these too.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, GPTModel],
+        state: ParallelState | None = None,
+        stage_ranks: Sequence[int] = (0,),
+        control: Axis | None = None,
+    ) -> None:
+        state = state or ParallelState()
+        self.stages, self.stage_ranks, self.pp = dict(sorted(stages.items())), tuple(stage_ranks), state.pp
+        self.control = state.axis("mp") if control is None else control
+        model = next(iter(stages.values()))
+        self.config, parameter = model.config, next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.multiple = state.tp.size if model.sequence_parallel else 1
+        leader, last = self.control.ranks[0], self.stage_ranks[-1]
+        self.leads = self.control.rank == 0
+        self.source = self.pp.ranks[last] if self.leads else None
+        """On the leader, the rank that sends it the logits."""
+        self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
+        self.cache = KeyValueCache()
+        wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
+        self.wire = torch.device(wire)
+        """Where messages to all ranks lie."""
+
+    @torch.inference_mode()
+    def run(self, step: Pass) -> Outputs | None:
+        """On the leader: the pass on all ranks."""
+        assert self.leads
+        self._broadcast(step)
+        return self._pass(step)
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """On the other ranks: the leader's passes, until it stops."""
+        while (step := self._broadcast(None)) is not None:
+            self._pass(step)
+
+    def stop(self) -> None:
+        """On the leader: ends `follow` on the others."""
+        self._broadcast(None)
+
+    def _broadcast(self, step: Pass | None) -> Pass | None:
+        if self.control.size == 1:
+            return step
+        data = pickle.dumps(step) if self.leads else b""
+        message = torch.zeros(SHORT + 8, dtype=torch.uint8)
+        if self.leads:
+            message[:8] = torch.tensor([len(data)]).view(torch.uint8)
+            message[8 : 8 + min(len(data), SHORT)] = _bytes(data[:SHORT])
+        message = self._to_all(message)
+        length = int(message[:8].clone().view(torch.int64))
+        if length > SHORT:
+            rest = _bytes(data[SHORT:]) if self.leads else torch.zeros(length - SHORT, dtype=torch.uint8)
+            message = torch.cat((message, self._to_all(rest)))
+        return pickle.loads(message[8 : 8 + length].numpy().tobytes())  # from this program's own leader
+
+    def _to_all(self, message: Tensor) -> Tensor:
+        message = message.to(self.wire)
+        dist.broadcast(message, self.control.ranks[0], group=self.control.group)
+        return message.cpu()
+
+    def _pass(self, step: Pass) -> Outputs | None:
+        for row in step.drop:
+            self.cache.drop(row)
+        if not step.tokens:
+            return None
+        counts = [len(tokens) for tokens in step.tokens]
+        cached = self.cache.extend(counts, self.device, step.first, self.multiple)
+        rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
+        tokens = torch.tensor(rows, device=self.device)
+        nothing = torch.zeros_like(tokens)
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # of padding
+        batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
+        hidden: Tensor | None = None
+        for stage, rank in enumerate(self.stage_ranks):
+            if rank == self.pp.rank:
+                if stage and self.stage_ranks[stage - 1] != rank:
+                    hidden = self._receive((cached.width // self.multiple, len(rows), self.config.hidden_size), stage)
+                hidden = self.stages[stage].advance(hidden, batch, cached)
+            elif stage and self.stage_ranks[stage - 1] == self.pp.rank:
+                assert hidden is not None
+                self._send(hidden, rank, stage)
+                hidden = None
+        found = None
+        if self.stage_ranks[-1] == self.pp.rank:
+            assert hidden is not None
+            found = self._outputs(self.stages[len(self.stage_ranks) - 1], hidden, tokens, counts, step)
+        return self._to_leader(found, len(rows), counts, step)
+
+    def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
+        """hidden [s, b, h] of the last stage"""
+        last = torch.tensor(counts, device=self.device) - 1
+        logits = model.next_logits(hidden[last, torch.arange(len(counts), device=self.device)])
+        prompt = None
+        if step.prompt_logprobs is not None:
+            parts = [
+                token_logprobs(model.next_logits(part), target, step.prompt_logprobs)
+                for part, target in zip(
+                    hidden[: counts[0] - 1, 0].split(CHUNK), tokens[0, 1 : counts[0]].split(CHUNK), strict=True
+                )
+            ]
+            prompt = torch.cat([*parts, logits.new_zeros(0, 1 + 2 * step.prompt_logprobs, dtype=torch.float64)])
+        return Outputs(logits, prompt)
+
+    def _to_leader(self, found: Outputs | None, rows: int, counts: list[int], step: Pass) -> Outputs | None:
+        """Sends the outputs from one rank of the last stage to the leader."""
+        mine = self.control.ranks[self.control.rank]
+        if self.leads and self.source == mine:
+            return found
+        shapes: list[tuple[tuple[int, int], torch.dtype]] = [((rows, self.config.vocab_size or 0), self.dtype)]
+        if step.prompt_logprobs is not None:
+            shapes.append(((counts[0] - 1, 1 + 2 * step.prompt_logprobs), torch.float64))
+        if self.leads:
+            received = []
+            for shape, dtype in shapes:
+                received.append(torch.empty(shape, dtype=dtype, device=self._p2p_device))
+                dist.recv(received[-1], self.source, group=self.pp.group)
+            return Outputs(*(x.to(self.device) for x in received))
+        if found is not None and self.sends_to is not None:
+            for x in (found.logits, found.prompt)[: len(shapes)]:
+                assert x is not None
+                dist.send(x.to(self._p2p_device).contiguous(), self.sends_to, group=self.pp.group)
+        return None
+
+    @property
+    def _p2p_device(self) -> torch.device:
+        """gloo sends no memory of a GPU."""
+        gloo = self.pp.group is not None and dist.get_backend(self.pp.group) == "gloo"
+        return torch.device("cpu") if gloo else self.device
+
+    def _send(self, hidden: Tensor, rank: int, stage: int) -> None:
+        dist.send(hidden.to(self._p2p_device).contiguous(), self.pp.ranks[rank], group=self.pp.group, tag=stage)
+
+    def _receive(self, shape: tuple[int, ...], stage: int) -> Tensor:
+        hidden = torch.empty(shape, dtype=self.dtype, device=self._p2p_device)
+        dist.recv(hidden, self.pp.ranks[self.stage_ranks[stage - 1]], group=self.pp.group, tag=stage)
+        return hidden.to(self.device)
+
+
+CHUNK = 256
+"""Tokens of a prompt whose logits are held at a time."""
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """logits [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64: log-probability of each token, then the most likely ones
+    and theirs"""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logprobs = logits.to(wide).log_softmax(-1)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    own = logprobs.gather(1, tokens[:, None])
+    return torch.cat((own.double(), best.indices.double(), best.values.double()), dim=1)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

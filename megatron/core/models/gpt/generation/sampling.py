@@ -1,0 +1,81 @@
+"""How the next token is drawn from its logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from its logits: repetition penalty, temperature, top_k, top_p, min_p, in this
+    order."""
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0 takes the most likely token."""
+
+    top_k: int | None = None
+    """Only this many of the most likely tokens."""
+
+    top_p: float | None = None
+    """Only the most likely tokens, as few as have this probability together (arXiv:1904.09751)."""
+
+    min_p: float | None = None
+    """Only tokens of at least this share of the probability of the most likely one (arXiv:2407.01082)."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the new text are divided by it, negative ones multiplied (CTRL,
+    arXiv:1909.05858, section 4.1)."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"--temperature {self.temperature} must not be negative; 0 takes the most likely token")
+        if self.top_k is not None and self.top_k < 1:
+            problems.append(f"--top-k {self.top_k} must be at least 1; leave it out for no limit")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1; leave it out for no limit")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            problems.append(f"--min-p {self.min_p} must be from 0 to 1; leave it out for no limit")
+        if not 0 < self.repetition_penalty < math.inf:
+            problems.append(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
+        """logits [b, vocab], uniform [b] random numbers in [0, 1), the tokens `earlier` of each text, which the
+        repetition penalty needs -> tokens [b]"""
+        if self.repetition_penalty != 1:
+            logits = self._penalized(logits, earlier)
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        wide = logits.double()
+        wide = wide - wide.amax(-1, keepdim=True)  # so that a temperature next to 0 divides no infinity
+        values, tokens = (wide / self.temperature).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            values, tokens = values[:, : self.top_k], tokens[:, : self.top_k]
+        probabilities = values.softmax(-1)
+        if self.min_p is not None:
+            unlikely = probabilities < self.min_p * probabilities[:, :1]
+        if self.top_p is not None:
+            before = probabilities.cumsum(-1) - probabilities
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+        if self.min_p is not None:
+            probabilities = probabilities.masked_fill(unlikely, 0.0)
+        cumulative = probabilities.cumsum(-1)
+        drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
+        choice = torch.searchsorted(cumulative, drawn, right=True)
+        last = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not choose an excluded token
+        return tokens.gather(1, torch.minimum(choice, last)).squeeze(1)
+
+    def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:
+        logits = logits.clone()
+        for row, text in zip(logits, earlier, strict=True):
+            tokens = torch.tensor(sorted(set(text)), device=row.device)
+            values = row[tokens]
+            row[tokens] = torch.where(values > 0, values / self.repetition_penalty, values * self.repetition_penalty)
+        return logits
