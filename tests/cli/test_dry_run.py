@@ -88,6 +88,21 @@ def test_bytes_of_states(flags: str) -> None:
     assert found >= parameters * expected
 
 
+def test_bytes_on_the_host() -> None:
+    """A quarter of 12 bytes a parameter over 4 ranks, and slots of gradients in fp32 and parameters in bf16."""
+    size = "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 4096 --bf16"
+    offload = "--optimizer-cpu-offload --optimizer-offload-fraction 0.25"
+    done = pretrain(f"--dry-run --world-size 4 {size} --mock-data --lr 1e-3 --train-iters 1 {offload}")
+    assert done.returncode == 0, done.stderr
+    parameters = int(re.search(r"parameters ([\d,]+)\n", done.stdout).group(1).replace(",", ""))  # type: ignore[union-attr]
+    line = re.search(r"0.25 of optimizer states in host memory.* ([\d,]+) bytes of states, ([\d,]+) that", done.stdout)
+    assert line is not None
+    states, slots = (int(number.replace(",", "")) for number in line.groups())
+    assert states == pytest.approx(parameters * 12 / 4 / 4, rel=1e-3) and 0 < slots <= states / 12 * 6 * 2
+    host = next(row for row in done.stdout.splitlines() if row.startswith("  0   embedding")).split()[-2:]
+    assert " ".join(host) == f"{(states + slots) / 2**20:.2f} MiB"
+
+
 def test_groups_are_abbreviated_at_scale() -> None:
     done = pretrain(RIGHT.replace("--world-size 8", "--world-size 4096").replace("batch-size 16", "batch-size 2048"))
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,8 @@ def compare(
     optimizer: OptimizerConfig,
     strategy: str | None = None,
 ) -> tuple[Any, Any]:
-    """(planned, allocated) bytes of parameters, gradients, main parameters and moments, and parameters held."""
+    """(planned, allocated) bytes of parameters, gradients, main parameters and moments, parameters held, and bytes in
+    host memory."""
     dims = ParallelDims.from_config(parallel, world_size)
     state = build_parallel_state(dims, rank)
     stage, tied = pipeline_stages(model, parallel)[state.pp.rank], (0, 1) if dims.pp == 2 else ()
@@ -64,7 +65,8 @@ def compare(
         optimizer.whole_roles,
         grad_dtype=sums,
     )
-    shards = DistributedOptimizer(optimizer, ddp, state).shards
+    built_optimizer = DistributedOptimizer(optimizer, ddp, state)
+    shards = [shard for shard in built_optimizer.shards if not shard.on_host]
     plan = states_of_rank(model, parallel, optimizer, options, dims, state.pp.rank)
     allocated = (
         sum(buffer.param_data.nbytes for buffer in ddp.buffers)
@@ -73,10 +75,12 @@ def compare(
         sum(shard.nbytes[0] for shard in shards),
         sum(shard.nbytes[1] for shard in shards),
         sum(parameter.numel() for parameter in parameters),
+        built_optimizer.nbytes[1],
     )
     memory = plan.memory
-    planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters)
-    assert memory.total == sum(planned[:4])
+    planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters, memory.host)
+    assert memory.total == sum(planned[:4]) and (memory.host > 0) == (optimizer.host_fraction > 0)
+    assert built_optimizer.nbytes[0] == sum(planned[2:4])
     return planned, allocated
 
 
@@ -90,9 +94,10 @@ def compare(
         OptimizerConfig(optimizer="muon"),
         OptimizerConfig(**PACKED, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"),
         OptimizerConfig(**PACKED, main_params_dtype="fp16", exp_avg_dtype="bf16"),
-        OptimizerConfig(param_group=("fc1 lr_mult=2",)),
+        OptimizerConfig(param_group=("fc1 lr_mult=2",), optimizer_cpu_offload=True, optimizer_offload_fraction=0.3),
+        OptimizerConfig(**PACKED, exp_avg_dtype="fp8", main_grads_dtype="bf16", optimizer_cpu_offload=True),
     ],
-    ids=["zero1", "replicated", "muon", "remainders and fp8", "fp16", "groups"],
+    ids=["zero1", "replicated", "muon", "remainders and fp8", "fp16", "groups, offloaded in part", "packed, offloaded"],
 )
 def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, optimizer: OptimizerConfig) -> None:
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, **{dtype: True})

@@ -27,6 +27,7 @@ from unittest import mock
 
 from megatron.core import compiled_regions
 from megatron.core.datasets import mock as mock_data
+from megatron.core.distributed import param_layout
 from megatron.testing.parity import TOLERANCE
 from megatron.testing.snapshot import Snapshot, differences, train_in_world
 from megatron.training.config.arguments import parse_args
@@ -172,6 +173,11 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
     },
     "instances": {"1": "", "2": "--num-distributed-optimizer-instances 2"},
+    "offload": {
+        "none": "",
+        "half": "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        "all": "--optimizer-cpu-offload",
+    },
     "recompute": {
         "none": "",
         "selective": "--recompute-granularity selective",
@@ -185,6 +191,9 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "routing")
 """Factors that only models with experts have."""
+
+HOST_CHUNK = 2048
+"""Elements of offloaded states that are updated at a time, so that there are several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
 """Share of tokens that end a document, where documents are packed."""
@@ -366,6 +375,13 @@ NAMED = {
     ),
     "hybrid sharding of states": Combination.of(world="4", cp="2ring", optimizer="overlapped", instances="2"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
+    "states on the host beside sharded parameters": Combination.of(
+        world="4", pp="2", optimizer="parameters", offload="half", groups="own", style="llama"
+    ),
+    "all states on the host, with experts": Combination.of(
+        world="8", tp="2sp", mlp="moe", ep="2", optimizer="overlapped", offload="all"
+    ),
+    "states in 16 bits on the host": Combination.of(world="4", tp="2", offload="half", states="bf16", instances="2"),
     "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
     "latents under sequence and context parallelism": Combination.of(
         world="8", tp="2sp", cp="2ulysses", heads="mla", style="llama", mlp="moe", ep="2", recompute="latents"
@@ -430,6 +446,7 @@ def compared(combination: Combination) -> tuple[str | None, float]:
     with (
         mock.patch.object(compiled_regions, "_compiled", lambda function, static: function),
         mock.patch.object(mock_data, "END_OF_DOCUMENT", DOCUMENT_ENDS),
+        mock.patch.object(param_layout, "HOST_CHUNK", HOST_CHUNK),
     ):
         snapshot = train_in_world(combination.world_size, combination.argv)
     if snapshot.replica_errors:

@@ -41,6 +41,7 @@ from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
 from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
+from megatron.core.optimizer.host_update import HostUpdate
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -166,6 +167,27 @@ def _bias_gradient_of_some_rows(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _own_shard_alone(x: Tensor, axis: Axis, out: Tensor) -> collectives.Pending:
     return collectives.Pending(out.zero_().chunk(axis.size)[axis.rank].copy_(x))
+
+
+def _gradients_of_the_step_before(self: HostUpdate, chunk: int) -> None:
+    shard: Any = self.shards[chunk]
+    now = shard.device_grads.clone()
+    shard.device_grads.copy_(getattr(shard, "before", now))
+    _true_start_grads(self, chunk)
+    shard.device_grads.copy_(now)
+    shard.before = now
+
+
+def _gradients_of_another_chunk(self: HostUpdate, chunk: int) -> None:
+    earlier = self.shards[max(0, chunk - 1)].device_grads
+    self._grads.start_copy(chunk, lambda slot: self._to_host.copy(earlier, slot[: earlier.numel()]))
+
+
+def _without_the_factor(self: HostUpdate, lr: float, weight_decay: float, *args: Any) -> None:
+    _true_host_update(self, lr, weight_decay, *args[:-1], False)
+
+
+_true_start_grads, _true_host_update = HostUpdate._start_grads, HostUpdate.update
 
 
 def _opened_empty(self: UnitBucket) -> None:
@@ -640,6 +662,22 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "only the last micro-batch in a shard of gradients": (
         [(UnitBucket, "finish_grad_sync", _replaced)],
         [Combination.of(world="4", pp="2", schedule="zb-v", optimizer="gradients")],
+    ),
+    "parameters not copied back from the host": (
+        [(HostUpdate, "_start_params", _nothing)],
+        [Combination.of(offload="half"), Combination.of(world="2", optimizer="parameters", offload="all")],
+    ),
+    "states on the host updated with the gradient of the step before": (
+        [(HostUpdate, "_start_grads", _gradients_of_the_step_before)],
+        [Combination.of(offload="half"), Combination.of(world="2", optimizer="gradients", offload="half")],
+    ),
+    "states on the host updated with the gradient of another chunk": (
+        [(HostUpdate, "_start_grads", _gradients_of_another_chunk)],
+        [Combination.of(world="2", offload="all")],
+    ),
+    "gradients on the host not clipped": (
+        [(HostUpdate, "update", _without_the_factor)],
+        [Combination.of(world="2", offload="half"), Combination.of(offload="all", states="bf16")],
     ),
     "rotary keys' gradient not summed over tp": (
         [(latent_attention, "copy_to", _unchanged)],

@@ -80,6 +80,30 @@ def test_what_others_hold_on_the_device_is_held_after_a_change_too() -> None:
     assert "cheapest change that fits: " in report("", device, taken=planned(""))
 
 
+@pytest.mark.parametrize("free", [2**30, 100_000])
+def test_states_in_host_memory_are_named_where_that_has_room(free: int) -> None:
+    flags = "--data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 "
+    flags += "--recompute-granularity selective --use-precision-aware-optimizer "
+    flags += "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    change = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    config = resolve(parse_args(f"{MODEL} {flags}".split()), 2)
+    changed = with_change(config, change, 2)
+    assert changed is not None
+    with mock.patch.object(out_of_memory, "host_memory_of_a_rank", return_value=free):
+        found = report(flags, mock.Mock(total_memory=planned(flags, change) + 1))
+    host = out_of_memory.planned_host_bytes(changed, 2, 0)
+    assert host > 100_000 and out_of_memory.planned_host_bytes(config, 2, 0) == 0
+    fits = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 (plan: "
+    assert (fits in found) == (free > host)
+    assert (f"and {out_of_memory.byte_text(host)} of host memory)" in found) == (free > host)
+
+
+def test_free_host_memory_is_that_of_a_rank() -> None:
+    one = out_of_memory.host_memory_of_a_rank()
+    with mock.patch.object(torch.cuda, "device_count", return_value=8):
+        assert out_of_memory.host_memory_of_a_rank() == pytest.approx(one / 8, rel=0.5)
+
+
 def test_nothing_fits_into_next_to_nothing() -> None:
     assert "no single change is known to fit" in report("", mock.Mock(total_memory=1000))
 

@@ -49,7 +49,7 @@ def trained(dtype: str, nearest: bool, iterations: int, microbatches: int) -> tu
     run = own_run([*flags, *(["--main-grads-dtype", dtype] if dtype else [])])
 
     def weights() -> Tensor:
-        return torch.cat([shard.read_main(0, shard.bucket.owned_params.numel()) for shard in run.optimizer.shards])
+        return torch.cat([shard.read_main(0, shard.numel) for shard in run.optimizer.shards])
 
     before = weights()
     with ExitStack() as resources:

@@ -6,7 +6,8 @@
 Columns, in KiB:
   states   parameters, gradients and optimizer state, as allocated
   kept     saved activations: the maximum between two actions of the pipeline, without messages in flight
-  = plan   whether states, whole units and saved activations equal the plan of the dry run to the byte
+  = plan   whether states, whole units and saved activations equal the plan of the dry run to the byte, and states in
+           host memory too
   peak     the maximum during the forward and backward passes; `planned` is the plan's estimate of it
   update   the maximum that gradient reduction, clipping and the optimizer allocate
   layer    saved activations of one layer and micro-batch, in bytes per element of its input (units of sbh)
@@ -79,6 +80,7 @@ EXPERTS = (
 """With messages of a fixed size, as what travels would depend on the router."""
 
 SELECTIVE = "--recompute-granularity selective"
+OFFLOAD = "--optimizer-cpu-offload"
 LAYOUTS: dict[str, tuple[int, str]] = {
     "1 process": (1, ""),
     "selective": (1, SELECTIVE),
@@ -105,6 +107,9 @@ LAYOUTS: dict[str, tuple[int, str]] = {
         for stage, strategy in ((2, "optim_grads"), (3, "optim_grads_params"))
         for ranks in (2, 4, 8)
     },
+    "DP 2 offload 0.6": (2, f"{OFFLOAD} --optimizer-offload-fraction 0.6"),
+    "DP 2 ZeRO-2 offload": (2, f"{OFFLOAD} --data-parallel-sharding-strategy optim_grads"),
+    "DP 2 ZeRO-3 offload": (2, f"{OFFLOAD} --data-parallel-sharding-strategy optim_grads_params"),
     "PP 2 DP 2 ZeRO-3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
     "CP 2": (2, "--cp 2"),
     "CP 2 all_gather": (2, "--cp 2 --cp-comm-type all_gather"),
@@ -146,6 +151,9 @@ class Measured:
     units: int = 0
     """The most bytes of whole parameters and gradients of units that were there at the same time."""
 
+    host: int = 0
+    """Optimizer states in host memory, and what gradients and parameters pass through."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -167,7 +175,7 @@ class Row:
     @property
     def equal(self) -> bool:
         """Whether states and kept activations are the plan's to the byte."""
-        names = ("parameters", "gradients", "optimizer", "kept", "units")
+        names = ("parameters", "gradients", "optimizer", "kept", "units", "host")
         return all(getattr(self.measured, name) == getattr(self.planned, name) for name in names)
 
 
@@ -185,10 +193,10 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
         train_step(run, Interval())
-        parameters, gradients, optimizer = states_of(run)
+        parameters, gradients, optimizer, host = states_of(run)
         units = WholeUnits(run.ddp.units.buckets)
         kept, peak, update = activations_of(run, units)
-    return Measured(parameters, gradients, optimizer, kept, peak, update, units.most)
+    return Measured(parameters, gradients, optimizer, kept, peak, update, units.most, host)
 
 
 class WholeUnits:
@@ -220,13 +228,13 @@ class WholeUnits:
         return call
 
 
-def states_of(run: TrainingRun) -> tuple[int, int, int]:
-    """Bytes of the tensors that hold parameters, gradients and the optimizer's state."""
+def states_of(run: TrainingRun) -> tuple[int, int, int, int]:
+    """Bytes of the tensors that hold parameters, gradients and the optimizer's state, on the device and on the host."""
     buffers = run.ddp.buffers
     return (
         sum(buffer.param_data.nbytes for buffer in buffers),
         sum(buffer.grad_data.nbytes for buffer in buffers),
-        sum(sum(shard.nbytes) for shard in run.optimizer.shards),
+        *run.optimizer.nbytes,
     )
 
 
@@ -271,7 +279,9 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
         states, units = plan.memory, plan.in_flight.total
         optimizer = states.main_parameters + states.moments
         kept = held.peak + held.weight_copies
-        found.append(Measured(states.parameters, states.gradients, optimizer, kept, held.total + units, 0, units))
+        found.append(
+            Measured(states.parameters, states.gradients, optimizer, kept, held.total + units, 0, units, states.host)
+        )
     return found, activations
 
 

@@ -186,6 +186,19 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
+    copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
+
+    optimizer_offload_fraction: float = 1.0
+    """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
+
+    pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads")
+    """--optimizer-cpu-offload: pass gradients through pageable instead of pinned host memory."""
+
+    pin_cpu_params: bool = flag(True, name="--no-pin-cpu-params")
+    """--optimizer-cpu-offload: pass parameters through pageable instead of pinned host memory."""
+
     use_precision_aware_optimizer: bool = False
     """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
     --exp-avg-dtype and --exp-avg-sq-dtype."""
@@ -225,13 +238,21 @@ class OptimizerConfig(Section):
         """Names of the tensors kept for each element of parameters that are updated as `whole` matrices, or not."""
         return OPTIMIZERS.facts(self.optimizer if whole else self.elementwise).states
 
-    def main_kind(self, params_dtype: str, main_dtype: str) -> str:
+    @property
+    def host_fraction(self) -> float:
+        """Share of the optimizer's states in host memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    def main_kind(self, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
         """How main parameters are stored, given the names of both dtypes: "aliased" (the parameters themselves),
-        "remainders" (what parameters in bf16 lack), "fp16" (with scales) or "stored" (a copy in the main dtype)."""
-        if params_dtype == main_dtype:
+        "remainders" (what parameters in bf16 lack), "fp16" (with scales) or "stored" (a copy in the main dtype).
+        `on_host`, away from the parameters, there is no other than the last two."""
+        if params_dtype == main_dtype and not on_host:
             return "aliased"
         if self.main_params_dtype == "fp16":
             return "fp16"
+        if on_host:
+            return "stored"
         remainders = self.use_precision_aware_optimizer and self.store_param_remainders
         return "remainders" if remainders and params_dtype == "bfloat16" else "stored"
 

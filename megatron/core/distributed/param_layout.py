@@ -1,4 +1,5 @@
-"""Layout of parameters and gradients in flat memory: buffers, buckets, and each rank's ZeRO-1 shard range. No torch.
+"""Layout of parameters and gradients in flat memory: buffers, buckets, each rank's ZeRO-1 shard range, and which part
+of its optimizer states is offloaded to host memory. No torch.
 
 Parameters of a buffer have one weight decay, one learning rate and one optimizer, and are reduced over the same ranks.
 A buffer is divided into buckets, each reduced in one collective, and a bucket into one shard per data-parallel rank.
@@ -30,6 +31,12 @@ from megatron.core.param_meta import ParamMeta
 ALIGNMENT = 64
 SCALE_BLOCK = ALIGNMENT
 """Elements of an optimizer state that share a scale; parameters and shards start at multiples of it."""
+
+HOST_CHUNK = 2**23
+"""Elements of offloaded states that are updated at a time, while gradients of the next ones are copied to the host."""
+
+HOST_SLOTS = 2
+"""Chunks of gradients and parameters in host memory at a time: one is updated, the other one is copied."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -220,8 +227,60 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
+class StateRange:
+    """Elements [start, stop) of what a rank owns of a bucket, whose optimizer states lie in one place."""
+
+    buffer: int
+    bucket: int
+    start: int
+    """Counted from the first element that the rank owns of the bucket."""
+
+    stop: int
+    on_host: bool
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
+    """Where a rank's optimizer states lie: the whole of what it owns of each bucket, in order, or cut between device
+    and host.
+
+    `optimizer.host_fraction` of all elements, to whole blocks of `ALIGNMENT`, lies in host memory, in ranges of at most
+    `HOST_CHUNK`. Buckets are taken in the order in which backward completes them, so that what the next forward pass
+    needs first is updated on the device. At most one bucket has states in both places.
+    """
+    sharded = optimizer.use_distributed_optimizer
+    owned = {
+        (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)
+        for b, buffer in enumerate(buffers)
+        for k, bucket in enumerate(buffer.buckets)
+    }
+    left = round(optimizer.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
+    on_host = {}
+    for place in launch_order(buffers):
+        on_host[place] = min(left, owned[place])
+        left -= on_host[place]
+    found = []
+    for (b, k), numel in owned.items():
+        cut = on_host[b, k]
+        found += [StateRange(b, k, at, min(at + HOST_CHUNK, cut), True) for at in range(0, cut, HOST_CHUNK)]
+        if cut < numel:
+            found.append(StateRange(b, k, cut, numel, False))
+    return tuple(found)
+
+
+def host_slots(ranges: Sequence[StateRange]) -> tuple[int, int]:
+    """(number, elements) of the slots in host memory that gradients and parameters of offloaded states pass through."""
+    sizes = [place.numel for place in ranges if place.on_host]
+    return min(HOST_SLOTS, len(sizes)), max(sizes, default=0)
+
+
+@dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's parameters, gradients and optimizer state, padding included."""
+    """Bytes of one rank's parameters, gradients and optimizer state, padding included: on the device, but for those of
+    `host`."""
 
     parameters: int
     gradients: int
@@ -230,9 +289,21 @@ class BufferBytes:
 
     moments: int
 
+    host_states: int = 0
+    """Main parameters and moments in host memory."""
+
+    host_slots: int = 0
+    """Gradients and parameters that pass through host memory."""
+
     @property
     def total(self) -> int:
+        """On the device."""
         return self.parameters + self.gradients + self.main_parameters + self.moments
+
+    @property
+    def host(self) -> int:
+        """In host memory."""
+        return self.host_states + self.host_slots
 
 
 def buffer_bytes(
@@ -242,25 +313,28 @@ def buffer_bytes(
     optimizer: OptimizerConfig,
     shards_parameters: bool = False,
 ) -> BufferBytes:
-    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per bucket.
+    """Memory of buffers and optimizer state on one rank. Exact except for a scalar step count per range of states.
 
     Of buffers `by_unit` what stays counts: whole units come on top.
     """
-    sharded = optimizer.use_distributed_optimizer
-    owned = [buffer.numel // (buffer.data_parallel_size if sharded else 1) for buffer in buffers]
-    main = DTYPE_BYTES[main_dtype]
+    main, params = DTYPE_BYTES[main_dtype], DTYPE_BYTES[params_dtype]
     gradient = 2 if optimizer.main_grads_dtype == "bf16" else main
-    kind = optimizer.main_kind(params_dtype, main_dtype)
-    stored = {"aliased": "none", "remainders": "bf16", "fp16": "fp16", "stored": "fp32"}[kind]
+    ranges = place_states(buffers, optimizer)
+    mains, moments = {False: 0, True: 0}, {False: 0, True: 0}
+    for place in ranges:
+        kind = optimizer.main_kind(params_dtype, main_dtype, place.on_host)
+        stored = {"aliased": "none", "remainders": "bf16", "fp16": "fp16", "stored": "fp32"}[kind]
+        mains[place.on_host] += state_bytes(place.numel, stored, main)
+        for name in optimizer.state_formats(buffers[place.buffer].whole):
+            moments[place.on_host] += state_bytes(place.numel, name, main)
+    slots, size = host_slots(ranges)
     return BufferBytes(
-        parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * DTYPE_BYTES[params_dtype],
+        parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * params,
         gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
-        main_parameters=state_bytes(sum(owned), stored, main),
-        moments=sum(
-            state_bytes(numel, name, main)
-            for buffer, numel in zip(buffers, owned, strict=True)
-            for name in optimizer.state_formats(buffer.whole)
-        ),
+        main_parameters=mains[False],
+        moments=moments[False],
+        host_states=mains[True] + moments[True],
+        host_slots=slots * size * (gradient + params),
     )
 
 

@@ -3,8 +3,9 @@
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without
 sharding (--no-use-distributed-optimizer) a rank's shard is the whole bucket, and everything else is the same.
 
-A step never waits for the device, except to move a dynamic loss scale. A loss or a gradient that is not finite leaves
-parameters and moments untouched, in every precision: the update kernels read the overflow flag on the device.
+A step never waits for the device, except to move a dynamic loss scale, and for the gradients of states that are
+updated on the host (`host_update`). A loss or a gradient that is not finite leaves parameters and moments untouched, in
+every precision: the update kernels read the overflow flag on the device.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_layout import host_slots, place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_loss_scaler
+from megatron.core.optimizer.host_update import HostUpdate
 from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.optimizer.muon import matrix_dtype
-from megatron.core.optimizer.optimizer import AdamW, Optimizer, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.optimizer import AdamW, OptimizerShard, Shard, UpdateRule
 from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
 from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer_piece import OptimizerPiece
@@ -81,21 +84,59 @@ class StepResult:
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
 
+def _build_shards(config: OptimizerConfig, ddp: DistributedDataParallel) -> list[Shard]:
+    """What this rank owns, by bucket and place."""
+    shards: list[Shard] = []
+    for place in place_states(ddp.layouts, config):
+        buffer = ddp.buffers[place.buffer]
+        bucket, layout = buffer.buckets[place.bucket], buffer.layout
+        if config.use_precision_aware_optimizer:
+            shards.append(PackedShard(bucket, layout, place, config, ddp.main_dtype))
+        else:
+            shards.append(OptimizerShard(bucket, config.states(layout.whole), layout, place))
+    return shards
+
+
+def _elementwise_rule(
+    config: OptimizerConfig, shards: Sequence[Shard], device: torch.device, compiled: bool
+) -> UpdateRule:
+    """The optimizer of shards that are updated element by element."""
+    if config.use_precision_aware_optimizer:
+        packed = [shard for shard in shards if isinstance(shard, PackedShard)]
+        return PrecisionAwareAdam(config, packed, device, compiled)
+    rule = OPTIMIZERS[config.elementwise](config, shards)
+    if isinstance(rule, AdamW) and compiled:
+        rule.compile()
+    return rule
+
+
 def _build_rules(
-    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, shards: Sequence[OptimizerShard]
-) -> list[Optimizer]:
+    config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState, shards: Sequence[Shard]
+) -> list[UpdateRule]:
     """The optimizer of whole matrices, where --optimizer names one, and that of all other parameters."""
-    elementwise = OPTIMIZERS[config.elementwise](config, [shard for shard in shards if not shard.whole])
-    if isinstance(elementwise, AdamW) and ddp.parallel_config.compiles(ddp.device.type):
-        elementwise.compile()
+    elementwise = [shard for shard in shards if not shard.whole]
+    compiled = ddp.parallel_config.compiles(ddp.device.type)
+    rules = [_elementwise_rule(config, elementwise, ddp.device, compiled)]
     if not config.whole_roles:
-        return [elementwise]
+        return rules
     stage = state.axis("stage")
     blockwise, distributed = config.muon_tp_mode == "blockwise", config.use_distributed_optimizer
     plan = MatrixPlan(ddp.layouts, state.dims, stage.ranks, distributed, config.splits, blockwise)
     dtype = matrix_dtype(ddp.main_dtype, config.muon_fp32_matmul_prec)
     exchange = MatrixExchange(plan, stage, dtype, ddp.device)
-    return [OPTIMIZERS[config.optimizer](config, [shard for shard in shards if shard.whole], exchange), elementwise]
+    return [OPTIMIZERS[config.optimizer](config, [shard for shard in shards if shard.whole], exchange), *rules]
+
+
+def _build_host_update(
+    config: OptimizerConfig, ddp: DistributedDataParallel, shards: Sequence[Shard]
+) -> HostUpdate | None:
+    """The update of the shards in host memory; None if there are none."""
+    if not shards:
+        return None
+    assert not any(shard.whole for shard in shards), "matrices that are updated as wholes stay on the device"
+    rules = [_elementwise_rule(config, [shard], shard.device, compiled=False) for shard in shards]
+    slots = host_slots(place_states(ddp.layouts, config))
+    return HostUpdate(shards, rules, slots, config.pin_cpu_grads, config.pin_cpu_params)
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -104,7 +145,7 @@ scalars on the device."""
 
 
 class DistributedOptimizer:
-    """The optimizer that --optimizer names, over the main-precision shards of one rank.
+    """The optimizer that --optimizer names, over the main-precision shards of one rank, on the device or on the host.
 
     Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
     values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
@@ -123,16 +164,10 @@ class DistributedOptimizer:
             )
         self.config, self.ddp, self.scaler = config, ddp, build_loss_scaler(config, ddp.parallel_config.fp16)
         self._grad_norm = GradNorm(ddp.buckets, state, ddp.device)
-        owned = [(bucket, buffer.layout) for buffer in ddp.buffers for bucket in buffer.buckets]
-        self.shards: list[Shard]
-        self._rules: list[UpdateRule]
-        if config.use_precision_aware_optimizer:
-            packed = [PackedShard(bucket, layout, config, ddp.main_dtype) for bucket, layout in owned]
-            compiled = ddp.parallel_config.compiles(ddp.device.type)
-            self.shards, self._rules = [*packed], [PrecisionAwareAdam(config, packed, ddp.device, compiled)]
-        else:
-            shards = [OptimizerShard(bucket, config.states(layout.whole), layout) for bucket, layout in owned]
-            self.shards, self._rules = [*shards], [*_build_rules(config, ddp, state, shards)]
+        self.shards = _build_shards(config, ddp)
+        self._on_device = [shard for shard in self.shards if not shard.on_host]
+        self._rules = _build_rules(config, ddp, state, self._on_device)
+        self.host_update = _build_host_update(config, ddp, [shard for shard in self.shards if shard.on_host])
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         self._qk_clip = QKClip(config, ddp.modules, owned_shards, state.dp_cp) if config.qk_clip else None
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
@@ -158,20 +193,25 @@ class DistributedOptimizer:
         for them, or `finish_param_sync`; with `fp8_param_gather` only after `finish_param_sync`.
         """
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
+        if self.host_update is not None:
+            self.host_update.start()
         norm, overflow, sums = self._grad_norm(sums, factor)
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
         if self.config.clip_grad > 0 and self.shards:
             coefficient = clip_coefficient(norm, self.config.clip_grad)
             factor = coefficient if factor is None else coefficient * factor
+        scalars = None if self.host_update is None else self.host_update.scalars(skip, self._updates, factor)
         for rule in self._rules:
             if factor is not None:
                 rule.scale_gradients(factor)
             rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
+        if self.host_update is not None and scalars is not None:
+            self.host_update.update(lr, weight_decay, scalars, decoupled_lr, factor is not None)
         if self._qk_clip is not None:
             self._qk_clip.clip(skip)
         self._updates += 1.0 - skip
-        for shard in self.shards:
+        for shard in self._on_device:
             shard.write_params()
         if on_update is not None:
             on_update(skip)
@@ -201,8 +241,14 @@ class DistributedOptimizer:
     @step_count.setter
     def step_count(self, value: int) -> None:
         self._updates.fill_(value)
-        for rule in self._rules:
+        for rule in [*self._rules, *(self.host_update.rules if self.host_update is not None else ())]:
             rule.set_step_count(value)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of main parameters and states (on the device, in host memory, with what passes through there)."""
+        device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
+        return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
         """Everything this rank owns, to read: live views, or copies on the host of what has scales. Main parameters are

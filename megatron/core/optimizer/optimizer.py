@@ -17,7 +17,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.param_groups import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout
+from megatron.core.distributed.param_layout import ALIGNMENT, BufferLayout, Piece, StateRange
 from megatron.core.optimizer.compiled_adam import adam_scalars, adamw_
 from megatron.core.optimizer_piece import OptimizerPiece
 
@@ -33,18 +33,35 @@ STATIC_SHAPES = 16
 
 
 class Shard:
-    """What one rank owns of one bucket: its main parameters and their states, however they are stored. States are
-    allocated at once, so that a checkpoint can load into them and memory is final before the first step."""
+    """What one rank owns of one bucket, or a range of it: its main parameters and their states, however they are
+    stored, in the memory of the device or of the host (`place`). States are allocated at once, so that a checkpoint can
+    load into them and memory is final before the first step."""
 
-    def __init__(self, bucket: Bucket, layout: BufferLayout) -> None:
+    def __init__(self, bucket: Bucket, layout: BufferLayout, place: StateRange, main_dtype: torch.dtype) -> None:
         self.bucket, self.group, self.whole = bucket, layout.group, layout.whole
+        self.on_host, self.numel = place.on_host, place.numel
+        first = bucket.owned_range[0]
+        self.range = first + place.start, first + place.stop
+        """Elements of the buffer."""
+        self.device_params = bucket.owned_params[place.start : place.stop]
+        self.device_grads = bucket.owned_grads[place.start : place.stop]
+        self.params, self.grads = self.device_params, self.device_grads
+        """What an update writes and reads; of a shard on the host what was attached."""
+        self.device = torch.device("cpu") if self.on_host else self.params.device
+        """Where states lie, and are updated."""
+        self.params_are_main = self.params.dtype == main_dtype
+        """Whether the parameters have the values of the main parameters, which are not saved then."""
+
+    def attach(self, grads: Tensor, params: Tensor) -> None:
+        """Makes the next update read `grads` and write `params`, copies on the host."""
+        self.grads, self.params = grads, params
 
     def write_params(self) -> None:
         """Main parameters into this rank's part of the parameters."""
         raise NotImplementedError
 
     def read_main(self, start: int, stop: int) -> Tensor:
-        """Main parameters of elements [start, stop) of the shard."""
+        """Main parameters of elements [start, stop) of the shard, where they lie."""
         raise NotImplementedError
 
     def exported(self) -> dict[str, Tensor]:
@@ -59,40 +76,53 @@ class Shard:
         """(main parameters, states)"""
         raise NotImplementedError
 
+    def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
+        """Parts of parameters of the shard within [start, stop) of the buffer, and where they lie in the shard."""
+        first, last = self.range
+        for piece in self.bucket.layout.pieces(max(start, first), min(stop, last)):
+            yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)
+
     def pieces(self, exported: Mapping[str, Tensor]) -> Iterator[OptimizerPiece]:
         """Views of `exported`, one for each kind of state and owned part of a parameter."""
-        first = self.bucket.owned_range[0]
-        for piece in self.bucket.owned_pieces:
-            start = piece.offset - first
+        for piece, span in self.owned_pieces(*self.range):
             for key, tensor in exported.items():
-                data = tensor[start : start + piece.stop - piece.start]
-                yield OptimizerPiece(key, piece.meta, data, piece.start, piece.stop)
+                yield OptimizerPiece(key, piece.meta, tensor[span], piece.start, piece.stop)
 
 
 class OptimizerShard(Shard):
     """A shard whose main parameters, with the gradient attached, and states are tensors in the main dtype.
 
-    Main parameters are the parameter memory itself where that has the main dtype; else a copy in the main dtype.
+    On the device main parameters are the parameter memory itself where that has the main dtype; else they are a copy
+    in the main dtype.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout) -> None:
-        super().__init__(bucket, layout)
-        self.aliased = bucket.owned_params.dtype == bucket.owned_grads.dtype
-        self.main = bucket.owned_params if self.aliased else bucket.owned_params.to(bucket.owned_grads.dtype)
-        self.main.grad = bucket.owned_grads
+    def __init__(self, bucket: Bucket, states: Sequence[str], layout: BufferLayout, place: StateRange) -> None:
+        main_dtype = bucket.owned_grads.dtype
+        super().__init__(bucket, layout, place, main_dtype)
+        self.aliased = self.params_are_main and not self.on_host
+        self.main = self.params if self.aliased else self.params.to(self.device, main_dtype, copy=True)
+        self.main.grad = None if self.on_host else self.grads
         self.states = {name: torch.zeros_like(self.main) for name in states}
         self.written_by_update = False
         """Whether an update of the main parameters writes the parameters."""
 
+    def attach(self, grads: Tensor, params: Tensor) -> None:
+        super().attach(grads, params)
+        self.main.grad = grads
+
     def write_params(self) -> None:
         if not (self.aliased or self.written_by_update):
-            self.bucket.owned_params.copy_(self.main)
+            self.params.copy_(self.main)
 
     def read_main(self, start: int, stop: int) -> Tensor:
         return self.main[start:stop]
 
     def exported(self) -> dict[str, Tensor]:
-        return ({} if self.aliased else {MAIN_PARAM: self.main}) | self.states
+        return ({} if self.params_are_main else {MAIN_PARAM: self.main}) | self.states
+
+    def take_up(self, loaded: Mapping[str, Tensor]) -> None:
+        if self.params_are_main and not self.aliased:
+            self.main.copy_(self.device_params)
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -156,7 +186,7 @@ class Optimizer:
     def scale_gradients(self, factor: Tensor) -> None:
         """Makes the next `step` use the gradients times `factor`, a float64 scalar on the device."""
         if self.shards:
-            grads = [shard.bucket.owned_grads for shard in self.shards]
+            grads = [shard.grads for shard in self.shards]
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
     def set_step_count(self, updates: int) -> None:
@@ -240,10 +270,10 @@ class AdamW(_Fused):
             for group in dict.fromkeys(shard.group for shard in self.shards)
         }
         for shard in self.shards:
-            tensors = shard.main, shard.bucket.owned_grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
+            tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
             # Kernels know that rows are aligned.
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
-            params = None if shard.aliased else shard.bucket.owned_params.view(-1, ALIGNMENT)
+            params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             update(main, grad, first, second, params, scalars[shard.group], self._betas, self.config.adam_eps)
         self._factor = None
 

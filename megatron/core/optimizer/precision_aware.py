@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.compiled_regions import region
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.distributed.param_layout import SCALE_BLOCK, BufferLayout
+from megatron.core.distributed.param_layout import SCALE_BLOCK, BufferLayout, StateRange
 from megatron.core.kernels.stochastic_rounding import mixed, uniform_of
 from megatron.core.optimizer.optimizer import MAIN_PARAM, Shard
 from megatron.core.optimizer.state_formats import (
@@ -39,19 +39,22 @@ EXP_AVG, EXP_AVG_SQ, MAIN = 0x3C6EF372, 0x1B873593, 0x52DCE729
 class PackedShard(Shard):
     """A shard in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
 
-    def __init__(self, bucket: Bucket, layout: BufferLayout, config: OptimizerConfig, main_dtype: torch.dtype) -> None:
-        super().__init__(bucket, layout)
-        params, numel = bucket.owned_params, bucket.owned_params.numel()
-        self.kind = config.main_kind(str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch."))
-        self.remainders = torch.zeros(
-            numel if self.kind == "remainders" else 0, dtype=torch.int16, device=params.device
-        )
+    def __init__(
+        self, bucket: Bucket, layout: BufferLayout, place: StateRange, config: OptimizerConfig, main_dtype: torch.dtype
+    ) -> None:
+        super().__init__(bucket, layout, place, main_dtype)
+        params, numel, device = self.params, self.numel, self.device
+        names = str(params.dtype).removeprefix("torch."), str(main_dtype).removeprefix("torch.")
+        self.kind = config.main_kind(*names, on_host=self.on_host)
+        self.as_remainders = config.main_kind(*names) == "remainders"
+        """Whether parameters are rounded as beside remainders, ties away from zero, wherever states lie."""
+        self.remainders = torch.zeros(numel if self.kind == "remainders" else 0, dtype=torch.int16, device=device)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
-        self.main = StoredState(stored, name, main_dtype, params.device)
-        self.exp_avg = StoredState(numel, config.exp_avg_dtype, main_dtype, params.device)
-        self.exp_avg_sq = StoredState(numel, config.exp_avg_sq_dtype, main_dtype, params.device, squared=True)
-        self.take_up({MAIN_PARAM: params.to(main_dtype)})
+        self.main = StoredState(stored, name, main_dtype, device)
+        self.exp_avg = StoredState(numel, config.exp_avg_dtype, main_dtype, device)
+        self.exp_avg_sq = StoredState(numel, config.exp_avg_sq_dtype, main_dtype, device, squared=True)
+        self.take_up({MAIN_PARAM: params.to(device, main_dtype)})
 
     def write_params(self) -> None:
         """Nothing: an update writes them with the main parameters."""
@@ -64,8 +67,8 @@ class PackedShard(Shard):
         """What an update of elements [start, stop), whole blocks of scales, reads and writes."""
         whole = self.kind in ("stored", "fp16")
         return Part(
-            self.bucket.owned_grads[start:stop],
-            self.bucket.owned_params[start:stop],
+            self.grads[start:stop],
+            self.params[start:stop],
             self.remainders[start:stop],
             *(self.main.tensors(start, stop) if whole else self.main.tensors(0, 0)),
             *self.exp_avg.tensors(start, stop),
@@ -74,18 +77,20 @@ class PackedShard(Shard):
 
     def exported(self) -> dict[str, Tensor]:
         states = {"exp_avg": self.exp_avg.exported(), "exp_avg_sq": self.exp_avg_sq.exported()}
-        if self.kind == "aliased":
+        if self.params_are_main:
             return states
         if self.kind == "stored":
             return {MAIN_PARAM: self.main.codes} | states
-        return {MAIN_PARAM: on_host(self.bucket.owned_params.numel(), torch.float32, self.read_main)} | states
+        return {MAIN_PARAM: on_host(self.numel, torch.float32, self.read_main)} | states
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
         for key, state in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             if key in loaded:
                 state.take_up(loaded[key])
-        main, params = loaded.get(MAIN_PARAM), self.bucket.owned_params
-        if main is None or self.kind == "aliased":
+        main, params = loaded.get(MAIN_PARAM), self.device_params
+        if self.params_are_main and self.on_host:
+            self.main.codes.copy_(params)
+        if main is None or self.params_are_main:
             return
         if self.kind == "remainders":
             for start, stop in chunks(len(params)):
@@ -172,8 +177,7 @@ class PrecisionAwareAdam:
             rate, decay = shard.group.lr(lr, decoupled_lr), shard.group.decay(weight_decay)
             on_device = torch.full_like(updates, rate), torch.full_like(updates, decay)
             scalars = Scalars(on_device[0], on_device[1], factor, number, skip, *corrections)
-            numel = shard.bucket.owned_params.numel()
-            for start, stop in chunks(numel, self._chunk or numel):
+            for start, stop in chunks(shard.numel, self._chunk or shard.numel):
                 self._update(shard, shard.part(start, stop), scalars, self.config)
 
 
@@ -206,7 +210,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     if kind != "aliased":
         _store(shard.main, main, (part.main, part.main_exponents), key, MAIN, skipped)
         main = read_main(kind, part, shard.main)
-    _keep_or_copy_(part.params, main.to(part.params.dtype), skipped)
+    _keep_or_copy_(part.params, split_master(main)[0] if shard.as_remainders else main.to(part.params.dtype), skipped)
 
 
 def _store(

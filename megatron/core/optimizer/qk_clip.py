@@ -61,11 +61,9 @@ class QKClip:
                 for param in linear.parameters():
                     factors[param.meta.name] = of_rows
         for shard in self.shards:
-            first = shard.bucket.owned_range[0]
-            for piece in shard.bucket.owned_pieces:
+            for piece, span in shard.owned_pieces(*shard.range):
                 if (of_rows := factors.get(piece.meta.name)) is not None:
-                    start = piece.offset - first
-                    mine = shard.main[start : start + piece.stop - piece.start]
+                    mine = shard.main[span]
                     columns = piece.meta.global_shape[-1] if piece.meta.name.endswith("weight") else 1
                     mine.mul_(of_elements(of_rows, columns, piece.start, piece.stop).to(mine.dtype))
 

@@ -196,15 +196,18 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     ]
     batch = micro_batch_of(config)
     activations = activations_of_ranks(batch, microbatches_of(config, dims))
+    titles = ["weights", "gradients", "optimizer", "activations", "working", "total"]
+    offloads = any(plan.memory.host for plan in plans)
     yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
-        f"{title:>12}" for title in ("weights", "gradients", "optimizer", "activations", "working", "total")
+        f"{title:>12}" for title in ([*titles, "host"] if offloads else titles)
     )
     for plan, held in zip(plans, activations, strict=True):
         memory = plan.memory
         optimizer, working = memory.main_parameters + memory.moments, come_and_go(plan, held, config)
         sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
         stage = sum(meta.numel for meta in plan.metas)
-        shown = "".join(f"{byte_text(size):>12}" for size in (*sizes, sum(sizes)))
+        every = [*sizes, sum(sizes), memory.host] if offloads else [*sizes, sum(sizes)]
+        shown = "".join(f"{byte_text(size):>12}" for size in every)
         yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
     owned = "on every rank"
     if config.optimizer.use_distributed_optimizer:
@@ -212,6 +215,13 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {_stored(config)} {owned}; padding of buffers included"
+    if offloads:
+        most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
+        yield (
+            f"{config.optimizer.host_fraction:g} of optimizer states in host memory, not in the total: at most "
+            f"{most_host.host_states:,} bytes of states, {most_host.host_slots:,} that gradients and parameters pass "
+            "through"
+        )
     if config.ddp.shards_gradients:
         what = "gradients and parameters" if config.ddp.shards_parameters else "gradients"
         flying = max((plan.in_flight for plan in plans), key=lambda units: units.total)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def changes(config: RunConfig) -> Iterator[Change]:
-    """Changes that take less memory, those that cost least first: states before further communication, before
-    recomputation, before another layout."""
+    """Changes that take less memory, those that cost least first: states before further communication, before updates
+    on the host, before recomputation, before another layout."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
     yield {"use_precision_aware_optimizer": True} | bf16
@@ -38,6 +40,8 @@ def changes(config: RunConfig) -> Iterator[Change]:
         yield {"micro_batch_size": samples // 2}
     yield {"recompute_granularity": "selective"}
     yield {"data_parallel_sharding_strategy": "optim_grads_params"}
+    for fraction in (0.5, 1.0):
+        yield {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     yield FULL
     yield FULL | {"data_parallel_sharding_strategy": "optim_grads_params"}
     yield {"tensor_model_parallel_size": 2 * config.parallel.tensor_model_parallel_size}
@@ -56,6 +60,8 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     for name, planned_here in (planned | {"total": sum(planned.values())}).items():
         now = byte_text(held[name]) if name in held else "unknown"
         lines.append(f"{name:<24}{byte_text(planned_here):>12}{now:>12}")
+    if host := planned_host_bytes(config, world_size, pp_rank):
+        lines.append(f"{'states in host memory':<24}{byte_text(host):>12}{_held_on_host(run):>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
     # What is held beyond the plan, as by other programs and in fragments, is held after a change too.
@@ -74,8 +80,10 @@ def _cheapest(
         if changed is None:
             continue
         total = sum(planned_bytes(changed, world_size, pp_rank, activations).values())
-        if total < limit:
-            return f"cheapest change that fits: {flags_of(change)} (plan: {byte_text(total)})"
+        host = planned_host_bytes(changed, world_size, pp_rank)
+        if total < limit and host < host_memory_of_a_rank():
+            beside = f" and {byte_text(host)} of host memory" if host else ""
+            return f"cheapest change that fits: {flags_of(change)} (plan: {byte_text(total)}{beside})"
     return "no single change is known to fit: raise the model-parallel sizes, or use more ranks"
 
 
@@ -119,13 +127,33 @@ def planned_bytes(
     }
 
 
+def planned_host_bytes(config: RunConfig, world_size: int, pp_rank: int) -> int:
+    """Bytes in host memory of the ranks at `pp_rank`."""
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    return states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, pp_rank).memory.host
+
+
+def host_memory_of_a_rank() -> float:
+    """Bytes of host memory that are free here, for each rank of as many as there are devices; infinite if not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    free = next((int(line.split()[1]) * 2**10 for line in lines if line.startswith("MemAvailable:")), math.inf)
+    return free / max(1, torch.cuda.device_count())
+
+
+def _held_on_host(run: TrainingRun | None) -> str:
+    return "unknown" if run is None else byte_text(run.optimizer.nbytes[1])
+
+
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
     """Bytes that this rank has taken, as far as they are known."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"] = sum(buffer.param_data.nbytes for buffer in run.ddp.buffers)
         held["gradients"] = sum(buffer.grad_data.nbytes for buffer in run.ddp.buffers)
-        held["optimizer"] = sum(sum(shard.nbytes) for shard in run.optimizer.shards)
+        held["optimizer"] = run.optimizer.nbytes[0]
     if torch.cuda.is_available():
         held["total"] = torch.cuda.max_memory_reserved()
         if run is not None:

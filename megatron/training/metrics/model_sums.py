@@ -38,7 +38,7 @@ class ModelSums:
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter, grad in self._shards():
             if self.norm:
-                squares = squares + sum_of_squares(parameter)
+                squares = squares + sum_of_squares(parameter).to(self.device)
             if self.zeros and grad is not None:
                 zeros = zeros + (grad == 0).sum()
         return torch.stack([squares, zeros])
@@ -53,11 +53,9 @@ class ModelSums:
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """(values, gradient) of what this rank counts, flat; frozen parameters have no gradient."""
         for shard in self.optimizer.shards:
-            bucket, start = shard.bucket, shard.bucket.owned_range[0]
-            for piece in bucket.layout.pieces(*bucket.shard_range):
-                if piece.meta.is_first_replica(self.state.coords) and bucket.copies.first:
-                    part = piece.offset - start, piece.offset - start + piece.stop - piece.start
-                    yield shard.read_main(*part), bucket.owned_grads[slice(*part)]
+            for piece, span in shard.owned_pieces(*shard.bucket.shard_range):
+                if piece.meta.is_first_replica(self.state.coords) and shard.bucket.copies.first:
+                    yield shard.read_main(span.start, span.stop), shard.device_grads[span]
         for stage in self.stages.values():
             for parameter in stage.parameters():
                 meta = parameter.meta  # type: ignore[attr-defined]

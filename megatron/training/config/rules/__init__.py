@@ -18,7 +18,7 @@ from megatron.training.config.rules.linear_attention import linear_attention, li
 from megatron.training.config.rules.model import attention, attention_kernel, layers, positions, tensor_parallel, yarn
 from megatron.training.config.rules.moe import experts
 from megatron.training.config.rules.multi_token import multi_token
-from megatron.training.config.rules.optimizer import optimizer, precision_aware, qk_clip
+from megatron.training.config.rules.optimizer import cpu_offload, optimizer, precision_aware, qk_clip
 from megatron.training.config.rules.pipeline import overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
 from megatron.training.config.rules.world import world
@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     optimizer,
     precision_aware,
     qk_clip,
+    cpu_offload,
     data,
     fill_in_middle,
     validation_sets,

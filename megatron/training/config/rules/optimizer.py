@@ -1,4 +1,5 @@
-"""Rules of optimizers: whole matrices (Muon), and formats of states (--use-precision-aware-optimizer)."""
+"""Rules of optimizers: whole matrices (Muon), formats of states (--use-precision-aware-optimizer), and states in host
+memory (--optimizer-cpu-offload)."""
 
 from __future__ import annotations
 
@@ -50,6 +51,23 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive(switch, None, "--use-precision-aware-optimizer", why)
     if p.cuda_graph_impl == "local":
         yield Problem.exclusive(switch, None, "--cuda-graph-impl local")
+
+
+def cpu_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o, table, switch = c.optimizer, field_table(), "--optimizer-cpu-offload"
+    if not o.optimizer_cpu_offload:
+        for flag in (table[name] for name in ("optimizer_offload_fraction", "pin_cpu_grads", "pin_cpu_params")):
+            value = getattr(o, flag.field)
+            if value != flag.default:
+                yield Problem.no_effect(flag.name, None if isinstance(value, bool) else value, switch)
+        return
+    if o.whole_roles:
+        rule = f"updates states element by element on the host, and --optimizer {o.optimizer} multiplies whole matrices"
+        elementwise = [name for name in OPTIMIZERS if not OPTIMIZERS.facts(name).whole_matrices]
+        yield Problem(switch, None, rule, f"remove it, or use --optimizer {' or '.join(elementwise)}")
+    if o.qk_clip:
+        why = "main parameters are scaled on the device, after the update"
+        yield Problem.exclusive(switch, None, "--qk-clip", why)
 
 
 FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "adam_beta1": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "adam_beta2": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "muon_momentum": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
+    "optimizer_offload_fraction": (0.0, 1.0, "in [0, 1]"),
     "qk_clip_alpha": (0.0, 1.0, "in [0, 1]"),
     "sgd_momentum": (0.0, math.nextafter(1.0, 0.0), "in [0, 1)"),
     "fp8_margin": (0, 16, "in [0, 16], as e4m3 has 18 powers of two"),

@@ -1,0 +1,190 @@
+"""Optimizer states in host memory (--optimizer-cpu-offload): same bits, same checkpoints, and bytes by place."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.distributed import param_layout
+from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
+from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.param_meta import ParamMeta
+from megatron.testing.local_run import local_run
+from megatron.testing.reshard import Checkpoints
+from megatron.testing.snapshot import Snapshot, train_in_world
+from megatron.training.checkpointing import Checkpointer
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.metrics.interval import Interval
+from megatron.training.run import TrainingRun
+from megatron.training.training import train_step
+from tests.harness import run_world
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
+    "--mock-data --train-iters 4 --global-batch-size 4 --eval-iters 0 --num-workers 0 --lr-decay-style constant "
+    "--attention-dropout 0 --hidden-dropout 0 "
+)
+OFFLOAD = "--optimizer-cpu-offload --optimizer-offload-fraction "
+ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy optim_grads{more}" for more in ("", "_params"))
+AWARE = "--use-precision-aware-optimizer "
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of these models, so that slots are used again."""
+    monkeypatch.setattr(param_layout, "HOST_CHUNK", 1024)
+
+
+def parse(flags: str) -> RunConfig:
+    return parse_args(shlex.split(MODEL + flags))
+
+
+def different(a: Snapshot, b: Snapshot) -> list[str]:
+    assert a.tensors.keys() == b.tensors.keys() and not a.replica_errors and not b.replica_errors
+    return [key for key in a.tensors if not torch.equal(a.tensors[key], b.tensors[key])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, "--bf16"),
+        (2, "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
+        (2, "--fp32 --no-use-distributed-optimizer --no-pin-cpu-grads"),
+        (2, f"--fp16 --initial-loss-scale 128 {ZERO2} --param-group 'fc1 lr_mult=0.1 weight_decay=0.3'"),
+        (2, f"--bf16 {ZERO3} --decoupled-lr 1e-3 --no-pin-cpu-params"),
+        (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2"),
+        (2, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16 --disable-bias-linear"),
+        (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16"),
+    ],
+    ids=["bf16", "overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16"],
+)
+def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str) -> None:
+    """Both are the same kernels on a CPU: loss, gradients, weights, main parameters and moments of two steps."""
+    plain, part, whole = (
+        train_in_world(ranks, shlex.split(f"{MODEL}{flags} {more}")) for more in ("", f"{OFFLOAD}0.4", f"{OFFLOAD}1")
+    )
+    assert len(plain.tensors) > 50 and different(plain, part) == [] and different(plain, whole) == []
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16"])
+def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.visit("half", 2, parse(f"{flags} {OFFLOAD}0.5"), train=True)
+    checkpoints.visit("none", 1, parse(flags), train=True)
+    for ranks, more in ((2, f"{OFFLOAD}1 {ZERO3}"), (1, f"{OFFLOAD}0.3"), (2, "--tp 2")):
+        found = checkpoints.visit("loaded", ranks, parse(f"{flags} {more}"), ["half", "none"])
+        assert found == {"half": [], "none": []}, more
+
+
+def _continue_elsewhere(rank: int, world_size: int, folder: str, flags: str) -> list[str]:
+    def config(more: str) -> RunConfig:
+        found = parse(f"{flags} {more}")
+        return resolve(replace(found, checkpoint=replace(found.checkpoint, save=folder, load=folder)), world_size)
+
+    states = []
+    for more in (f"{OFFLOAD}0.5", f"{OFFLOAD}1", ""):
+        with local_run(config(more), rank, world_size) as run:
+            checkpointer = Checkpointer(run.config, run.runtime.state, run.stages, run.optimizer)
+            if not states:
+                train_step(run, Interval())
+                checkpointer.save(run.progress)
+            else:
+                run.progress = checkpointer.load(data_fingerprint=run.data.fingerprint)
+            train_step(run, Interval())
+            states.append({piece.key + piece.meta.name: piece.data.clone() for piece in merged(run)})
+    return [key for key in states[0] for other in states[1:] if not torch.equal(states[0][key], other[key])]
+
+
+def merged(run: TrainingRun) -> list[OptimizerPiece]:
+    """The optimizer's state, with one piece for each kind of state and parameter."""
+    found: dict[tuple[str, str], list[OptimizerPiece]] = {}
+    for piece in run.optimizer.sharded_state():
+        found.setdefault((piece.key, piece.meta.name), []).append(piece)
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: piece.start)
+    return [
+        replace(pieces[0], data=torch.cat([piece.data for piece in pieces]), stop=pieces[-1].stop)
+        for pieces in found.values()
+    ]
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp32 --optimizer sgd"])
+def test_a_resumed_run_makes_the_same_step_at_every_fraction(flags: str, tmp_path: Path) -> None:
+    assert run_world(1, _continue_elsewhere, str(tmp_path), flags) == [[]]
+
+
+def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
+    config = resolve(parse(flags), world_size)
+    assert validate(config, world_size) == []
+    with local_run(config, rank, world_size) as run:
+        train_step(run, Interval())
+        before, made = held(run), run.optimizer.step_count
+        for buffer in run.ddp.buffers:
+            buffer.grad_data[rank] = torch.nan
+        assert run.optimizer.step(1e-2, 0.1).skipped and run.optimizer.step_count == made
+        assert all(torch.equal(*pair) for pair in zip(held(run), before, strict=True))
+        for buffer in run.ddp.buffers:
+            buffer.grad_data.fill_(1e-3)
+        assert not run.optimizer.step(1e-2, 0.1).skipped
+        assert not any(torch.equal(*pair) for pair in zip(held(run), before, strict=True))
+
+
+def held(run: TrainingRun) -> list[torch.Tensor]:
+    """Copies of the parameters and of all that the optimizer holds."""
+    found = [piece.data for piece in run.optimizer.sharded_state()] + [param.data for param in run.ddp.params]
+    return [tensor.clone() for tensor in found]
+
+
+@pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {AWARE}--main-params-dtype fp16"], ids=["fp32", "packed"])
+def test_a_step_that_is_skipped_changes_nothing_on_the_host(flags: str) -> None:
+    run_world(2, _skip_a_step, f"{flags} {OFFLOAD}0.5 --disable-bias-linear")
+
+
+def test_states_are_placed_by_the_fraction_and_in_order() -> None:
+    """The buckets that backward completes first are on the host, cut at whole blocks, in ranges of one chunk."""
+    metas = [(ParamMeta(f"layers.{i}.w", (30, 40), {}), (30, 40)) for i in range(6)]
+    metas += [(ParamMeta("norm.weight", (40,), {}), (40,))]
+    for ranks in (1, 3):
+        buffers = plan_buffers(metas, ranks, bucket_size=2400)
+        for fraction in (0.0, 0.01, 0.5, 0.77, 1.0):
+            config = OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+            found = place_states(buffers, config)
+            covered: dict[tuple[int, int], int] = {}
+            for place in found:
+                assert place.start == covered.get((place.buffer, place.bucket), 0) and place.start % ALIGNMENT == 0
+                covered[place.buffer, place.bucket] = place.stop
+            owned = {
+                (b, k): (bucket.stop - bucket.start) // ranks
+                for b, buffer in enumerate(buffers)
+                for k, bucket in enumerate(buffer.buckets)
+            }
+            assert covered == owned
+            sizes = [place.numel for place in found if place.on_host]
+            assert abs(sum(sizes) - fraction * sum(owned.values())) <= ALIGNMENT / 2
+            assert all(size <= param_layout.HOST_CHUNK for size in sizes)
+            assert host_slots(found) == (min(HOST_SLOTS, len(sizes)), max(sizes, default=0))
+            places = {place: {p.on_host for p in found if (p.buffer, p.bucket) == place} for place in owned}
+            order = [places[place] for place in param_layout.launch_order(buffers)]
+            assert order == sorted(order, key=lambda kinds: (True not in kinds, False in kinds))
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (f"{OFFLOAD}0.5 --optimizer muon", "multiplies whole matrices; remove it, or use --optimizer adam or sgd"),
+        (f"{OFFLOAD}0.5 --qk-clip", "cannot be combined with --qk-clip: main parameters are scaled on the device"),
+        (f"{OFFLOAD}1.5", "--optimizer-offload-fraction 1.5: must be in [0, 1]"),
+        ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: has no effect without"),
+        ("--no-pin-cpu-grads", "--no-pin-cpu-grads: has no effect without --optimizer-cpu-offload"),
+    ],
+)
+def test_what_has_no_meaning_is_said(flags: str, rule: str) -> None:
+    config = parse(flags)
+    assert rule in "\n".join(map(str, [*validate(resolve(config, 1), 1), *notices(config, 1)]))
