@@ -395,6 +395,21 @@ def test_saved_configuration_reads_back(tmp_path: Path) -> None:
     assert yaml.safe_load(text)["no-load-rng"] is True
 
 
+def test_a_flag_takes_what_depends_on_it_along_from_a_saved_configuration(tmp_path: Path) -> None:
+    argv = f"{TINY} --swiglu --vocab-size 100 --lr-warmup-tokens 640 --train-tokens 1600"
+    config = resolve(parse_args(argv.split()), 4, vocab_size=120)
+    save_config(config, tmp_path / "run.yaml")
+    text = (tmp_path / "run.yaml").read_text()
+    for derived in ("kv-channels", "ffn-hidden-size", "vocab-size: 120", "lr-warmup-samples"):
+        assert f"\n# derived: {derived}" in text
+    again = ["--config", str(tmp_path / "run.yaml")]
+    assert resolve(parse_args(again), 4, vocab_size=120) == config
+    wider = resolve(parse_args([*again, "--hidden-size", "128"]), 2)
+    fresh = resolve(parse_args([*argv.split(), "--hidden-size", "128", "--global-batch-size", "4"]), 2)
+    assert wider == fresh
+    assert (wider.model.kv_channels, wider.model.ffn_hidden_size) == (32, 320)
+
+
 def test_saved_length_in_tokens_reads_back(tmp_path: Path) -> None:
     config = replace(parse_args(TINY.split()))
     config = replace(config, training=replace(config.training, train_iters=None, train_tokens=1600))

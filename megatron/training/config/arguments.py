@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron import __version__
 from megatron.training.config.flags import (
+    Flag,
     all_flags,
     config_of_sections,
     field_table,
@@ -199,28 +200,36 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, ...]
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Writes a configuration as YAML that `--config` reads back.
 
-    What follows from the world and the batch stands in comments, so that the file also serves another layout.
+    Values that follow from others, or from the world, stand in comments, so that the file also serves another layout
+    and a flag that wins over it takes with it what depends on it. The global batch is kept: without it, a run that goes
+    on at another layout would be another run.
     """
-    import yaml
-
-    derived = {"data_parallel_size", "num_microbatches"}
-    if config.training.train_samples is not None or config.training.train_tokens is not None:
-        derived.add("train_iters")
-    if config.training.train_tokens is not None:
-        derived.add("train_samples")
+    derived = dict(config.given)
+    derived.pop("global_batch_size", None)
     lines = ["# Resolved configuration. Start a run with it by --config; flags win over what stands here."]
     section = None
     for flag in all_flags():
-        value = value_of(config, flag)
         if flag.section != section:
             section = flag.section
             lines += ["", f"# {section}"]
-        if value is None:
-            continue
-        if flag.kind is bool and not dict(flag.spellings())[flag.name]:
-            value = not value
-        text = yaml.safe_dump({flag.name[2:]: list(value) if isinstance(value, tuple) else value}, width=10**6).strip()
-        lines += [f"# derived: {text}" if flag.field in derived else text]
+        value = value_of(config, flag)
+        if flag.field in derived:
+            lines += [f"# derived: {line}" for line in _yaml_lines(flag, value)]
+            value = derived[flag.field]
+            if value == flag.default:
+                continue
+        lines += _yaml_lines(flag, value)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _yaml_lines(flag: Flag, value: Any) -> list[str]:
+    """A flag and its value as a line of YAML; nothing for None."""
+    import yaml
+
+    if value is None:
+        return []
+    if flag.kind is bool and not dict(flag.spellings())[flag.name]:
+        value = not value
+    return [yaml.safe_dump({flag.name[2:]: list(value) if isinstance(value, tuple) else value}, width=10**6).strip()]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from megatron.core.config.data import DatasetConfig, FillInMiddleConfig, TokenizerConfig
 from megatron.core.config.flag_spec import Section, flag
@@ -298,6 +299,9 @@ class RunConfig(Section):
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
+
+    given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, metadata={"flag": None})
+    """Field -> value before `resolve` changed it, of those fields whose value follows from others."""
 
     @property
     def restarts_positions(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.training.config.batch_size import BatchSizes, parse_batch_schedule, samples_of_run
+from megatron.training.config.flags import flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
@@ -59,10 +60,11 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
     `vocab_size` is the tokenizer's; a larger --vocab-size holds, to leave room for more tokens.
     """
+    given = config
     for section, field, value, _ in switched_off(config):
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     training = _resolve_training(config, world_size)
-    return replace(
+    config = replace(
         config,
         parallel=_resolve_parallel(config, world_size),
         model=_resolve_model(config, vocab_size),
@@ -70,6 +72,9 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
         training=training,
         optimizer=_resolve_optimizer(config, training),
     )
+    before, after = flat_values(given), flat_values(config)
+    changed = {field: value for field, value in before.items() if value != after[field]}
+    return replace(config, given=tuple((changed | dict(given.given)).items()))
 
 
 def _filled(section: Any, **values: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -75,7 +75,8 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    save_config(config, folder / CONFIG)
+    given = tuple((field, value) for field, value in config.given if field != "vocab_size")
+    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer to ask for the vocabulary
     (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
