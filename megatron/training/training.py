@@ -33,6 +33,7 @@ from megatron.training.initialize import (
     start_watchdog,
 )
 from megatron.training.metrics import megatron_format
+from megatron.training.metrics.banner import banner
 from megatron.training.metrics.interval import Interval, summarize
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.progress import Step
@@ -79,6 +80,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     watchdog.status.executor = run.pipeline.executor
     watchdog.begin("opening the logs")
     log = RunLog(run, resources)
+    if runtime.is_main:
+        runtime.say("\n".join(banner(run)))
     runtime.say(str(runtime.phases))
     if config.logging.log_format == "megatron":
         own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-from megatron.training.metrics import megatron_format, run_log
+from megatron.training.metrics import console, megatron_format
 
 RECORD = {
     "iteration": 10,
@@ -13,6 +13,7 @@ RECORD = {
     "consumed_tokens": 1280,
     "step_time": 0.123456,
     "tokens_per_second": 1234.5,
+    "seconds_left": 3723.4,
     "tflops_per_device": 12.34,
     "mfu": None,
     "learning_rate": 1.5e-4,
@@ -37,13 +38,29 @@ def test_progress_line_of_megatron() -> None:
     )
     ahead = megatron_format.progress_line(RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100, False, NOW)
     assert "lm loss: 3.250000E+00 | mtp_1 loss: 4.500000E+00 | loss scale" in ahead and "mtp_2" not in ahead
-    assert "lm loss: 3.250000E+00 | mtp loss 1: 4.500000E+00 | grad norm" in run_log.progress_line(
+    assert "lm loss: 3.250000E+00 | mtp loss 1: 4.500000E+00 | grad norm" in console.progress_line(
         RECORD | {"mtp_loss_1": 4.5, "mtp_loss_2": None}, 100
     )
     more = RECORD | {"num_zeros": 7.0, "params_norm": 2.0}
     line = megatron_format.progress_line(more, 100, True, NOW)
     assert "(ms): 123.5 | throughput per GPU (TFLOP/s/GPU): 12.3 | learning rate" in line
     assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
+
+
+def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
+    troubled = RECORD | {"skipped_iterations": 3, "nan_iterations": 1, "moe_load_min": 0.5, "moe_load_max": 1.5}
+    for width in (40, 60, 80, 120, 200):
+        for record in (RECORD, troubled, RECORD | {"lm_loss": None, "grad_norm": None, "seconds_left": None}):
+            rows = console.terminal_lines(record, 100, width).split("\n")
+            assert len(rows) <= 2 and all(len(row) <= width for row in rows), rows
+            assert rows[0].startswith(" 10/100 (10 %)")
+    assert console.terminal_lines(RECORD, 100, 100) == (
+        " 10/100 (10 %) | loss 3.2500 | gradient norm 1.5 | lr 0.00015 | 1:02:03 left | 1,234 tokens/s\n"
+        "   step 123.5 ms | 12.3 TFLOP/s | 1.0 GiB | batch 8 | 1,280 tokens"
+    )
+    narrow = console.terminal_lines(troubled, 100, 40)
+    assert "1 NaN" in narrow and "3 skipped" in narrow and "TFLOP" not in narrow  # what went wrong goes first
+    assert "expert load 0.50-1.50" in console.terminal_lines(troubled, 100, 120)
 
 
 def test_validation_lines_of_megatron() -> None:
@@ -58,6 +75,6 @@ def test_validation_lines_of_megatron() -> None:
 def test_a_step_without_loss_prints_none() -> None:
     """A parser finds no number, and no word in the place of one."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
-    for line in (megatron_format.progress_line(skipped, 100, True, NOW), run_log.progress_line(skipped, 100)):
+    for line in (megatron_format.progress_line(skipped, 100, True, NOW), console.progress_line(skipped, 100)):
         assert "loss:" not in line and "none" not in line and "grad norm" not in line
-    assert re.search(r"lm loss: ([0-9.E+-]+)", run_log.progress_line(RECORD, 100))
+    assert re.search(r"lm loss: ([0-9.E+-]+)", console.progress_line(RECORD, 100))

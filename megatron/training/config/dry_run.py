@@ -83,15 +83,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     from megatron.planner.flops import model_flops
 
     m = config.model
-    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
-    if m.latent:
-        queries = f" for queries {m.q_lora_rank}," if m.q_lora_rank else ""
-        heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
-    elif m.query_groups != m.num_attention_heads:
-        heads += f" in {m.query_groups} groups"
-    if not m.latent and m.value_head_dim != m.head_dim:
-        heads += f", values of {m.value_head_dim}"
-    yield f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
+    yield shape_line(m)
     attention = _local_attention(m) + _sinks(m)
     yield f"sequence length {m.seq_length}, positions {_positions(m)}{attention}, {m.normalization}"
     if any(m.linear_pattern):
@@ -118,6 +110,19 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
         f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
+
+
+def shape_line(m: TransformerConfig) -> str:
+    """Layers, width, heads, MLP."""
+    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
+    if m.latent:
+        queries = f" for queries {m.q_lora_rank}," if m.q_lora_rank else ""
+        heads += f", values of {m.v_head_dim}, latents{queries} for keys and values {m.kv_lora_rank}"
+    elif m.query_groups != m.num_attention_heads:
+        heads += f" in {m.query_groups} groups"
+    if not m.latent and m.value_head_dim != m.head_dim:
+        heads += f", values of {m.value_head_dim}"
+    return f"{m.num_layers} layers, hidden size {m.hidden_size}, {heads}, MLP {_width(m)} ({m.activation})"
 
 
 def _width(m: TransformerConfig) -> str:
@@ -214,7 +219,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         experts = f" (of experts over {dims.shards(True)})" if config.model.num_experts is not None else ""
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
-    yield f"states: {_stored(config)} {owned}; padding of buffers included"
+    yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
     if offloads:
         most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
         yield (
@@ -253,8 +258,8 @@ def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> i
     return held.working + copies + plan.in_flight.total
 
 
-def _stored(config: RunConfig) -> str:
-    """Formats of the states."""
+def formats_of_states(config: RunConfig) -> str:
+    """Number formats of parameters, gradients and optimizer states."""
     params, main, optimizer = config.parallel.params_dtype, config.parallel.main_dtype, config.optimizer
     state = f"{optimizer.optimizer} state {main}"
     if optimizer.use_precision_aware_optimizer:
@@ -354,18 +359,14 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 
 def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
-    t, s = config.training, config.model.seq_length
+    s = config.model.seq_length
     sizes = BatchSizes.from_config(config)
-    micro = microbatches_of(config, dims)
-    yield (
-        f"global batch {sizes.final} = micro-batch {t.micro_batch_size} x {micro} micro-batches x {dims.dp} replicas; "
-        f"{sizes.final * s:,} tokens a step"
-    )
+    yield f"global batch {batch_line(config, dims)}"
     if sizes.earlier:
         first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
         yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:
-        yield _pipeline_line(config, micro)
+        yield _pipeline_line(config, microbatches_of(config, dims))
     iterations = iterations_of_run(config)
     if iterations is None:
         yield "length: one epoch of the training data"
@@ -376,3 +377,12 @@ def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     flops = model_flops(config.model).total * tokens
     consumed = sizes.samples(iterations)
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
+
+
+def batch_line(config: RunConfig, dims: ParallelDims) -> str:
+    """What the global batch consists of."""
+    size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
+    return (
+        f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "
+        f"{size * config.model.seq_length:,} tokens a step"
+    )

@@ -74,6 +74,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     seconds = interval.seconds()
     tokens_per_second = interval.samples * config.model.seq_length / seconds
     tflops = tokens_per_second * flops_per_token(config.model) / world / 1e12
+    samples_left = run.batch_sizes.samples(run.train_iters) - run.progress.consumed_samples
     dtype = getattr(torch, config.parallel.params_dtype)
     peak = peak_tflops(config.logging, runtime.device, dtype, config.parallel.fp8_format is not None)
     record = {
@@ -94,6 +95,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "tflops_per_device": tflops,
         "mfu": tflops / peak if peak else None,
         "step_time": seconds / max(steps, 1),
+        "seconds_left": samples_left * config.model.seq_length / tokens_per_second if tokens_per_second else None,
         "peak_memory_bytes": int(of_ranks[:, 0].max()),
         **(run.experts.record(expert_load, interval.samples * config.model.seq_length) if steps else {}),
         **run.sums.record(sums),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import socket
 import sys
 import time
@@ -14,8 +15,7 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
 from megatron.training.diagnosis.straggler import straggler_line
-from megatron.training.hooks import METRICS
-from megatron.training.metrics import megatron_format
+from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.run import TrainingRun
 
@@ -76,45 +76,11 @@ class RunLog:
     def _line(self, record: Record) -> str:
         if self._options.log_format == "megatron":
             return megatron_format.progress_line(record, self._train_iters, self._options.log_throughput)
-        return progress_line(record, self._train_iters)
+        if sys.stdout.isatty():
+            return console.terminal_lines(record, self._train_iters, shutil.get_terminal_size().columns)
+        return console.progress_line(record, self._train_iters)
 
     def step(self) -> None:
         """Advances the progress bar."""
         if self._bar is not None:
             self._bar.update(1)
-
-
-def mtp_losses(record: Record) -> list[tuple[str, float]]:
-    """(key, loss) of each depth of multi-token prediction that has one."""
-    return [(key, loss) for key, loss in record.items() if key.startswith("mtp_loss_") and loss is not None]
-
-
-def progress_line(record: Record, train_iters: int) -> str:
-    """One line of the console log."""
-    parts = [
-        f"iteration {record['iteration']:8d}/{train_iters:8d}",
-        f"consumed samples: {record['consumed_samples']}",
-        f"consumed tokens: {record['consumed_tokens']}",
-        f"step time (ms): {1e3 * record['step_time']:.1f}",
-        f"tokens/s: {record['tokens_per_second']:,.0f}",
-        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
-        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
-        f"learning rate: {record['learning_rate']:.4E}",
-        f"global batch size: {record['global_batch_size']}",
-        *([f"lm loss: {record['lm_loss']:.6E}"] if record["lm_loss"] is not None else ["every step was skipped"]),
-        *(f"{key.replace('_', ' ')}: {loss:.6E}" for key, loss in mtp_losses(record)),
-        *([f"grad norm: {record['grad_norm']:.3f}"] if record["grad_norm"] is not None else []),
-        *([f"params norm: {record['params_norm']:.3f}"] if "params_norm" in record else []),
-        *([f"num zeros: {record['num_zeros']:.0f}"] if "num_zeros" in record else []),
-        f"loss scale: {record['loss_scale']:.1f}",
-        f"skipped iterations: {record['skipped_iterations']}",
-        f"nan iterations: {record['nan_iterations']}",
-        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
-        f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
-    ]
-    if "moe_load_max" in record:
-        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
-        parts.append(f"expert load: {load}")
-        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
-    parts += [f"{name}: {record[name]:.6g}" for name in METRICS if record.get(name) is not None]
-    return " " + " | ".join(parts)

@@ -1,0 +1,58 @@
+"""What a run is about, told once as it starts: model, layout, precision, batch, length, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.planner.memory import states_of_rank
+from megatron.planner.parameters import active_parameters, count_parameters
+from megatron.training.config.dry_run import batch_line, byte_text, formats_of_states, shape_line
+from megatron.training.run import TrainingRun
+
+
+def banner(run: TrainingRun) -> Iterator[str]:
+    """One line for each subject."""
+    config, dims, device = run.config, run.runtime.state.dims, run.runtime.device
+    model, tokens = config.model, run.batch_sizes.samples(run.train_iters) * config.model.seq_length
+    count = count_parameters(model).total
+    active = f", of which a token meets {active_parameters(model):,}" if model.num_experts is not None else ""
+    yield f"model: {shape_line(model)}; {count:,} parameters{active}"
+    yield f"layout: {', '.join(_layout(run))}"
+    yield f"precision: {formats_of_states(config)}{_fp8(run)}"
+    yield f"batch: {batch_line(config, dims)}"
+    left = run.train_iters - run.progress.iteration
+    begun = f", {left:,} of them to go" if run.progress.iteration else ""
+    yield (
+        f"length: {run.train_iters:,} iterations{begun}, {run.batch_sizes.samples(run.train_iters):,} samples, "
+        f"{tokens:,} tokens, {tokens / count:.3g} for each parameter"
+    )
+    states = states_of_rank(model, config.parallel, config.optimizer, config.ddp, dims, run.runtime.state.pp.rank)
+    of = ""
+    if device.type == "cuda":
+        of = f", of {byte_text(torch.cuda.get_device_properties(device).total_memory)} on the device"
+    yield f"memory: weights, gradients and optimizer take {byte_text(states.memory.total)} on this rank{of}"
+
+
+def _layout(run: TrainingRun) -> Iterator[str]:
+    """The axes that are cut, and how."""
+    parallel, dims = run.config.parallel, run.runtime.state.dims
+    ranks = run.runtime.launch.world_size
+    yield f"{ranks} rank{'s' if ranks > 1 else ''}"
+    for name, axis in (("TP", "tp"), ("CP", "cp"), ("PP", "pp"), ("EP", "ep"), ("DP", "dp")):
+        if dims.size(axis) > 1:
+            yield f"{name} {dims.size(axis)}"
+    if parallel.sequence_parallel:
+        yield "sequence parallel"
+    if dims.pp > 1:
+        stages = pipeline_layout(run.config.model, parallel).num_stages
+        yield f"schedule {parallel.schedule} of {stages} stages"
+    if dims.dp > 1:
+        yield f"sharded: {run.config.ddp.data_parallel_sharding_strategy}"
+
+
+def _fp8(run: TrainingRun) -> str:
+    parallel = run.config.parallel
+    return f", fp8 {parallel.fp8_format} {parallel.fp8_recipe}" if parallel.fp8_format else ""

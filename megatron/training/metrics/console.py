@@ -1,0 +1,111 @@
+"""This program's lines of progress: one line for files, at most two rows for a terminal. No torch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from megatron.training.hooks import METRICS
+from megatron.training.metrics.sinks import Record
+
+MOST_SECONDS = 1e9
+"""Some thirty years: longer ones are not told apart."""
+
+ROWS = 2
+"""Rows of a terminal that an interval may take."""
+
+
+def mtp_losses(record: Record) -> list[tuple[str, float]]:
+    """(key, loss) of each depth of multi-token prediction that has one."""
+    return [(key, loss) for key, loss in record.items() if key.startswith("mtp_loss_") and loss is not None]
+
+
+def duration(seconds: float | None) -> str:
+    """`0:02:05` or `3 days, 4:00:00`; `unknown` for None."""
+    return "unknown" if seconds is None else str(timedelta(seconds=round(min(seconds, MOST_SECONDS))))
+
+
+def progress_line(record: Record, train_iters: int) -> str:
+    """One line of the log, with every field."""
+    parts = [
+        f"iteration {record['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {record['consumed_samples']}",
+        f"consumed tokens: {record['consumed_tokens']}",
+        f"step time (ms): {1e3 * record['step_time']:.1f}",
+        f"tokens/s: {record['tokens_per_second']:,.0f}",
+        f"TFLOP/s/device (causal): {record['tflops_per_device']:.3g}",
+        "MFU (causal): " + ("unknown" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"),
+        f"time left: {duration(record['seconds_left'])}",
+        f"learning rate: {record['learning_rate']:.4E}",
+        f"global batch size: {record['global_batch_size']}",
+        *([f"lm loss: {record['lm_loss']:.6E}"] if record["lm_loss"] is not None else ["every step was skipped"]),
+        *(f"{key.replace('_', ' ')}: {loss:.6E}" for key, loss in mtp_losses(record)),
+        *([f"grad norm: {record['grad_norm']:.3f}"] if record["grad_norm"] is not None else []),
+        *([f"params norm: {record['params_norm']:.3f}"] if "params_norm" in record else []),
+        *([f"num zeros: {record['num_zeros']:.0f}"] if "num_zeros" in record else []),
+        f"loss scale: {record['loss_scale']:.1f}",
+        f"skipped iterations: {record['skipped_iterations']}",
+        f"nan iterations: {record['nan_iterations']}",
+        *([f"spikes: {record['spike_iterations']}"] if record["spike_iterations"] else []),
+        f"peak memory (GiB): {record['peak_memory_bytes'] / 2**30:.2f}",
+    ]
+    if "moe_load_max" in record:
+        load = "{moe_load_min:.2f} to {moe_load_max:.2f} of an even share".format(**record)
+        parts.append(f"expert load: {load}")
+        parts.append(f"load balancing loss: {record['moe_aux_loss']:.4f}")
+    parts += [f"{name}: {record[name]:.6g}" for name in METRICS if record.get(name) is not None]
+    return " " + " | ".join(parts)
+
+
+def terminal_lines(record: Record, train_iters: int, width: int) -> str:
+    """What fits into two rows of `width` characters of a terminal: what went wrong in the interval, then the rest by
+    what is looked at most. The metrics file has every field."""
+    kept: list[str] = []
+    for part in _parts_by_weight(record, train_iters):
+        if _fits([*kept, part], width):
+            kept.append(part)
+    return "\n".join(_rows(kept, width))
+
+
+def _parts_by_weight(record: Record, train_iters: int) -> list[str]:
+    loss, norm, mfu = record["lm_loss"], record["grad_norm"], record["mfu"]
+    share = 100 * record["iteration"] / train_iters
+    parts = [
+        f"{record['iteration']:,}/{train_iters:,} ({share:.3g} %)",
+        "every step was skipped" if loss is None else f"loss {loss:.4f}",
+        *(f"{record[key]} {name}" for key, name in TROUBLES.items() if record[key]),
+        *([f"gradient norm {norm:.3g}"] if norm is not None else []),
+        f"lr {record['learning_rate']:.3g}",
+        f"{duration(record['seconds_left'])} left",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"step {record['step_time']:.3g} s" if record["step_time"] >= 1 else f"step {1e3 * record['step_time']:.1f} ms",
+        f"{record['tflops_per_device']:.3g} TFLOP/s" + (f" ({100 * mfu:.3g} % MFU)" if mfu is not None else ""),
+        f"{record['peak_memory_bytes'] / 2**30:.1f} GiB",
+        f"batch {record['global_batch_size']:,}",
+        f"{record['consumed_tokens']:,} tokens",
+        *([f"loss scale {record['loss_scale']:.3g}"] if record["loss_scale"] != 1 else []),
+        *(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in mtp_losses(record)),
+    ]
+    if "moe_load_max" in record:
+        parts.append("expert load {moe_load_min:.2f}-{moe_load_max:.2f}".format(**record))
+    return parts + [f"{name} {record[name]:.4g}" for name in METRICS if record.get(name) is not None]
+
+
+TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
+"""Counts of a record that are shown where they are not 0."""
+
+
+def _fits(parts: list[str], width: int) -> bool:
+    rows = _rows(parts, width)
+    return len(rows) <= ROWS and all(len(row) <= width for row in rows)
+
+
+def _rows(parts: list[str], width: int) -> list[str]:
+    """Parts side by side, as many in a row as there is room for."""
+    rows: list[str] = []
+    for part in parts:
+        longer = f"{rows[-1]} | {part}" if rows else f" {part}"
+        if rows and len(longer) > width:
+            rows.append(f"   {part}")
+        else:
+            rows[-1:] = [longer]
+    return rows
