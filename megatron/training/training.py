@@ -79,10 +79,10 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     requests = watchdog.requests
     watchdog.status.executor = run.pipeline.executor
     watchdog.begin("opening the logs")
-    log = RunLog(run, resources)
     if runtime.is_main:
         runtime.say("\n".join(banner(run)))
     runtime.say(str(runtime.phases))
+    log = RunLog(run, resources)
     if config.logging.log_format == "megatron":
         own = (parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())
         runtime.say(megatron_format.parameters_line(sum(own)))

@@ -76,7 +76,10 @@ def test_metrics_go_to_json_lines_and_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
     assert events.Scalars("lm loss")[-1].value == pytest.approx(training[-1]["lm_loss"])
+    subjects = [line.split(":")[0] for line in result.stdout.splitlines()[:6]]
+    assert subjects == ["model", "layout", "precision", "batch", "length", "memory"]
     assert "start-up (s):" in result.stdout
+    assert training[-1]["seconds_left"] == 0 < training[0]["seconds_left"]
     assert "MFU (causal): unknown" in result.stdout
     assert (save / "run_config.yaml").exists()
 

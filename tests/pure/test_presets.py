@@ -1,0 +1,54 @@
+"""Presets in configs/: each is legal on the ranks that its head names, and has the parameters that it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.planner.parameters import count_parameters
+from megatron.training.config.arguments import read_flags, with_flags
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import notices, resolve, validate
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+HEAD = re.compile(r"^# For ([\d,]+) GPUs?\b.*; ([\d,]+) parameters with a vocabulary of ([\d,]+)\.$", re.MULTILINE)
+
+
+def stated(path: Path) -> tuple[int, int, int]:
+    """(ranks, parameters, vocabulary) in the head of a preset."""
+    found = HEAD.search(path.read_text(encoding="utf-8"))
+    assert found is not None, path
+    ranks, parameters, vocabulary = (int(number.replace(",", "")) for number in found.groups())
+    return ranks, parameters, vocabulary
+
+
+def size_of(name: str) -> float:
+    """Parameters that the name of a preset promises: `8b` or `30b-a3b`."""
+    number, unit = re.fullmatch(r"([\d.]+)([mb])(?:-a\d+b)?", name).groups()  # type: ignore[union-attr]
+    return float(number) * {"m": 1e6, "b": 1e9}[unit]
+
+
+def test_presets_go_from_10m_to_405b() -> None:
+    sizes = sorted(size_of(path.stem) for path in CONFIGS)
+    assert (sizes[0], sizes[-1]) == (1e7, 4.05e11) and len(sizes) > 10
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_preset_is_legal_and_has_its_size(path: Path) -> None:
+    ranks, parameters, vocabulary = stated(path)
+    reader = read_flags(["--config", str(path)])
+    assert reader.problems == [] and reader.notes == []
+    config = with_flags(RunConfig(), ["--config", str(path), "--mock-data", "--vocab-size", str(vocabulary)])
+    assert validate(config, ranks) == [] and notices(config, ranks) == []
+    config = resolve(config, ranks)
+    assert count_parameters(config.model).total == parameters
+    assert parameters == pytest.approx(size_of(path.stem), rel=0.25)
+    assert not {"data-path", "tokenizer-model", "vocab-size", "save", "load"} & yaml.safe_load(path.read_text()).keys()
+
+
+def test_a_flag_wins_over_a_preset() -> None:
+    small = with_flags(RunConfig(), ["--config", str(CONFIGS[0]), "--num-layers", "2", "--mock-data"])
+    assert resolve(small, 1).model.num_layers == 2
