@@ -57,6 +57,7 @@ setup(
         "tokenizers>=0.20",
         "safetensors>=0.4",
         "PyYAML>=6.0",
+        "jinja2>=3.1",
         "zstandard>=0.20",
     ],
     extras_require={

@@ -86,7 +86,8 @@ class Callback:
         """After each log line, with its record."""
 
     def on_evaluation(self, run: RunView, split: str, record: Mapping[str, Any]) -> None:
-        """After an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`."""
+        """After an evaluation of "valid" or "test", with a record that has `valid_loss` or `test_loss`, or of "tasks",
+        with the scores of --eval-tasks as `eval/TASK/METRIC`."""
 
     def on_checkpoint(self, run: RunView) -> None:
         """After a save was started."""

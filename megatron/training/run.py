@@ -14,6 +14,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.data import TrainingData
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
+from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
@@ -38,6 +39,9 @@ class TrainingRun:
     pipeline: Pipeline
     forward_backward: ForwardBackward
     data: TrainingData
+    eval_tasks: Suite | None
+    """What --eval-tasks names."""
+
     batch_sizes: BatchSizes
     train_iters: int
     progress: Progress

@@ -24,6 +24,7 @@ from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
@@ -32,6 +33,7 @@ from megatron.training.data import build_data
 from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
+from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
@@ -145,6 +147,19 @@ def choose_weight_grads(config: RunConfig, runtime: Runtime, stages: Mapping[int
         runtime.say(f" kernel of fp8 weight gradients {name}: {choice.winner or 'torch'} ({choice.times})")
 
 
+def load_tasks(config: RunConfig, runtime: Runtime) -> Suite | None:
+    """The tasks of --eval-tasks in tokens. Raises ValueError with every problem of their files."""
+    options = config.eval_tasks
+    if not options.eval_tasks:
+        return None
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
+    suite = Suite.load(options.eval_tasks, tokenizer, config.model.seq_length, limit, num_fewshot)
+    for line in suite.notes:
+        runtime.say(f" {line}")
+    return suite
+
+
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Builds data, model, gradient buffers and optimizer, then loads the checkpoint if there is one. Collective."""
     phases, state = runtime.phases, runtime.state
@@ -152,6 +167,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         batch_sizes = BatchSizes.from_config(config)
         data, train_iters = build_data(config, runtime, batch_sizes)
+    with phases("tasks"):
+        eval_tasks = load_tasks(config, runtime)
     with phases("model"):
         stages = build_stages(config, runtime, queue, casts, overlap, choose_attention(config, runtime))
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
@@ -207,6 +224,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         pipeline=pipeline,
         forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token),
         data=data,
+        eval_tasks=eval_tasks,
         batch_sizes=batch_sizes,
         train_iters=train_iters,
         progress=progress,

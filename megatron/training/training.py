@@ -20,6 +20,7 @@ from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.check_replicas import check_replicas
 from megatron.training.diagnosis.straggler import GRAD_SYNC
+from megatron.training.eval_tasks.in_loop import evaluate_tasks
 from megatron.training.evaluation import evaluate
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
@@ -100,6 +101,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     limit = partial(limit_waits, runtime, run.pipeline.executor.p2p)
     limit("--startup-timeout-minutes", config.parallel.startup_timeout_minutes)
     saved_at, startup = progress.iteration or None, True
+    tasks_interval = config.eval_tasks.eval_tasks_interval
+    tasks_interval = config.training.eval_interval if tasks_interval is None else tasks_interval
     if progress.iteration >= run.train_iters and not config.training.skip_train:
         longer = "to go on, raise --train-iters, --train-samples or --train-tokens"
         runtime.say(f" the run is complete: its {run.train_iters} iterations are trained; {longer}")
@@ -142,6 +145,10 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
                 with collection.around_evaluation():
                     evaluate(run, "valid", run.data.valid, log)
                 may_stop = True
+            if run.eval_tasks is not None and (last or _due(iteration, tasks_interval)):
+                with collection.around_evaluation():
+                    evaluate_tasks(run, log)
+                may_stop = True
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
                 save(run)
                 saved_at = iteration
@@ -157,6 +164,9 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     if not trained and run.data.valid and not requests.stopping:
         with collection.around_evaluation():
             evaluate(run, "valid", run.data.valid, log)
+    if not trained and run.eval_tasks is not None and not requests.stopping:
+        with collection.around_evaluation():
+            evaluate_tasks(run, log)
     whole = progress.iteration >= run.train_iters or not trained
     if whole and run.data.test is not None and not requests.stopping:
         with collection.around_evaluation():

@@ -39,6 +39,7 @@ WITHOUT_TORCH = [
     "megatron.training.config",
     "megatron.training.config.arguments",
     "megatron.training.config.validation",
+    "megatron.training.eval_tasks.report",
     "megatron.training.reliability.launch",
     "megatron.training.config.dry_run",
     "pretrain_gpt",

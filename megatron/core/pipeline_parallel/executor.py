@@ -75,18 +75,27 @@ class PipelineExecutor:
         self._begin((), 1.0, training=False)
 
     def run(
-        self, actions: Sequence[Action], batches: Sequence[Any], *, loss_scale_seed: float | Tensor = 1.0
+        self,
+        actions: Sequence[Action],
+        batches: Sequence[Any],
+        *,
+        loss_scale_seed: float | Tensor = 1.0,
+        last_forward: Callable[..., Tensor] | None = None,
     ) -> list[Tensor]:
         """Runs one step over `batches`, one for each microbatch, the same on every pipeline rank.
 
         Gradients of loss * `loss_scale_seed`, summed over microbatches, are added up in the parameters; a list
         without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
         the last stage, and [] elsewhere. An exception carries a note that names the action.
+
+        In a list without backwards, `last_forward(module, hidden, batch)` may take the place of the last stage's own
+        forward pass; what it returns, of any shape, comes back instead of the loss sums.
         """
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in (Kind.B, Kind.I) for action in actions)
-        self._begin(batches, loss_scale_seed, training)
+        assert last_forward is None or not training, "a loss is needed for the backward"
+        self._begin(batches, loss_scale_seed, training, last_forward)
         with torch.set_grad_enabled(training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)
@@ -101,8 +110,15 @@ class PipelineExecutor:
         arriving = (receive.buffer for receive in self._arriving.values())
         return [*self._losses.values(), *self._outbox.values(), *self.p2p.sending(), *arriving]
 
-    def _begin(self, batches: Sequence[Any], loss_scale_seed: float | Tensor, training: bool) -> None:
+    def _begin(
+        self,
+        batches: Sequence[Any],
+        loss_scale_seed: float | Tensor,
+        training: bool,
+        last_forward: Callable[..., Tensor] | None = None,
+    ) -> None:
         self._batches, self._seed, self._training, self._in_turns = batches, loss_scale_seed, training, False
+        self._last_forward = last_forward
         self._losses: dict[int, Tensor] = {}
         self._outbox: dict[Action, Tensor] = {}  # by send: what a stage has computed and none has taken yet
         self._arriving: dict[Action, Receive] = {}
@@ -141,17 +157,22 @@ class PipelineExecutor:
         hidden = None if stage == 0 else self._take(Action(Kind.RECV_F, stage, microbatch))
         if hidden is not None and self._training:
             hidden.requires_grad_()
+        is_last = stage == self.layout.num_stages - 1
+        forward: Callable[..., Tensor] = self.stages[stage]
+        if is_last and self._last_forward is not None:
+            forward = partial(self._last_forward, forward)
         with self._clock("forward") if self._training else nullcontext():
-            output = self.stages[stage](hidden, self._batches[microbatch])
+            output = forward(hidden, self._batches[microbatch])
         if self._training:
             # A first stage that is frozen as a whole has no backward.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[stage, microbatch] = (hidden, edge)
         output = output.detach()
-        if stage < self.layout.num_stages - 1:
+        if not is_last:
             self._outbox[Action(Kind.SEND_F, stage, microbatch)] = output
             return
-        assert output.dim() == 0, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
+        scalar = output.dim() == 0 or self._last_forward is not None
+        assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
         if self._training:  # the gradient that a stage beyond the last would send
             self._outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed

@@ -14,7 +14,8 @@ of ranks it does both, in the one order that all ranks keep).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -81,6 +82,16 @@ class PipelineP2P:
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self._wire_device)
         work = dist.irecv(buffer, self.pp.ranks[peer], group=self._lane(tag, peer).group, tag=tag)
         return Receive(work, buffer, self.device, self.timeout if self._gloo else None)
+
+    @contextmanager
+    def shaped(self, shape: Sequence[int]) -> Iterator[None]:
+        """Messages of another shape, between two runs of the pipeline; on all its ranks."""
+        assert not self._sends, "messages are on their way"
+        before, self.shape = self.shape, tuple(shape)
+        try:
+            yield
+        finally:
+            self.shape = before
 
     def sending(self) -> list[Tensor]:
         """Messages whose memory is held as they may still be on their way."""

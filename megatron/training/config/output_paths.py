@@ -32,6 +32,7 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         ("--tensorboard-dir", logging.tensorboard_dir),
         ("--data-cache-path", config.data.data_cache_path),
         ("--export-hf-dir", checkpoint.export_hf_dir),
+        ("--eval-tasks-samples", config.eval_tasks.eval_tasks_samples),
     ):
         if folder and (why := why_unwritable(Path(folder))):
             yield Problem(flag, folder, why, "use a folder that can be written")

@@ -276,6 +276,29 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class EvalTasksConfig:
+    """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
+
+    eval_tasks: tuple[str, ...] | None = flag(None, many=True)
+    """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
+
+    eval_tasks_interval: int | None = None
+    """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
+
+    eval_tasks_limit: int | None = None
+    """Documents of each task, the first of its split; default: all."""
+
+    eval_tasks_num_fewshot: int | None = None
+    """Examples before each document, in place of num_fewshot in the task files; tasks that say 0 keep it."""
+
+    eval_tasks_batch_tokens: int | None = None
+    """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
+
+    eval_tasks_samples: str | None = None
+    """Folder for what each document came out as: a file of JSON lines for each evaluation."""
+
+
+@dataclass(frozen=True)
 class ExtensionConfig:
     """Code of a user's own."""
 
@@ -297,6 +320,7 @@ class RunConfig(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    eval_tasks: EvalTasksConfig = field(default_factory=EvalTasksConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 

@@ -23,6 +23,7 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ExpertAxes, TPContext
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.block import TransformerBlock
@@ -84,6 +85,7 @@ class GPTModel(nn.Module):
         )
         self.config, self.tp, self.first, self.last = config, state.tp, first, last
         self.sequence_parallel = parallel.sequence_parallel and state.tp.size > 1
+        self.compiled = ctx.compiled
         needed = holds_embedding(config, first, last)
         self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
         known = self.embedding or embedding
@@ -126,6 +128,16 @@ class GPTModel(nn.Module):
         """Loss of each token [b, s], for the last stage; the same on all tensor-parallel ranks."""
         assert self.loss is not None, "only the last stage has a loss"
         return self.loss(self._local_logits(hidden, batch, None), batch.labels.t()).t()
+
+    @torch.no_grad()
+    def token_scores(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """[2, b, s] fp64, for the last stage: the log-likelihood of each label, and the most likely token in its place.
+        The same on all tensor-parallel ranks; no rank holds the logits of the others."""
+        assert self.config.vocab_size is not None
+        logits = self._local_logits(hidden, batch, None)
+        greedy = vocab_parallel_argmax(logits, self.tp, self.config.vocab_size)
+        loss = vocab_parallel_cross_entropy(logits, batch.labels.t(), self.tp, self.config.vocab_size, self.compiled)
+        return torch.stack((-loss.double(), greedy.double())).transpose(1, 2)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: Cached | None = None) -> Tensor:

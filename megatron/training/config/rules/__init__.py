@@ -11,7 +11,7 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.rules.checkpoints import checkpoints, garbage, profiles, skipping
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
-from megatron.training.config.rules.data import data, fill_in_middle, tokenizer, validation_sets
+from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
 from megatron.training.config.rules.latent_attention import latent_attention, latents_in_fp8
 from megatron.training.config.rules.length import batch, length, schedule
 from megatron.training.config.rules.linear_attention import linear_attention, linear_attention_in_fp8
@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     data,
     fill_in_middle,
     validation_sets,
+    eval_tasks,
     tokenizer,
     checkpoints,
     skipping,

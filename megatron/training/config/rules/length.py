@@ -90,8 +90,9 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if not names and c.data.dataset == "mock":
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
-    if t.skip_train and t.eval_iters == 0:
-        yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", "raise --eval-iters")
+    if t.skip_train and t.eval_iters == 0 and not c.eval_tasks.eval_tasks:
+        remedy = "raise --eval-iters, or add --eval-tasks"
+        yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
     if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
         size = t.rampup_batch_size[0]

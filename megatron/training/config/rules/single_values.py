@@ -25,6 +25,8 @@ MAY_BE_ZERO = {
     "decoder_last_pipeline_num_layers",
     "end_weight_decay",
     "eval_iters",
+    "eval_tasks_interval",
+    "eval_tasks_num_fewshot",
     "exit_duration_in_mins",
     "exit_interval",
     "exit_margin_in_mins",

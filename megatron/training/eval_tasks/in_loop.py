@@ -1,0 +1,65 @@
+"""Evaluates the tasks of --eval-tasks on the training model, in place, and logs their scores."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.eval_tasks.generation import continue_prompts
+from megatron.training.eval_tasks.report import record_of, table
+from megatron.training.eval_tasks.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
+from megatron.training.eval_tasks.suite import Results
+from megatron.training.metrics.run_log import RunLog
+from megatron.training.metrics.sinks import Record
+from megatron.training.run import TrainingRun
+
+
+def evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
+    """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
+    gradients nor any state of the training changes. Collective."""
+    config, runtime, iteration = run.config, run.runtime, run.progress.iteration
+    assert run.eval_tasks is not None
+    runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
+    start = time.perf_counter()
+    scorer = scorer_of(run)
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    try:
+        with run.pipeline.evaluation_mode():
+            results = run.eval_tasks.evaluate(
+                scorer,
+                lambda prompts, limits: continue_prompts(prompts, limits, tokenizer, partial(next_tokens, scorer)),
+            )
+    except Stopped:
+        return
+    record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
+    record |= record_of(results.scores) | {"eval_tasks_seconds": round(time.perf_counter() - start, 3)}
+    runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table(results.scores)}")
+    if runtime.is_main and config.eval_tasks.eval_tasks_samples:
+        _write_samples(Path(config.eval_tasks.eval_tasks_samples), iteration, results)
+    log.write(record)
+    for callback in run.callbacks:
+        callback.on_evaluation(run.view, "tasks", record)
+
+
+def scorer_of(run: TrainingRun) -> Scorer:
+    """Scores rows on a run's model, at its layout."""
+    config, runtime = run.config, run.runtime
+    budget = config.eval_tasks.eval_tasks_batch_tokens
+    return Scorer(
+        forward=run.pipeline.token_scores,
+        lengths=lengths_of_batches(config.model.seq_length, config.parallel),
+        budget=budget or config.training.micro_batch_size * config.model.seq_length,
+        state=runtime.state,
+        device=runtime.device,
+        go_on=partial(runtime.watchdog.requests.tick, save_later=True),
+    )
+
+
+def _write_samples(folder: Path, iteration: int, results: Results) -> None:
+    """One line of JSON for each document of each task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in results.samples)
+    (folder / f"iteration_{iteration:07d}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,57 @@
+"""`--eval-tasks` as a user types it: the six tasks of tests/fixtures in the loop and on a finished checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.eval_cases import LLAMA, TASKS
+from tests.forked import run_forked
+
+RUN = f"{LLAMA.replace('--seq-length 64', '--seq-length 256')} --eval-tasks {TASKS} --eval-tasks-limit 4".split()
+
+
+def scores(folder: Path) -> dict[str, float]:
+    """The newest record of tasks, but for times."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [record for record in records if "eval_tasks_seconds" in record]
+    return {key: value for key, value in found[-1].items() if key not in ("time", "eval_tasks_seconds")}
+
+
+def test_a_checkpoint_of_tp_2_pp_2_has_the_same_scores_in_one_process(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    save, alone, board = tmp_path / "save", tmp_path / "alone", tmp_path / "board"
+    layout = ["--tp", "2", "--pp", "2", "--sequence-parallel"]
+    more = ["--eval-tasks-interval", "0", "--eval-tasks-samples", str(save / "documents")]
+    said = run_forked(4, [*RUN, *layout, *more, "--save", str(save)], tmp_path / "screen")
+    assert said.count("tasks after iteration 3") == 1 and "|sounds" in said
+    found = scores(save)
+    assert found["iteration"] == 3 and {"eval/colours/acc", "eval/sums/exact_match,number"} <= found.keys()
+    assert {"eval/colours/acc_stderr", "eval/sums/exact_match_stderr,number"} <= found.keys()
+    finished = ["--skip-train", "--load", str(save), "--save", str(alone), "--tensorboard-dir", str(board)]
+    said = run_forked(1, [*RUN, *finished, "--eval-tasks-samples", str(alone / "documents")], tmp_path / "screen")
+    assert scores(alone) == pytest.approx(found, rel=1e-9)
+    one, other = (
+        [json.loads(line) for line in (folder / "documents" / "iteration_0000003.jsonl").read_text().splitlines()]
+        for folder in (save, alone)
+    )
+    assert len(one) == len(other) == 7 * 4, "sums has two filters"
+    for document, again in zip(one, other, strict=True):
+        logs = document.get("log_likelihoods", [])
+        assert again.get("log_likelihoods", []) == pytest.approx(logs, rel=1e-9)
+        assert again.get("generated") == document.get("generated")
+    events = EventAccumulator(str(board))
+    events.Reload()
+    (event,) = events.Scalars("eval/stories/bits_per_byte")
+    assert event.step == 3 and event.value == pytest.approx(found["eval/stories/bits_per_byte"])
+
+
+def test_a_bad_task_file_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("task: bad\ndoc_to_txt: x\n")
+    said = run_forked(
+        1, [*RUN, "--eval-tasks", str(tmp_path / "bad.yaml"), "--save", str(tmp_path)], tmp_path / "screen", code=2
+    )
+    assert "'doc_to_txt' is no key of a task; nearest: doc_to_text" in said
