@@ -86,13 +86,17 @@ def _print_to(out: Path, err: Path) -> None:
 
 @contextmanager
 def forked_ranks(
-    world_size: int, argv: Sequence[str], screen: Path, prepare: Callable[[int], None] = lambda rank: None
+    world_size: int,
+    argv: Sequence[str],
+    screen: Path,
+    prepare: Callable[[int], None] = lambda rank: None,
+    main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Processes that run `pretrain_gpt.py` with `argv`, all printing to the file `screen`; `prepare(rank)` is called
-    in each beforehand. Those still there at the end are killed."""
+    """Processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, all printing to the file
+    `screen`; `prepare(rank)` is called in each beforehand. Those still there at the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
-    arguments = (world_size, port, list(argv), screen, prepare)
+    arguments = (world_size, port, list(argv), screen, prepare, main)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
         process.start()
@@ -104,9 +108,15 @@ def forked_ranks(
             process.join()
 
 
-def run_forked(world_size: int, argv: Sequence[str], screen: Path, code: int = 0) -> str:
+def run_forked(
+    world_size: int,
+    argv: Sequence[str],
+    screen: Path,
+    code: int = 0,
+    main: Callable[[list[str]], int] = pretrain_gpt.main,
+) -> str:
     """Runs all ranks to their end and returns what they printed. Asserts that each exits with `code`."""
-    with forked_ranks(world_size, argv, screen) as ranks:
+    with forked_ranks(world_size, argv, screen, main=main) as ranks:
         codes = join(ranks)
     text = screen.read_text()
     assert codes == [code] * world_size, f"{codes}\n{text[-4000:]}"
@@ -123,7 +133,15 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
     return [process.exitcode for process in ranks]
 
 
-def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, prepare: Callable[[int], None]) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    argv: list[str],
+    screen: Path,
+    prepare: Callable[[int], None],
+    main: Callable[[list[str]], int],
+) -> None:
     gc.freeze()
     _print_to(screen, screen)
     os.environ |= {
@@ -137,7 +155,7 @@ def _rank(rank: int, world_size: int, port: int, argv: list[str], screen: Path, 
     prepare(rank)
     code = 1
     try:
-        code = pretrain_gpt.main(argv)
+        code = main(argv)
     except SystemExit as error:
         code = int(error.code or 0)
     finally:

@@ -19,6 +19,13 @@ from megatron.training.extensions import ExtensionError, load_extensions
 Config = TypeVar("Config")
 
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""How many ranks generation cuts a model over."""
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
@@ -44,6 +51,23 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
             metavar=None if flag.spec.choices else flag.kind.__name__.upper(),
             help=text,
         )
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of tools that load a model: device, layout, tokenizer."""
+    from torch.cuda import is_available
+
+    parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")
+    add_config_flags(parser, "layout, over the ranks that torchrun or srun starts", *LAYOUT_FIELDS)
+    add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
+
+
+def model_flag_problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the flags of `add_model_flags` together."""
+    names = [name for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)]
+    if not names or args.tokenizer_type:
+        return []
+    return [f"{', '.join('--' + name.replace('_', '-') for name in names)} needs --tokenizer-type beside it"]
 
 
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:

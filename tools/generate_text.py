@@ -1,52 +1,170 @@
-"""Generate text with a trained model, in one process, from a checkpoint saved at any layout.
+"""Generate text with a trained model, from a checkpoint saved at any layout.
 
     python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "def read(self):" "class Lock:"
     python tools/generate_text.py --load runs/quickstart/checkpoints --temperature 0.8 --top-p 0.9 < prompts.txt
+    python tools/generate_text.py --load runs/quickstart/checkpoints --jsonl requests.jsonl --output texts.jsonl
+    python tools/generate_text.py --load runs/instruct/checkpoints --chat
+    torchrun --nproc-per-node 4 tools/generate_text.py --load runs/large/checkpoints --jsonl requests.jsonl \
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-Without --prompt, each line of standard input is a prompt. Decoding is greedy unless --temperature, --top-k or --top-p
-requests sampling. The tokenizer defaults to that of the training run.
+Without --prompt, --jsonl or --chat, each line of standard input is a prompt. Decoding is greedy unless --temperature,
+--top-k, --top-p or --min-p requests sampling. The tokenizer defaults to that of the training run. The text of a single
+prompt is printed as it comes. docs/generation.md has the fields of JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import IO
 
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-import torch
-
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.models.gpt.generation import Sampling, generate
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tokenizers import Tokenizer
-from megatron.training.checkpointing import load_model_for_inference
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.generation import Engine, Generation, Request, Sampling
+from megatron.core.models.gpt.generation.engine import prompt_seed
+from megatron.inference.chat_template import Message, find_chat_template
+from megatron.inference.jsonl import answers, read_lines, written
+from megatron.inference.model import LoadedModel, loaded_model
+from megatron.inference.terminal import chat, pieces
+from megatron.training.reliability.launch import Launch
 
-from .common import TOKENIZER_FIELDS, add_config_flags, add_extension_flag, config_of, run_tool
+from .common import add_extension_flag, add_model_flags, config_of, model_flag_problems, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    sampling = sampling_of(args)
-    tokenizer_config = config_of(TokenizerConfig, args) if args.tokenizer_type else None
-    model, tokenizer, _ = load_model_for_inference(args.load, args.device, tokenizer_config)
-    shown = bad = 0
-    for prompts in batches_of_prompts(args):
-        prompts, problems = readable(model, tokenizer, prompts)
-        bad += len(problems)
-        for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
-        for text in continuations(model, tokenizer, prompts, sampling, args, shown):
-            if shown and len(args.prompt) > 1:
-                print("-" * 40)
-            print(text, flush=True)
-            shown += 1
+    sampling, launch = sampling_of(args), Launch.from_environment()
+    tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
+    with ExitStack() as stack:
+        try:
+            layout = config_of(ModelParallelConfig, args)
+            model = stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
+        except ValueError:
+            if launch.rank == 0:
+                raise
+            return 2  # the first rank says it
+        if not model.leads:
+            model.runner.follow()
+            return 0
+        engine = model.engine(args.batch_size)
+        stack.callback(engine.stop)
+        request = Request(
+            [0],
+            args.max_new_tokens,
+            sampling,
+            args.seed,
+            tuple(args.stop),
+            frozenset(args.stop_token_ids),
+            model.eos_ids,
+            args.logprobs,
+        )
+        if args.chat:
+            return run_chat(args, model, engine, request)
+        return run_jsonl(args, model, engine, request) if args.jsonl else run_prompts(args, model, engine, request)
+
+
+def run_prompts(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
+    """Prints each prompt with its continuation; that of one at a time as it comes."""
+    shown, bad = 0, 0
+    typed = not args.prompt and sys.stdin.isatty()
+    if typed:
+        print("a prompt per line, Ctrl-D to end", file=sys.stderr)
+    if typed or len(args.prompt) == 1:
+        for number, prompt in enumerate(prompts_of(args)):
+            generation = engine.submit(request_of(model, defaults, prompt, number))
+            if generation.error is None:
+                print(prompt, end="", flush=True)
+            for piece in pieces(engine, generation):
+                print(piece, end="", flush=True)
+            bad += reported(prompt, generation)
+            if generation.error is None:
+                print(flush=True)
+        return 2 if bad else 0
+    kept: deque[str] = deque()
+
+    def requests() -> Iterator[Request]:
+        for number, prompt in enumerate(prompts_of(args)):
+            kept.append(prompt)
+            yield request_of(model, defaults, prompt, number)
+
+    for generation in engine.run(requests()):
+        prompt = kept.popleft()
+        if reported(prompt, generation):
+            bad += 1
+            continue
+        if shown and len(args.prompt) > 1:
+            print("-" * 40)
+        print(prompt + generation.text, flush=True)
+        shown += 1
     return 2 if bad else 0
+
+
+def prompts_of(args: argparse.Namespace) -> Iterator[str]:
+    """--prompt, or the lines of standard input."""
+    return iter(args.prompt) if args.prompt else (line.rstrip("\n") for line in sys.stdin if line.strip())
+
+
+def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) -> Request:
+    return replace(defaults, prompt=model.tokenize(prompt), seed=prompt_seed(defaults.seed, number))
+
+
+def reported(prompt: str, generation: Generation) -> bool:
+    """Whether a prompt has no text, or no more of it, for a reason that is printed."""
+    if generation.error is not None:
+        print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
+    return generation.error is not None
+
+
+def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
+    """Answers each line of JSON, in their order."""
+    bad = 0
+    with ExitStack() as stack:
+        lines = sys.stdin.buffer if args.jsonl == "-" else stack.enter_context(open(args.jsonl, "rb"))
+        out: IO[str] = stack.enter_context(open(args.output, "w", encoding="utf-8")) if args.output else sys.stdout
+        requests = read_lines(lines, model, defaults, LateTemplate(args, model))
+        for answer in answers(requests, engine, model.tokenizer, args.token_ids):
+            bad += "error" in answer
+            print(written(answer), file=out, flush=True)
+    if bad:
+        print(f"error: {bad} lines have an error in place of a text", file=sys.stderr)
+    return 2 if bad else 0
+
+
+class LateTemplate:
+    """The chat template, looked for when messages come."""
+
+    def __init__(self, args: argparse.Namespace, model: LoadedModel) -> None:
+        self.find = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
+
+    def __call__(self, messages: list[Message]) -> str:
+        return self.find()(messages)
+
+
+def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
+    """A conversation on the terminal, or with the lines of standard input."""
+    template = find_chat_template(model.tokenizer_config, args.chat_template)
+    typed = sys.stdin.isatty()
+    if typed:
+        print("Ctrl-D to end", file=sys.stderr)
+
+    def ask() -> str | None:
+        if typed:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    chat(model, engine, template, defaults, args.system, ask, lambda piece: print(piece, end="", flush=True))
+    return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -54,82 +172,62 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_extension_flag(parser, argv)
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
     parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
+    parser.add_argument("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")
+    parser.add_argument("--chat", action="store_true", help="talk to the model, by the chat template of its tokenizer")
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     parser.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
     parser.add_argument(
         "--top-p", type=float, help="sample from the smallest set of tokens with this total probability"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts per batch (default: 8)")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, or cpu"
+        "--min-p", type=float, help="sample from tokens of at least this share of the most likely one's probability"
     )
-    add_config_flags(parser, "tokenizer, where its files are not where they were in training", *TOKENIZER_FIELDS)
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="divides the logits of tokens that the text has already (default: 1, none)",
+    )
+    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts to stop before")
+    parser.add_argument(
+        "--stop-token-ids", nargs="+", action="extend", default=[], type=int, metavar="ID", help="tokens to stop before"
+    )
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --jsonl: log-probabilities, and N alternatives")
+    parser.add_argument("--token-ids", action="store_true", help="with --jsonl: token ids of prompts and texts")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default: 1234)")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
+    add_model_flags(parser)
     args = parser.parse_args(argv)
     problems = [
         f"{flag} {value} must be at least 1"
         for flag, value in (("--max-new-tokens", args.max_new_tokens), ("--batch-size", args.batch_size))
         if value < 1
     ]
-    files = [
-        f"--{name.replace('_', '-')}" for name in TOKENIZER_FIELDS if name != "tokenizer_type" and getattr(args, name)
+    ways = [
+        flag for flag, given in (("--prompt", args.prompt), ("--jsonl", args.jsonl), ("--chat", args.chat)) if given
     ]
-    if files and not args.tokenizer_type:
-        problems.append(f"{', '.join(files)} needs --tokenizer-type beside it")
+    if len(ways) > 1:
+        problems.append(f"{' and '.join(ways)} cannot be combined: keep one of them")
+    needs = [("--output", args.output), ("--logprobs", args.logprobs is not None), ("--token-ids", args.token_ids)]
+    problems += [f"{flag} needs --jsonl beside it" for flag, given in needs if given and not args.jsonl]
+    if args.system is not None and not args.chat:
+        problems.append("--system needs --chat beside it; in JSON lines it is a message of the role system")
+    problems += model_flag_problems(args)
     if problems:
         raise ValueError("\n".join(problems))
     return args
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Greedy by default; --top-k or --top-p alone samples at temperature 1."""
-    limited = args.top_k is not None or args.top_p is not None
+    """Greedy by default; --top-k, --top-p or --min-p alone samples at temperature 1."""
+    limited = args.top_k is not None or args.top_p is not None or args.min_p is not None
     default = 1.0 if limited else 0.0
-    return Sampling(default if args.temperature is None else args.temperature, args.top_k, args.top_p)
-
-
-def batches_of_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
-    """--prompt or standard input in batches; a terminal line by line, so that a person can write to the model."""
-    size = args.batch_size
-    if not args.prompt and sys.stdin.isatty():
-        print("a prompt per line, Ctrl-D to end", file=sys.stderr)
-        size = 1
-    lines = (line.rstrip("\n") for line in sys.stdin if line.strip())
-    prompts = iter(args.prompt) if args.prompt else lines
-    while batch := list(islice(prompts, size)):
-        yield batch
-
-
-def readable(model: GPTModel, tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[str], list[str]]:
-    """The prompts that leave room for a token, and what is wrong with the others."""
-    longest, kept, problems = model.config.max_positions, [], []
-    for prompt in prompts:
-        length = len(tokenizer.tokenize(prompt))
-        if length < longest:
-            kept.append(prompt)
-        else:
-            problems.append(
-                f"prompt {prompt[:40]!r}...: has {length} tokens, and the model reads at most {longest} "
-                f"(--max-position-embeddings); shorten it to {longest - 1} or fewer"
-            )
-    return kept, problems
-
-
-def continuations(
-    model: GPTModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling, args: argparse.Namespace, first: int
-) -> list[str]:
-    """Each prompt with its continuation. An empty prompt begins a document."""
-    start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
-    ids = [tokenizer.tokenize(prompt) or ([] if start is None else [start]) for prompt in prompts]
-    stop = {token for token in (tokenizer.eod, tokenizer.eos) if token is not None}
-    found = generate(model, ids, args.max_new_tokens, sampling, seed=args.seed, first=first, stop=stop)
-    texts = []
-    for prompt, prompt_ids, new in zip(prompts, ids, found, strict=True):
-        # Decoded together, as the first new token may complete a word or a character; the prompt stands as written.
-        before, whole = tokenizer.detokenize(prompt_ids), tokenizer.detokenize([*prompt_ids, *new])
-        texts.append(prompt + whole[len(before) :] if prompt and whole.startswith(before) else whole)
-    return texts
+    temperature = default if args.temperature is None else args.temperature
+    return Sampling(temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
 
 
 if __name__ == "__main__":

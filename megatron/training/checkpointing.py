@@ -40,6 +40,7 @@ from megatron.core.models.gpt.parameters import MULTI_TOKEN
 from megatron.core.models.hf.config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
 from megatron.planner.parameters import stage_metas
@@ -177,20 +178,48 @@ def load_whole_model(
     path: Path | str, device: torch.device | str = "cpu", number_format: str | None = None
 ) -> tuple[GPTModel, RunConfig]:
     """The whole model of a checkpoint in one process, in its own number format or in "fp32", "bf16" and so on."""
-    checkpoint = choose_checkpoint(Path(path), Axis())
+    stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), device, number_format)
+    return stages[0], config
+
+
+def load_stages(
+    path: Path | str,
+    layout_of: Callable[[RunConfig], ModelParallelConfig],
+    state: ParallelState,
+    device: torch.device | str = "cpu",
+    number_format: str | None = None,
+) -> tuple[dict[int, GPTModel], RunConfig]:
+    """This rank's pipeline stages of a checkpoint's model, and the configuration that it was saved under. Collective.
+
+    `layout_of` says how the model of a configuration is cut, whatever its number format, or refuses it. The modules of
+    multi-token prediction, which only training has a use for, are left out.
+    """
+    checkpoint = choose_checkpoint(Path(path), state.world)
     if checkpoint is None:
         raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
     load_saved_extensions(checkpoint.payload["config"].get("extensions", {}).get("extension") or ())
-    config, state = saved_config(checkpoint), ParallelState()
+    config = saved_config(checkpoint)
+    layout = layout_of(config)
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
-    dtypes = dtypes if number_format is None else {number_format: True}
-    inferred = replace(config.model, mtp_num_layers=None)  # which predict further tokens, in training only
-    model = GPTModel(inferred, ModelParallelConfig(**dtypes), state, device=device, initialize=False)
-    targets = load_targets([model], [], state, checkpoint.tensors, load_optimizer=False)
+    parallel = replace(layout, **(dtypes if number_format is None else {number_format: True}))
+    model = replace(config.model, mtp_num_layers=None)
+    pipeline, holds = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
+    stages = {
+        stage: GPTModel(
+            model,
+            parallel,
+            state,
+            **vars(holds[stage]),
+            tied_stages=tied_stages(model, pipeline),
+            device=device,
+            initialize=False,
+        ).eval()
+        for stage in pipeline.stages_of(state.pp.rank)
+    }
+    targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
     unused = _unused(checkpoint, load_optimizer=False)
-    checkpoint.load(targets, Axis(), ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
-    model.eval()
-    return model, config
+    checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
+    return stages, config
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:

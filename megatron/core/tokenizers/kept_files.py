@@ -14,8 +14,8 @@ from megatron.core.tokenizers.huggingface import tokenizer_file
 FOLDER = "tokenizer"
 """Name of the folder beside the checkpoints."""
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files beside a tokenizer.json that name its special tokens."""
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a tokenizer.json that name its special tokens and have its chat template."""
 
 FIELDS = ("tokenizer_model", "vocab_file", "merge_file")
 

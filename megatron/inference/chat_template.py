@@ -1,0 +1,132 @@
+"""Chat templates: messages to the text of a prompt, by the Jinja template that comes with a tokenizer.
+
+The template is run in a sandbox, as it may come with a checkpoint of somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.tokenizers import Tokenizer
+from megatron.core.tokenizers.huggingface import tokenizer_file
+
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."} and so on."""
+
+
+class ChatTemplate:
+    """A template, and the special tokens that it may name."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
+        """`origin` names the template in errors. Raises ValueError if it is no template."""
+        from jinja2 import TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.filters["tojson"] = _to_json
+        self.origin, self.tokens = origin, dict(tokens)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"chat template of {origin}: line {error.lineno}: {error.message}") from None
+
+    def __call__(self, messages: Sequence[Message], **more: Any) -> str:
+        """The text of a prompt that the assistant is to answer. Raises ValueError if the template refuses it."""
+        from jinja2 import TemplateError
+
+        check_messages(messages)
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self.tokens, **more)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+            raise ValueError(f"chat template of {self.origin} refuses the messages: {error}") from None
+
+
+def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
+    """The template in `file`, of --chat-template, or the one that comes with the tokenizer. Raises ValueError if there
+    is none."""
+    settings, folder = _settings(config)
+    tokens = {role: _content(settings.get(role)) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    known = {role: token for role, token in tokens.items() if token is not None}
+    if file is not None:
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), known, str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {file}: cannot be read ({error})") from None
+    beside = None if folder is None else folder / "chat_template.jinja"
+    source: Any = settings.get("chat_template")
+    if beside is not None and beside.is_file():
+        source = beside.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        source = {each["name"]: each["template"] for each in source}.get("default")
+    if not isinstance(source, str):
+        where = f"tokenizer in {folder}" if folder else f"--tokenizer-type {config.tokenizer_type}"
+        raise ValueError(
+            f"{where} has no chat template, neither chat_template.jinja nor chat_template in tokenizer_config.json; "
+            "give one with --chat-template FILE, or use prompts in place of messages"
+        )
+    return ChatTemplate(source, known, str(folder))
+
+
+def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a template's text, in which it has written special tokens itself: none are added."""
+    ids = tokenizer.tokenize(text)
+    around = getattr(tokenizer, "added_around", None)
+    before, behind = around() if around is not None else ([], [])
+    return ids[len(before) : len(ids) - len(behind)]
+
+
+def check_messages(messages: Any) -> None:
+    """Raises ValueError if this is no list of messages with roles and contents."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{number}] must have a role, such as user")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        texts = all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)
+        if not (isinstance(content, str) or (parts and texts)):
+            raise ValueError(f"messages[{number}] must have a content that is a text, or a list of texts")
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with contents that are lists of texts joined."""
+    check_messages(messages)
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if isinstance(message["content"], list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _settings(config: TokenizerConfig) -> tuple[dict[str, Any], Path | None]:
+    """tokenizer_config.json of a Hugging Face tokenizer, and its folder."""
+    if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
+        return {}, None
+    folder = tokenizer_file(config.tokenizer_model).parent
+    file = folder / "tokenizer_config.json"
+    return (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}), folder
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _raise(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

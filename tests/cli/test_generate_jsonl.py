@@ -1,0 +1,140 @@
+"""JSON lines and chat of the text generator, at several layouts."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import run_forked
+from tools.common import run_tool
+from tools.generate_text import main
+
+TRAINING = """--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
+    --init-method-std 0.3 --tokenizer-type ByteTokenizer --train-iters 1 --lr 1e-3 --global-batch-size 2
+    --eval-iters 0 --num-workers 0"""
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "a longer prompt", "max_new_tokens": 5, "id": "first", "logprobs": 1, "token_ids": True},
+    {"prompt": "né", "temperature": 1.5, "seed": 7, "top_p": 0.9, "id": 2},
+    {"prompt": [97, 98], "max_new_tokens": 10**9},
+    {"prompt": "né", "temperature": 1.5, "seed": 7, "top_p": 0.9},
+    {"prompt": "x", "max_new_tokens": 0, "logprobs": 0, "prompt_logprobs": True},
+    {"prompt": "another", "temperature": 1.0},
+]
+WRONG: list[tuple[bytes, str]] = [
+    (b'{"prompt": "\xff"}', "is not UTF-8: byte 12"),
+    (b"{", "is not JSON"),
+    (b"[1]", "must be a JSON object, not [1]"),
+    (b"[" * 100_000, "is nested too deeply"),
+    (
+        b'{"prompt": "x", "temprature": 1, "seed": -1}',
+        "temprature is no field of this request; did you mean temperature",
+    ),
+    (b'{"id": 5}', "prompt must be there, or else messages"),
+    (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),
+    (b'{"prompt": []}', "has no tokens"),
+    (b'{"prompt": [257]}', "tokens are from 0 to 256"),
+    (b'{"prompt": "x", "stop": ["a", ""]}', "none of them empty"),
+    (b'{"prompt": "x", "top_p": 0, "temperature": NaN}', "top_p 0.0 must be above 0"),
+    (b'{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 0, not 1.5"),
+    (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, and the model reads at most 48"),
+    (b'{"messages": [{"role": "user", "content": "hi"}]}', "has no chat template"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
+    return str(folder)
+
+
+def answered(
+    checkpoint: str, folder: Path, lines: list[bytes], *flags: str, ranks: int = 1, code: int = 0
+) -> list[Any]:
+    (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    files = ["--jsonl", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
+    argv = ["--load", checkpoint, "--device", "cpu", *files, *flags]
+    if ranks == 1:
+        assert main(argv) == code
+    else:
+        run_forked(ranks, argv, folder / "screen", code, main=lambda argv: run_tool(partial(main, argv)))
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def encoded(requests: list[dict[str, Any]]) -> list[bytes]:
+    return [json.dumps(request).encode() for request in requests]
+
+
+def test_answers_stand_in_the_order_of_requests(checkpoint: str, tmp_path: Path) -> None:
+    first, second, third, fourth, fifth, sixth = found = answered(checkpoint, tmp_path, encoded(REQUESTS))
+    assert [each["finish_reason"] for each in found] == ["length"] * 6
+    assert first["id"] == "first" and len(first["token_ids"]) == len(first["logprobs"]) == 5
+    assert bytes(first["prompt_token_ids"]) == b"a longer prompt"
+    assert first["logprobs"][0]["top"][0]["token_id"] == first["token_ids"][0]
+    assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
+    assert "token_ids" not in third and third["text"]
+    assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
+    assert sixth["text"] != answered(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]  # its line number counts
+    assert_same(answered(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1"), found)
+
+
+def test_a_wrong_line_has_its_error_and_keeps_no_other_from_its_text(checkpoint: str, tmp_path: Path) -> None:
+    lines = [b'{"prompt": "a", "id": 1}', *(line for line, _ in WRONG), b'{"prompt": "b"}']
+    found = answered(checkpoint, tmp_path, lines, "--max-new-tokens", "2", code=2)
+    assert found[0]["id"] == 1 and found[0]["text"] and found[-1]["text"]
+    for number, ((_, message), each) in enumerate(zip(WRONG, found[1:-1], strict=True), 2):
+        assert message in each["error"] and each["line"] == number
+
+
+@pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --pp 2"])
+def test_answers_do_not_depend_on_the_layout(checkpoint: str, tmp_path: Path, layout: str) -> None:
+    requests = encoded(REQUESTS)
+    expected = answered(checkpoint, tmp_path, requests)
+    found = answered(checkpoint, tmp_path, requests, *layout.split(), ranks=2 if "pp" not in layout else 4)
+    assert_same(found, expected)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    """Equal, but log-probabilities to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        ours, theirs = (each.pop("logprobs", []) for each in (one, other))
+        assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs]
+        assert [each["logprob"] for each in ours] == pytest.approx([each["logprob"] for each in theirs], abs=1e-12)
+    assert found == expected
+
+
+def test_a_layout_that_does_not_fit_is_refused_once(checkpoint: str, tmp_path: Path) -> None:
+    argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
+    for flags, message in (
+        ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
+        ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
+        ("--context-parallel-size 2", "unrecognized arguments: --context-parallel-size"),
+    ):
+        screen = run_forked(
+            2, [*argv, *flags.split()], tmp_path / "screen", 2, main=lambda argv: run_tool(partial(main, argv))
+        )
+        assert message in screen
+        assert screen.count("error: ") == (2 if "context" in flags else 1), screen
+
+
+def test_chat(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for each in messages %}{{ each.role[0] }}{{ each.content }}{% endfor %}a")
+    flags = ["--load", checkpoint, "--device", "cpu", "--chat", "--max-new-tokens", "4"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nlonger\n" + "x" * 30 + "\n" + "y" * 60 + "\nend"))
+    assert main([*flags, "--chat-template", str(template), "--system", "S"]) == 0
+    out = capsys.readouterr().out
+    first = answered(checkpoint, tmp_path, [b'{"prompt": "sSuhia", "max_new_tokens": 4}'])[0]["text"]
+    assert out.startswith(first + "\n")
+    assert "[has 64 tokens, and the model reads at most 48" in out and out.count("\n") >= 5
+    with pytest.raises(ValueError, match="--tokenizer-type ByteTokenizer has no chat template"):
+        main(flags)
