@@ -124,9 +124,16 @@ def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids
 
 
 def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    top = [{"token_id": id, "token": tokenizer.detokenize([id]), "logprob": value} for id, value in found.top]
-    own = {"token_id": found.token, "token": tokenizer.detokenize([found.token]), "logprob": found.logprob}
-    return own | ({"top": top} if top else {})
+    def entry(id: int, value: float) -> dict[str, Any]:
+        return {"token_id": id, "token": tokenizer.detokenize([id]), "logprob": json_logprob(value)}
+
+    top = [entry(id, value) for id, value in found.top]
+    return entry(found.token, found.logprob) | ({"top": top} if top else {})
+
+
+def json_logprob(value: float) -> float:
+    """JSON has no infinity."""
+    return max(value, -9999.0)
 
 
 def written(answer: Mapping[str, Any]) -> str:

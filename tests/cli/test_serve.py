@@ -1,0 +1,100 @@
+"""tools/serve.py over a checkpoint, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import forked_ranks, join, run_forked
+from tests.limits import HANG
+from tools.common import run_tool
+from tools.serve import main
+
+TRAINING = """--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --mock-data
+    --init-method-std 0.3 --tokenizer-type ByteTokenizer --train-iters 1 --lr 1e-3 --global-batch-size 2
+    --eval-iters 0 --num-workers 0"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    run_forked(1, [*TRAINING.split(), "--save", str(folder)], folder.with_name("screen"))
+    return str(folder)
+
+
+@contextmanager
+def serving(checkpoint: str, screen: Path, ranks: int, *flags: str) -> Iterator[tuple[str, list[Any]]]:
+    """The URL of a server, and its ranks."""
+    argv = ["--load", checkpoint, "--device", "cpu", "--port", "0", *flags]
+    with forked_ranks(ranks, argv, screen, main=lambda argv: run_tool(partial(main, argv))) as processes:
+        until = time.monotonic() + HANG
+        while not (found := re.search(r"serving checkpoints at (http://\S+)/v1", screen.read_text())):
+            assert time.monotonic() < until and processes[0].is_alive(), screen.read_text()
+            time.sleep(0.02)
+        yield found[1], processes
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    with urllib.request.urlopen(url + "/v1/completions", json.dumps(body).encode(), timeout=HANG) as found:
+        return json.loads(found.read())
+
+
+LAYOUTS = [(1, ""), (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")]
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "né", "max_tokens": 8, "seed": 5, "n": 2},
+    {"prompt": ["a", "bcd"], "max_tokens": 5, "temperature": 0.0, "echo": True},
+]
+
+
+def test_every_layout_serves_the_same_texts_and_ends_by_a_signal(checkpoint: str, tmp_path: Path) -> None:
+    found = []
+    for ranks, layout in LAYOUTS:
+        with serving(checkpoint, tmp_path / "screen", ranks, *layout.split()) as (url, processes):
+            found.append([ask(url, body)["choices"] for body in BODIES])
+            for process in processes:  # as torchrun does
+                os.kill(process.pid, signal.SIGTERM)
+            assert join(processes) == [0] * ranks, (tmp_path / "screen").read_text()
+    assert found[0] == found[1]
+
+
+def test_a_rank_that_is_killed_ends_the_server_with_a_line(checkpoint: str, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path / "screen", 2, "--pipeline-model-parallel-size", "2") as (_, processes):
+        processes[1].kill()
+        assert join(processes[:1]) == [1]
+    assert (
+        "error: rank 0 of 2: another rank has ended, or this one failed; the server ends"
+        in (tmp_path / "screen").read_text()
+    )
+
+
+def test_the_first_rank_that_is_killed_ends_the_others(checkpoint: str, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path / "screen", 2, "--tensor-model-parallel-size", "2") as (_, processes):
+        processes[0].kill()
+        assert join(processes[1:]) == [1]
+    assert "error: rank 1 of 2: another rank has ended" in (tmp_path / "screen").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batch-size 0 --port 70000", "--batch-size 0 must be at least 1\nerror: --port 70000 must be at most 65535"),
+        ("--load /nowhere", "/nowhere holds no checkpoint"),
+        ("--host 256.0.0.1", "error: "),
+    ],
+)
+def test_user_errors(checkpoint: str, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_tool(lambda: main(["--load", checkpoint, "--device", "cpu", "--port", "0", *flags.split()]))
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,347 @@
+"""The OpenAI API over HTTP, in this process: answers, refusals, limits, and clients that misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.models.gpt.generation import Engine, Request, Sampling, StageRunner
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokenizers import ByteTokenizer
+from megatron.inference.chat_template import ChatTemplate
+from megatron.inference.http_server import ApiServer, HttpLimits
+from megatron.inference.model import LoadedModel
+from megatron.inference.openai_api import Limits, OpenAIApi, openai_reason
+from megatron.inference.serving import EngineLoop
+from megatron.training.config.run_config import RunConfig
+from tests.gpt_cases import FP64, LLAMA
+
+LENGTH = 64
+TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+
+
+class Endless(ByteTokenizer):
+    """Its texts have no token that ends them."""
+
+    eod = eos = None
+    bos = 256
+
+
+class Served:
+    """A server in this process, and its clients."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, server: ApiServer) -> None:
+        self.engine, self.loop, self.server = engine, loop, server
+        self.address = ("127.0.0.1", server.server_address[1])
+
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        connection.request(method or ("GET" if data is None else "POST"), path, data)
+        found = connection.getresponse()
+        text = found.read()
+        connection.close()
+        if found.headers["Content-Type"] == "text/event-stream":
+            return found.status, text.decode()
+        return found.status, json.loads(text) if text else None
+
+    def raw(self, *parts: bytes, shut: bool = False) -> socket.socket:
+        connection = socket.create_connection(self.address, timeout=60)
+        for part in parts:
+            connection.sendall(part)
+        if shut:
+            connection.shutdown(socket.SHUT_WR)
+        return connection
+
+    def free_within(self, seconds: float) -> bool:
+        """Whether all texts end."""
+        until = time.monotonic() + seconds
+        while self.loop.pending and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.loop.pending == 0
+
+
+@contextmanager
+def serving(
+    limits: HttpLimits | None = None, rows: int = 4, most_waiting: int = 64, slow: float = 0.0
+) -> Iterator[Served]:
+    config = replace(LLAMA, vocab_size=257, seq_length=LENGTH, init_method_std=0.3)
+    runner, tokenizer = StageRunner({0: GPTModel(config, FP64).eval()}), Endless()
+    model = LoadedModel(runner, tokenizer, TokenizerConfig(tokenizer_type="ByteTokenizer"), RunConfig())
+    engine = model.engine(rows)
+    if slow:
+        step = engine.step
+        engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
+    loop = EngineLoop(engine, most_waiting, grace=0.5)
+    template: Callable[[], ChatTemplate] = lambda: ChatTemplate(TEMPLATE, {}, "test")  # noqa: E731
+    api = OpenAIApi(model, "tiny", Limits(new_tokens=10**10), template, engine.longest, engine.why_refused)
+    with ApiServer(("127.0.0.1", 0), api, loop, limits or HttpLimits(body_bytes=20_000), lambda line: None) as server:
+        threads = [threading.Thread(target=server.serve_forever), threading.Thread(target=loop.run)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield Served(engine, loop, server)
+        finally:
+            loop.stop()
+            server.shutdown()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    torch.set_num_threads(1)
+    with serving() as found:
+        yield found
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def events(text: str) -> list[Any]:
+    *parts, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert end == "[DONE]"
+    return [json.loads(part) for part in parts]
+
+
+def test_completion(served: Served) -> None:
+    body = {"model": "tiny", "prompt": "né", "max_tokens": 9, "seed": 5, "temperature": 0.8, "top_p": 0.9, "n": 2}
+    status, found = served.ask(COMPLETIONS, body | {"logprobs": 2, "echo": True})
+    assert status == 200 and found["object"] == "text_completion" and found["model"] == "tiny"
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    first, second = found["choices"]
+    assert first["index"] == 0 and second["index"] == 1 and first["text"] != second["text"]
+    assert first["text"].startswith("né") and first["finish_reason"] == "length"
+    logprobs = first["logprobs"]
+    assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [12] * 4
+    assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    model = served.engine.runner.stages[0]
+    request = Request(list("né".encode()), 9, Sampling(0.8, top_p=0.9), seed=5)
+    (alone,) = Engine(StageRunner({0: model}), ByteTokenizer().detokenize).run([request])
+    assert first["text"] == "né" + alone.text
+    assert served.ask(COMPLETIONS, body | {"n": 1})[1]["choices"][0]["text"] == alone.text
+    assert served.ask(COMPLETIONS, {"prompt": "né"})[1]["usage"]["completion_tokens"] == 16
+    several = served.ask(COMPLETIONS, body | {"prompt": ["a", [98, 99]], "max_tokens": 1})[1]
+    assert len(several["choices"]) == 4 and several["usage"]["prompt_tokens"] == 3
+
+
+def test_streams_are_the_answers_in_pieces(served: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 20, "seed": 3, "n": 3, "logprobs": 0}
+    whole = served.ask(COMPLETIONS, body)[1]
+    *chunks, last = events(
+        served.ask(COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}})[1]
+    )
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        of_choice = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["text"] for each in of_choice) == choice["text"]
+        tokens = [token for each in of_choice if each["logprobs"] for token in each["logprobs"]["tokens"]]
+        assert tokens == choice["logprobs"]["tokens"] and len(of_choice) > 5
+        assert [each["finish_reason"] for each in of_choice if each["finish_reason"]] == ["length"]
+
+
+def test_chat(served: Served) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    body = {"messages": messages, "max_completion_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    status, found = served.ask(CHAT, body)
+    assert status == 200 and found["object"] == "chat.completion"
+    (choice,) = found["choices"]
+    assert choice["message"]["role"] == "assistant" and len(choice["logprobs"]["content"]) == 6
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert found["usage"]["prompt_tokens"] == len("<user>hi<assistant>")
+    same = {"prompt": "<user>hi<assistant>", "max_tokens": 6, "seed": 1}
+    assert served.ask(COMPLETIONS, same)[1]["choices"][0]["text"] == choice["message"]["content"]
+    chunks = events(served.ask(CHAT, body | {"stream": True})[1])
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+
+
+def test_ends_of_texts(served: Served) -> None:
+    body = {"prompt": "ab", "temperature": 0, "max_tokens": 10**9}
+    free = served.ask(COMPLETIONS, body)[1]
+    (choice,) = free["choices"]
+    assert choice["finish_reason"] == "length" and free["usage"]["completion_tokens"] == LENGTH - 2
+    assert openai_reason("eos") == openai_reason("stop") == "stop"
+    stop = next(choice["text"][i : i + 2] for i in range(3, 60) if "\ufffd" not in choice["text"][i : i + 2])
+    (cut,) = served.ask(COMPLETIONS, body | {"stop": stop})[1]["choices"]
+    assert cut["finish_reason"] == "stop" and cut["text"] == choice["text"][: choice["text"].index(stop)]
+    nothing = served.ask(COMPLETIONS, {"prompt": "", "max_tokens": 0})[1]
+    assert nothing["choices"][0]["text"] == "" and nothing["usage"]["completion_tokens"] == 0
+    scored = served.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0})[1]
+    assert scored["choices"][0]["text"] == "abc" and len(scored["choices"][0]["logprobs"]["tokens"]) == 3
+
+
+def test_models_and_health(served: Served) -> None:
+    assert served.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert served.ask("/health") == (200, {"status": "ok", "pending": 0})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (COMPLETIONS, b"{", 400, "the body is not JSON"),
+        (COMPLETIONS, b"", 400, "the body is not JSON"),
+        (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body is not UTF-8: byte 12"),
+        (COMPLETIONS, b"[" * 15_000, 400, "nested too deeply"),
+        (COMPLETIONS, b"[]", 400, "must be a JSON object"),
+        (COMPLETIONS, b"x" * 20_001, 413, "has 20001 bytes; this server reads at most 20000"),
+        (COMPLETIONS, {"prompt": "a" * 64}, 400, "the prompt has 64 tokens, and the model reads at most 64"),
+        (COMPLETIONS, {"prompt": [1, 257]}, 400, "tokens are from 0 to 256"),
+        (COMPLETIONS, {"prompt": [1, -1]}, 400, "tokens are from 0 to 256"),
+        (COMPLETIONS, {"prompt": []}, 400, "prompt: must be a text"),
+        (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop: must be a text or a list of texts, none of them empty"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "max_tokens": 10**11},
+            400,
+            "max_tokens: 100000000000 is more than this server gives",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2},
+            400,
+            "; max_tokens: must be a whole number",
+        ),
+        (COMPLETIONS, {"prompt": ["a"] * 9, "n": 2}, 400, "asks for 18 texts"),
+        (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "did you mean temperature"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, 400, "temperature: -1.0 must not be negative"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 10**400}, 400, "temperature: is too large"),
+        (COMPLETIONS, {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: 1 is not supported"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "model": "gpt-4"},
+            404,
+            'there is no model \\"gpt-4\\" here; this server has tiny',
+        ),
+        (CHAT, {"messages": []}, 400, "messages must be a list"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0] must have a content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools: [{}] is not supported"),
+        ("/v1/embeddings", {"input": "a"}, 404, "there is no POST /v1/embeddings"),
+        ("/nothing", None, 404, "there is no GET /nothing"),
+    ],
+)
+def test_wrong_requests_are_told_what_is_wrong(served: Served, path: str, body: Any, status: int, message: str) -> None:
+    found = served.ask(path, body)
+    assert found[0] == status
+    assert set(found[1]["error"]) == {"message", "type", "param", "code"}
+    assert message in json.dumps(found[1]["error"]["message"])
+
+
+def test_other_methods_and_broken_http(served: Served) -> None:
+    assert served.ask(COMPLETIONS, {"prompt": "a"}, method="PUT")[0] == 501
+    with served.raw(b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 411 ")
+    with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 411 ")
+    with served.raw(b"\x16\x03\x01 what HTTP/9.9\r\n\r\n") as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 505 ")
+    with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{", shut=True) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+    assert served.ask("/health")[0] == 200
+
+
+def test_fifty_clients_at_once_have_the_texts_they_have_alone(served: Served) -> None:
+    bodies = [{"prompt": chr(97 + i % 26) * (1 + i % 7), "seed": i, "max_tokens": 5 + i % 9} for i in range(50)]
+    with ThreadPoolExecutor(50) as clients:
+        found = list(clients.map(lambda body: served.ask(COMPLETIONS, body), bodies))
+    assert [status for status, _ in found] == [200] * 50
+    for body, (_, together) in list(zip(bodies, found, strict=True))[::7]:
+        assert served.ask(COMPLETIONS, body)[1]["choices"] == together["choices"]
+
+
+LONG = json.dumps({"prompt": "a", "max_tokens": 60, "n": 4, "stream": True}).encode()
+
+
+def posted(body: bytes) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
+    body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
+    with serving(slow=0.05) as served:
+        for shut in (False, True):  # gone, and half closed
+            connection = served.raw(posted(body), shut=shut)
+            time.sleep(0.15)
+            if not shut:
+                connection.close()
+            assert served.free_within(2)  # 60 steps would take 3 s
+            connection.close()
+        assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_limits_of_time_and_of_waiting_requests() -> None:
+    with serving(
+        HttpLimits(read_seconds=0.3, answer_seconds=0.4, connections=3), rows=1, most_waiting=2, slow=0.05
+    ) as served:
+        with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{") as connection:
+            answer = connection.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in answer
+        status, found = served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 60})
+        assert status == 408 and "took more than 0.4 seconds" in found["error"]["message"]
+        status, found = served.ask(COMPLETIONS, {"prompt": "a", "n": 4})
+        assert (
+            status == 429 and found["error"]["type"] == "rate_limit_error" and "try later" in found["error"]["message"]
+        )
+        idle = [served.raw() for _ in range(3)]
+        time.sleep(0.1)
+        assert served.ask("/health")[0] == 429
+        for connection in idle:
+            connection.close()
+        assert served.free_within(2)
+
+
+def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
+    with serving() as served:
+        served.engine.runner.stages[0].embedding.word_embeddings.weight.data[ord("!")] = torch.nan
+        status, found = served.ask(COMPLETIONS, {"prompt": "a!", "max_tokens": 5})
+        assert status == 500 and "logits behind token 2 are not finite" in found["error"]["message"]
+        assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
+
+
+def test_the_end_of_the_server_is_told_to_those_who_wait() -> None:
+    with serving(slow=0.1) as served, ThreadPoolExecutor(2) as clients:
+        short = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 3})
+        long = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 60})
+        time.sleep(0.15)
+        served.loop.stop()
+        status, found = long.result(10)
+        assert short.result(10)[0] == 200
+        assert status == 503 and "the server was stopped" in found["error"]["message"]
+        assert served.ask("/health")[0] == 503
+        assert served.ask(COMPLETIONS, {"prompt": "a"})[0] == 503
+
+
+def test_the_openai_client(served: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    client = openai.OpenAI(base_url="http://{}:{}/v1".format(*served.address), api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    whole = client.completions.create(model="tiny", prompt="ab", max_tokens=8, seed=3, logprobs=1)
+    assert whole.usage.completion_tokens == 8 and len(whole.choices[0].logprobs.tokens) == 8
+    parts = client.completions.create(model="tiny", prompt="ab", max_tokens=8, seed=3, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    said = [{"role": "user", "content": "hi"}]
+    more = {"max_tokens": 5, "seed": 1, "stop": ["zzz"], "logprobs": True, "top_logprobs": 1}
+    answer = client.chat.completions.create(model="tiny", messages=said, **more)
+    assert len(answer.choices[0].logprobs.content) == 5
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="tiny", messages=said, **more, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+    assert last.usage == answer.usage
+    with pytest.raises(openai.BadRequestError, match="reads at most 64"):
+        client.completions.create(model="tiny", prompt="a" * 70)
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.completions.create(model="other", prompt="a")

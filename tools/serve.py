@@ -1,0 +1,155 @@
+"""Serve a trained model over HTTP with the OpenAI API, to try it, from a checkpoint saved at any layout.
+
+    python tools/serve.py --load runs/quickstart/checkpoints --port 8000
+    torchrun --nproc-per-node 4 tools/serve.py --load runs/large/checkpoints \
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def read(self):", "max_tokens": 32}'
+
+It answers /v1/completions, /v1/chat/completions, /v1/models and /health. Texts of several requests grow together, and a
+text does not depend on the others. SIGTERM and SIGINT end it. docs/generation.md has the fields and the limits. For
+many users, convert the model to a Hugging Face folder and serve that with a program made for it, such as vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FrameType
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.generation import Engine
+from megatron.inference.chat_template import find_chat_template
+from megatron.inference.http_server import ApiServer, HttpLimits
+from megatron.inference.model import LoadedModel, loaded_model
+from megatron.inference.openai_api import Limits, OpenAIApi
+from megatron.inference.serving import EngineLoop
+from megatron.training.reliability.launch import Launch
+
+from .common import add_extension_flag, add_model_flags, config_of, model_flag_problems, run_tool
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, launch = parse(argv), Launch.from_environment()
+    tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
+    with ExitStack() as stack:
+        try:
+            layout = config_of(ModelParallelConfig, args)
+            model = stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
+        except ValueError:
+            if launch.rank == 0:
+                raise
+            return 2  # the first rank says it
+        if not model.leads:
+            for number in SIGNALS:  # the first rank ends the others
+                signal.signal(number, signal.SIG_IGN)
+            try:
+                model.runner.follow()
+            except RuntimeError as error:
+                give_up(launch, error)
+            return 0
+        engine = model.engine(args.batch_size)
+        try:
+            stack.callback(engine.stop)
+            serve(args, model, engine)
+        except RuntimeError as error:
+            give_up(launch, error)
+    return 0
+
+
+def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
+    """Until a signal comes. Raises RuntimeError if another rank has ended, OSError if the port cannot be had."""
+    loop = EngineLoop(engine, args.max_waiting)
+    limits = Limits(new_tokens=args.max_tokens_limit)
+    template = lru_cache(partial(find_chat_template, model.tokenizer_config, args.chat_template))
+    name = args.served_model_name or args.load.resolve().name
+    api = OpenAIApi(model, name, limits, template, engine.longest, engine.why_refused)
+    http = HttpLimits(args.max_body_bytes, answer_seconds=args.request_timeout, connections=args.max_connections)
+    log = partial(print, file=sys.stderr, flush=True) if args.log_requests else lambda line: None
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if loop.stopping.is_set():  # a second one: at once
+            os._exit(128 + number)
+        loop.stop()
+
+    with ApiServer((args.host, args.port), api, loop, http, log) as server:
+        for number in SIGNALS:
+            signal.signal(number, on_signal)
+        threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"serving {name} at http://{host}:{server.server_address[1]}/v1", flush=True)
+        try:
+            loop.run()
+        finally:
+            server.shutdown()
+            time.sleep(0.3)  # for threads that tell their clients
+
+
+def give_up(launch: Launch, error: Exception) -> None:
+    """Ends this rank, as the others cannot be talked to any more."""
+    first = str(error).strip().partition("\n")[0]
+    what = (
+        f"error: rank {launch.rank} of {launch.world_size}: another rank has ended, or this one failed; the server ends"
+    )
+    print(f"{what} ({first})", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_extension_flag(parser, argv)
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model (default: that of the folder)")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the tokenizer's")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts that grow at once (default: 8)")
+    parser.add_argument("--max-waiting", type=int, default=64, help="texts that may wait; more get 429 (default: 64)")
+    parser.add_argument("--max-tokens-limit", type=int, default=4096, help="most new tokens of a text (default: 4096)")
+    parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
+    parser.add_argument("--max-connections", type=int, default=128, help="most connections at once (default: 128)")
+    parser.add_argument("--request-timeout", type=float, default=600.0, help="seconds for an answer (default: 600)")
+    parser.add_argument("--log-requests", action="store_true", help="print a line for each request to standard error")
+    add_model_flags(parser)
+    args = parser.parse_args(argv)
+    least = {
+        "batch_size": 1,
+        "max_waiting": 0,
+        "max_tokens_limit": 1,
+        "max_body_bytes": 1,
+        "max_connections": 1,
+        "port": 0,
+    }
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {bound}"
+        for name, bound in least.items()
+        if getattr(args, name) < bound
+    ]
+    if args.request_timeout <= 0:
+        problems.append(f"--request-timeout {args.request_timeout:g} must be above 0 seconds")
+    if args.port > 65535:
+        problems.append(f"--port {args.port} must be at most 65535")
+    problems += model_flag_problems(args)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return args
+
+
+if __name__ == "__main__":
+    run_tool(main)
