@@ -10,14 +10,16 @@ B, or to I, and from there to W what the weight gradients need.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
@@ -28,6 +30,20 @@ from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
 """Of more equal layers that are recomputed together so many are measured; what each further one adds is the same."""
+
+
+@dataclass(frozen=True)
+class BufferCounts:
+    """Numbers of buffers by their bytes."""
+
+    of_size: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, more: BufferCounts) -> BufferCounts:
+        sizes = {**self.of_size, **more.of_size}
+        return BufferCounts({size: self.of_size.get(size, 0) + more.of_size.get(size, 0) for size in sizes})
+
+    def __rmul__(self, factor: int) -> BufferCounts:
+        return BufferCounts({size: factor * number for size, number in self.of_size.items()})
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,12 @@ class StageMemory:
     weight_copies: int = 0
     """fp8 copies of weights, made once a step for all micro-batches."""
 
+    offloaded: int = 0
+    """On the host from the forward pass to the backward, and not in `kept`."""
+
+    host: BufferCounts = field(default_factory=BufferCounts)
+    """The host's buffers for it, by size."""
+
     def __add__(self, more: StageMemory) -> StageMemory:
         return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
 
@@ -68,6 +90,7 @@ class _Unit:
 
     layers: tuple[int, ...]
     recompute: bool
+    offload: bool
 
 
 class ActivationPlan:
@@ -80,11 +103,10 @@ class ActivationPlan:
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
-        segments = recompute_segments(self.batch.model, len(stage.layers))
+        segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
         units = [
-            _Unit(tuple(stage.layers[i] for i in part), segment.recompute)
+            _Unit(tuple(stage.layers[i] for i in segment.layers), segment.recompute, segment.offload)
             for segment in segments
-            for part in ([segment.layers] if segment.recompute else [[i] for i in segment.layers])
         ]
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)
@@ -96,23 +118,25 @@ class ActivationPlan:
     def _with_peaks(
         self, total: StageMemory, units: Sequence[_Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """`total` with the peaks of a stage that runs its parts one after the other."""
+        """`total` with the peaks of a stage that runs its parts one after the other. What the part before has offloaded
+        is on the device too: in the forward pass not yet let go of, in the backward fetched ahead."""
         forward, backward, weight = [0], [0], [0]
-        kept, below = 0, total.for_weights
+        kept, below, before = 0, total.for_weights, 0
         for number, unit in enumerate(units):
             kept += parts[number].kept
             below -= parts[number].for_weights
             top = number == len(units) - 1
             alone = self._part([unit], stage.first and not number, stage.last and top)
             kept += parts[-1].kept if top else 0
-            forward.append(kept + alone.forward - alone.kept)
-            backward.append(kept + alone.backward - alone.kept + (0 if top else below))
+            forward.append(kept + before + alone.forward - alone.kept)
+            backward.append(kept + before + alone.backward - alone.kept + (0 if top else below))
             weight.append(total.for_weights + alone.weight - alone.for_weights)
+            before = alone.offloaded
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory:
         """A stage of these units, measured unless one like it has been."""
-        alike = tuple((tuple(self._kinds[n] for n in unit.layers), unit.recompute) for unit in units)
+        alike = tuple((tuple(self._kinds[n] for n in unit.layers), unit.recompute, unit.offload) for unit in units)
         key = alike, first, last
         if key not in self._measured:
             self._measured[key] = self._long(units, first, last) or self._measure(units, first, last)
@@ -135,7 +159,7 @@ class ActivationPlan:
         layers = [number for unit in units for number in unit.layers]
         segments, start = [], 0
         for unit in units:
-            segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute))
+            segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute, unit.offload))
             start += len(unit.layers)
         with fake_stages(self.batch) as fakes:
             return measure(fakes, layers, segments, first, last)
@@ -155,7 +179,12 @@ def measure(
 def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
     with LiveMemory() as live:
         fakes.live = live
+        offload, made = fakes.offload, list[int]()
+        if offload is not None:
+            offload.pool, offload.sent = HostPool(pinned=False), 0
+            made = live.count_apart(offload.pool)
         hidden, output = fakes.forward(stage)
+        offloaded = offload.sent if offload is not None else 0
         forward, edge, last = live.peak, get_gradient_edge(output), output.ndim == 0
         del output  # its values are sent, its place in the graph is needed
         kept = live.now
@@ -172,7 +201,8 @@ def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
         if split:
             fakes.queue.end()
             fakes.queue.run(0)
-        return StageMemory(kept, for_weights, forward, backward, live.peak)
+        host = BufferCounts(Counter(made))
+        return StageMemory(kept, for_weights, forward, backward, live.peak, 0, offloaded, host)
 
 
 @dataclass(frozen=True)
@@ -194,6 +224,9 @@ class RankActivations:
 
     weight_copies: int = 0
     """Bytes of weights in fp8."""
+
+    host: int = 0
+    """Bytes of the host's buffers for offloaded activations, of all micro-batches that are in flight."""
 
     @property
     def total(self) -> int:
@@ -222,6 +255,7 @@ def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActiv
                 round(peak),
                 max(0, highest - round(peak)),
                 sum(stages[stage].weight_copies for stage in own),
+                host_of_actions(actions, stages),
             )
         )
     return found
@@ -247,3 +281,16 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
         highest = max(highest, held + working)
         held += change
     return highest
+
+
+def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
+    """Bytes of the host's buffers after a rank has run its list: of each size the most that were taken at once. Of two
+    passes that run in turns, the backward is taken to give back none before the forward has taken all."""
+    held, most = Counter[int](), Counter[int]()
+    for unit in units(actions):
+        for _, stage, _ in (action for action in unit if action.kind is Kind.F):
+            held.update(stages[stage].host.of_size)
+        most |= held
+        for _, stage, _ in (action for action in unit if action.kind in (Kind.B, Kind.I)):
+            held.subtract(stages[stage].host.of_size)
+    return sum(size * number for size, number in most.items())

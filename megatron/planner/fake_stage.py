@@ -28,6 +28,7 @@ from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe import dispatcher
+from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.stages import Stage
@@ -78,6 +79,7 @@ class FakeStages:
         self.batch, self.state = batch, state
         self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
+        self.offload = build_offload(parallel, "cpu")
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
         rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -105,6 +107,7 @@ class FakeStages:
             last=last,
             queue=self.queue,
             casts=self.casts,
+            offload=self.offload,
             initialize=False,
         ).train()
         if segments is not None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.offload.host_pool import HostPool
+
 
 class LiveMemory(TorchDispatchMode):
     """Sizes of the storages that operations have made and that are still there, and the most there were at once."""
@@ -27,7 +29,22 @@ class LiveMemory(TorchDispatchMode):
         self.peak = 0
         self.largest_fp32 = 0
         """Bytes of the largest fp32 storage made."""
-        self._inside = False
+        self._inside = self._elsewhere = False
+
+    def count_apart(self, pool: HostPool) -> list[int]:
+        """The sizes of the buffers that `pool` makes from now on, which are the host's: counted here alone."""
+        made, allocate = list[int](), pool.allocate
+
+        def on_host(size: int) -> Tensor:
+            made.append(size)
+            self._elsewhere = True
+            try:
+                return allocate(size)
+            finally:
+                self._elsewhere = False
+
+        pool.allocate = on_host
+        return made
 
     @contextmanager
     def one_kernel(self) -> Iterator[None]:
@@ -68,6 +85,8 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._elsewhere:
+            return out
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resized(args[0].untyped_storage())
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

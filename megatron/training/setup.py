@@ -19,6 +19,7 @@ from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.fp8.weight_grad_choice import choose_kernels as choose_weight_grad_kernels
 from megatron.core.init import initialize_parameters_
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
@@ -60,6 +61,7 @@ def build_stages(
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
     stages: dict[int, GPTModel] = {}
+    offload = build_offload(config.parallel, runtime.device)
     for stage in layout.stages_of(state.pp.rank):
         stages[stage] = GPTModel(
             model,
@@ -71,6 +73,7 @@ def build_stages(
             queue=queue,
             casts=casts,
             overlap=overlap,
+            offload=offload,
             device=runtime.device,
             seed=config.training.seed,
             init_threads=init_threads(runtime.device),

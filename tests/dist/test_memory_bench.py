@@ -17,7 +17,13 @@ def rows(layout: str) -> list[Row]:
     return rows_of(layout, SIZES)
 
 
-@pytest.mark.parametrize("layout", ["PP 2 zb-h1", "llama fp8 PP 2 zb-h1", "DP 2 ZeRO-2 offload", "PP 2 DP 2 ZeRO-3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("PP 2 zb-h1", "llama fp8 PP 2 zb-h1", "DP 2 ZeRO-2 offload", "PP 2 DP 2 ZeRO-3"),
+        *("activations offload", "activations offload PP 2 zb-h1", "llama activations offload CP 2 ZeRO-3"),
+    ],
+)
 def test_states_and_activations_are_the_plans(layout: str) -> None:
     for row in rows(layout):
         assert row.equal, row

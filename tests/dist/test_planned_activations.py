@@ -21,6 +21,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.fp8.recipes import DelayedGemms
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.planner.activations import ActivationPlan
@@ -51,12 +52,18 @@ RECOMPUTE = {
     "all": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp", "mlp_act")},
 }
 Case = tuple[str, TransformerConfig, ModelParallelConfig, Stage]
+Found = tuple[str, tuple[int, int], tuple[int, int]]
 
 
-def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
-    """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded."""
+OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1}
+
+
+def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
+    """Bytes that are still there after a forward pass of a built stage, its weights and its output excluded, and bytes
+    of buffers on the host."""
     model, of_device = batch.model, {"device": batch.device}
-    ends = {"first": stage.first, "last": stage.last}
+    offload = build_offload(batch.parallel, batch.device)
+    ends = {"first": stage.first, "last": stage.last, "offload": offload}
     built = GPTModel(model, batch.parallel, state, layers=stage.layers, **ends, **of_device, initialize=False).train()
     dtype, rows = getattr(torch, batch.parallel.params_dtype), model.seq_length // state.cp.size
     rows //= state.tp.size if batch.parallel.sequence_parallel else 1
@@ -68,6 +75,7 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     scaling = [part for part in built.modules() if isinstance(part, DelayedGemms)]
     given += [x.untyped_storage()._cdata for part in scaling for x in (part.amax, part.multiplier)]
     with LiveMemory() as live:
+        on_host = live.count_apart(offload.pool) if offload is not None else []
         hidden = None if stage.first else torch.zeros(rows, batch.samples, model.hidden_size, dtype=dtype, **of_device)
         if hidden is not None:
             hidden.requires_grad_()
@@ -75,19 +83,22 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> int:
     if state.tp.size * state.cp.size > 1:
         live.settle()
     given.append(output.untyped_storage()._cdata)
-    return sum(size for key, size in live.sizes.items() if key not in given)
+    return sum(size for key, size in live.sizes.items() if key not in given), sum(on_host)
 
 
-def differing(world_size: int, cases: list[Case]) -> list[tuple[str, int, int]]:
+def planned_for(batch: MicroBatch, stage: Stage) -> tuple[int, int]:
+    """What `kept_by` is to find."""
+    plan = ActivationPlan(batch).stage(stage)
+    return plan.kept, sum(size * number for size, number in plan.host.of_size.items())
+
+
+def differing(world_size: int, cases: list[Case]) -> list[Found]:
     """(case, planned, measured) of those that differ on some rank."""
-    plans = [
-        ActivationPlan(MicroBatch(model, parallel, SAMPLES, "cpu")).stage(stage).kept
-        for _, model, parallel, stage in cases
-    ]
+    plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
     return [case for found in run_world(world_size, compare, cases, plans) for case in found]
 
 
-def compare(rank: int, world_size: int, cases: list[Case], plans: list[int]) -> list[tuple[str, int, int]]:
+def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int, int]]) -> list[Found]:
     """(case, planned, measured) of those that differ on this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
@@ -146,6 +157,37 @@ def test_fused_regions(stride: int) -> None:
             for parallel, device in ((replace(parallel, compile=False), "cuda"), (parallel, "cuda"))
         )
         assert fused <= plain
+
+
+@one_in(19)
+def test_offload_in_one_process(stride: int) -> None:
+    """Of the first layer of a stage, with each kind of recomputation: what stays on the device, and the host's buffers.
+    All of a layer's activations leave it but what routing keeps."""
+    models = {**STYLES, "dropout": with_dropout(GPT), "experts": replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)}
+    fp8 = {"fp8_format": "hybrid", "fp8_recipe": "delayed"}
+    cases = [
+        (
+            f"{name} {kind} {stage}",
+            replace(model, **more),
+            ModelParallelConfig(bf16=True, **OFFLOAD, **(fp8 if number % 2 else {})),
+            stage,
+        )
+        for number, ((name, model), (kind, more)) in enumerate(product(models.items(), RECOMPUTE.items()))
+        for stage in [(WHOLE, MIDDLE, FIRST)[number % 3]]
+    ]
+    assert differing(1, cases[::stride]) == []
+
+
+@pytest.mark.parametrize("kind", ["none", "full", "all"])
+def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
+    model = replace(LLAMA, **RECOMPUTE[kind])
+    kept = [
+        ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, **more), SAMPLES, "cpu")).stage(MIDDLE)
+        for more in ({}, OFFLOAD | {"cpu_offloading_num_layers": 2})
+    ]
+    rotary = 2 * model.seq_length * model.head_dim // 2 * 2  # bf16 cosines and sines
+    assert kept[1].kept == SAMPLES * model.seq_length * model.hidden_size * 2 + rotary
+    assert kept[1].kept + kept[1].offloaded == kept[0].kept
 
 
 @one_in(3)
@@ -228,7 +270,7 @@ def test_experts_over_ranks() -> None:
 
 def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[int, int]:
     state = initialize_model_parallel(2, 1, 1, 2, 1)
-    return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)
+    return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)[0]
 
 
 @one_in(23)

@@ -185,6 +185,13 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "full uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
         "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     },
+    "activations": {
+        "kept": "",
+        **{
+            f"{count} offloaded": f"--cpu-offloading --cpu-offloading-num-layers {count} --min-offloaded-tensor-size 1"
+            for count in (1, 2)
+        },
+    },
     "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
     "regions": {"plain": "", "fused": "--compile"},
 }
@@ -228,7 +235,8 @@ class Combination:
     def _flags(self, names: Sequence[str]) -> list[str]:
         moe = self["mlp"] != "dense"
         named = [FACTORS[name][self[name]] for name in names if moe or name not in OF_EXPERTS]
-        return shlex.split(" ".join([COMMON, *named]))
+        line = " ".join([COMMON, *named])
+        return shlex.split(line) if "'" in line or '"' in line else line.split()  # shlex takes a fifth of the search
 
     def __getitem__(self, factor: str) -> str:
         return self.choices[list(FACTORS).index(factor)]
@@ -368,6 +376,21 @@ NAMED = {
     "sharded parameters under context parallelism": Combination.of(world="4", cp="2ring", optimizer="parameters"),
     "sharded parameters, further tokens, whole matrices": Combination.of(
         world="4", pp="2", optimizer="parameters", multi_token="2", update="muon"
+    ),
+    "offloaded activations, weight gradients later": Combination.of(
+        world="2", pp="2", schedule="zb-h1", activations="2 offloaded", recompute="selective"
+    ),
+    "offloaded activations of experts, passes in turns": Combination.of(
+        world="4",
+        mlp="moe",
+        ep="2",
+        pp="2",
+        schedule="interleaved2",
+        expert_messages="in turns",
+        activations="1 offloaded",
+    ),
+    "offloaded activations, sharded parameters": Combination.of(
+        world="4", tp="2sp", optimizer="parameters", activations="2 offloaded", recompute="full block", regions="fused"
     ),
     "hybrid sharding": Combination.of(world="4", optimizer="parameters", instances="2"),
     "hybrid sharding of experts over pipeline stages": Combination.of(

@@ -40,6 +40,8 @@ from megatron.core.kernels import stochastic_rounding
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
+from megatron.core.offload import saved_activations
+from megatron.core.offload.host_pool import HostBuffer, HostPool
 from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
 from megatron.core.optimizer.host_update import HostUpdate
 from megatron.core.optimizer.matrix_plan import MatrixPlan
@@ -434,6 +436,33 @@ def _factor_twice(self: Any, *args: Any) -> Tensor:
 _true_prediction = MultiTokenPrediction.forward
 
 
+def _free_when_taken(self: HostPool, nbytes: int) -> HostBuffer:
+    """In place of a buffer of its own: the next one who asks for as many bytes has it too."""
+    buffer = _true_take(self, nbytes)
+    self.give_back(buffer)
+    return buffer
+
+
+def _sent_noted(self: Any, x: Tensor, buffer: HostBuffer) -> None:
+    _true_send(self, x, buffer)
+    self.__dict__.setdefault("latest", {})[len(x)] = buffer
+
+
+def _latest_fetched(self: Any, buffer: HostBuffer, nbytes: int) -> Any:
+    """What was sent last of that size: another layer's, or another micro-batch's."""
+    return _true_fetch(self, self.latest[nbytes], nbytes)
+
+
+def _moved_as_seen(self: saved_activations.Part, x: Tensor) -> Any:
+    """The second view of memory that travels gets the place of the first one."""
+    view = _true_pack(self, x)
+    return view if isinstance(view, Tensor) else view._replace(offset=0)
+
+
+_true_take, _true_pack = HostPool.take, saved_activations.Part.pack
+_true_send, _true_fetch = saved_activations.Copies.send, saved_activations.Copies.fetch
+
+
 # What is broken, how, and combinations that must notice.
 def _lr_without_its_factor(self: ParamGroup, lr: float, decoupled_lr: float | None) -> float:
     return lr
@@ -462,7 +491,22 @@ STATES = Combination.of(world="8", tp="2sp", pp="2", states="bf16", groups="own"
 CLIPPED = Combination.of(world="4", tp="2", cp="2ring", update="clipped", heads="gqa")
 CLIPPED_LATENTS = Combination.of(world="4", cp="2ulysses", update="clipped", heads="mla")
 
+OFFLOADED = Combination.of(world="2", pp="2", activations="2 offloaded", heads="gqa", style="llama")
+OFFLOADED_SPLIT = Combination.of(world="2", pp="2", schedule="zb-h1", activations="2 offloaded", recompute="selective")
+
 MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
+    "a host buffer is taken again before its backward": (
+        [(HostPool, "take", _free_when_taken)],
+        [OFFLOADED, OFFLOADED_SPLIT],
+    ),
+    "the activations of another micro-batch are fetched": (
+        [(saved_activations.Copies, "send", _sent_noted), (saved_activations.Copies, "fetch", _latest_fetched)],
+        [OFFLOADED_SPLIT, OFFLOADED],
+    ),
+    "offloaded views begin where their memory does": (
+        [(saved_activations.Part, "pack", _moved_as_seen)],
+        [OFFLOADED],
+    ),
     "the factor of a group's learning rate is lost": ([(ParamGroup, "lr", _lr_without_its_factor)], [STATES]),
     "states are rounded by their place in a shard": (
         [(precision_aware, "uniform_of", _noise_by_place)],

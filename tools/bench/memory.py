@@ -6,9 +6,9 @@
 Columns, in KiB:
   states   parameters, gradients and optimizer state, as allocated
   kept     saved activations: the maximum between two actions of the pipeline, without messages in flight
-  = plan   whether states, whole units and saved activations equal the plan of the dry run to the byte, and states in
-           host memory too
+  = plan   whether states, whole units, saved activations and host memory equal the plan of the dry run to the byte
   peak     the maximum during the forward and backward passes; `planned` is the plan's estimate of it
+  host     states and activations in host memory, and buffers for them
   update   the maximum that gradient reduction, clipping and the optimizer allocate
   layer    saved activations of one layer and micro-batch, in bytes per element of its input (units of sbh)
   formula  saved activations of all layers in flight, relative to the published formula
@@ -81,6 +81,7 @@ EXPERTS = (
 
 SELECTIVE = "--recompute-granularity selective"
 OFFLOAD = "--optimizer-cpu-offload"
+ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers {} --min-offloaded-tensor-size 1"
 LAYOUTS: dict[str, tuple[int, str]] = {
     "1 process": (1, ""),
     "selective": (1, SELECTIVE),
@@ -110,6 +111,15 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "DP 2 offload 0.6": (2, f"{OFFLOAD} --optimizer-offload-fraction 0.6"),
     "DP 2 ZeRO-2 offload": (2, f"{OFFLOAD} --data-parallel-sharding-strategy optim_grads"),
     "DP 2 ZeRO-3 offload": (2, f"{OFFLOAD} --data-parallel-sharding-strategy optim_grads_params"),
+    "activations offload": (1, ACTIVATIONS.format(3)),
+    "activations offload, all modules": (
+        1,
+        f"{ACTIVATIONS.format(3)} {SELECTIVE} --recompute-modules core_attn layernorm mlp",
+    ),
+    "activations offload, full": (1, f"{ACTIVATIONS.format(4)} --recompute-granularity full"),
+    "activations offload PP 2 1f1b": (2, f"{ACTIVATIONS.format(1)} --pp 2"),
+    "activations offload PP 2 interleaved": (2, f"{ACTIVATIONS.format(1)} --pp 2 --pipeline-schedule interleaved"),
+    "activations offload PP 2 zb-h1": (2, f"{ACTIVATIONS.format(1)} --pp 2 --pipeline-schedule zb-h1"),
     "PP 2 DP 2 ZeRO-3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
     "CP 2": (2, "--cp 2"),
     "CP 2 all_gather": (2, "--cp 2 --cp-comm-type all_gather"),
@@ -122,6 +132,14 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "llama TP 2 SP": (2, f"{LLAMA} --tp 2 --sequence-parallel"),
     "llama PP 2 zb-v": (2, f"{LLAMA} --pp 2 --pipeline-schedule zb-v"),
     "llama CP 2": (2, f"{LLAMA} --cp 2"),
+    "llama activations offload CP 2 ZeRO-3": (
+        2,
+        f"{LLAMA} {ACTIVATIONS.format(3)} --cp 2 --data-parallel-sharding-strategy optim_grads_params",
+    ),
+    "llama activations offload fp8 PP 2": (
+        2,
+        f"{LLAMA} {ACTIVATIONS.format(1)} --pp 2 --fp8-format hybrid --fp8-recipe delayed",
+    ),
 }
 LAYOUTS |= {
     f"experts EP 2 PP 2 {schedule}{name}": (4, f"{EXPERTS} --pp 2 --pipeline-schedule {schedule} {flags}")
@@ -152,7 +170,7 @@ class Measured:
     """The most bytes of whole parameters and gradients of units that were there at the same time."""
 
     host: int = 0
-    """Optimizer states in host memory, and what gradients and parameters pass through."""
+    """Host memory: of optimizer states, of what gradients and parameters pass through, and of saved activations."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +214,8 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Measured:
         parameters, gradients, optimizer, host = states_of(run)
         units = WholeUnits(run.ddp.units.buckets)
         kept, peak, update = activations_of(run, units)
+        offload = next(iter(run.stages.values())).decoder.offload
+        host += offload.pool.nbytes if offload is not None else 0
     return Measured(parameters, gradients, optimizer, kept, peak, update, units.most, host)
 
 
@@ -279,9 +299,8 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
         states, units = plan.memory, plan.in_flight.total
         optimizer = states.main_parameters + states.moments
         kept = held.peak + held.weight_copies
-        found.append(
-            Measured(states.parameters, states.gradients, optimizer, kept, held.total + units, 0, units, states.host)
-        )
+        peak, host = held.total + units, states.host + held.host
+        found.append(Measured(states.parameters, states.gradients, optimizer, kept, peak, 0, units, host))
     return found, activations
 
 
@@ -385,9 +404,9 @@ def say(row: Row, sizes: dict[str, int]) -> None:
     layer = row.layer / (sizes["seq"] * sizes["hidden"])
     ratio = "" if not row.formula else f"{row.layers / row.formula:.3f}"
     print(
-        f"{row.layout:<22}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
+        f"{row.layout:<38}{row.rank:>3}{kib(states):>10}{kib(found.kept):>10}{'equal' if row.equal else 'DIFFER':>8}"
         f"{kib(found.peak):>10}{kib(plan.peak):>10}{found.peak / plan.peak:>7.2f}"
-        f"{kib(found.update):>9}{layer:>8.2f}{ratio:>9}"
+        f"{kib(found.host):>9}{kib(found.update):>9}{layer:>8.2f}{ratio:>9}"
     )
     if not row.equal:
         print(f"    measured {found}\n    planned  {plan}")
@@ -407,9 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     say_machine(facts)
     shape = f"L {args.layers}, h {args.hidden}, a 8, s {args.seq}, V {args.vocab}"
     print(f"{shape}, micro-batches of 1, 8 samples a step, bf16, Adam; KiB of each rank")
-    titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "update", "layer", "formula")
-    widths = (10, 10, 8, 10, 10, 7, 9, 8, 9)
-    print(f"{'layout':<25}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
+    titles = ("states", "kept", "= plan", "peak", "planned", "ratio", "host", "update", "layer", "formula")
+    widths = (10, 10, 8, 10, 10, 7, 9, 9, 8, 9)
+    print(f"{'layout':<41}" + "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True)))
     rows: list[Any] = []
     for name in args.only:
         for row in rows_of(name, sizes):

@@ -85,6 +85,16 @@ class ModelParallelConfig(PrecisionConfig):
     account_for_loss_in_pipeline_split: bool = False
     """Count the head and the loss as one layer in the split of layers, instead of their FLOPs."""
 
+    cpu_offloading: bool = False
+    """Keep what the first layers of each pipeline stage save for the backward in host memory, pinned for GPUs: copied
+    while the forward pass computes, and fetched a layer ahead of the backward."""
+
+    cpu_offloading_num_layers: int = 0
+    """--cpu-offloading: layers of each stage, from its first one. All but the last one leave it time to fetch."""
+
+    min_offloaded_tensor_size: int = 1024 * 1024
+    """--cpu-offloading: elements of the smallest tensor that leaves the device."""
+
     cpu: bool = False
     """Train on the CPU even if a GPU is present."""
 
@@ -109,6 +119,11 @@ class ModelParallelConfig(PrecisionConfig):
 
     startup_timeout_minutes: float = 30.0
     """Limit of each phase of start-up, including index building and loading, and of the first step."""
+
+    @property
+    def offloaded_layers(self) -> int:
+        """Layers of each stage whose saved activations wait in host memory."""
+        return self.cpu_offloading_num_layers if self.cpu_offloading else 0
 
     def compiles(self, device_type: str) -> bool:
         """Whether regions are compiled for devices of this type ("cuda", "cpu")."""

@@ -192,9 +192,11 @@ class UnitSharding:
         for bucket in unit.buckets:
             self._last_users[bucket] = min(unit.number, self._last_users.get(bucket, unit.number))
         given = next((x for x in _differentiable(args) if x.grad_fn is not None), None)
+        at_end = given is None
         if given is not None:
             given.register_hook(lambda grad: self._after_backward(unit))
-        result.grad_fn.register_prehook(lambda grads: self._before_backward(unit, at_end=given is None))
+            del given  # a hook would keep it
+        result.grad_fn.register_prehook(lambda grads: self._before_backward(unit, at_end))
 
     def _before_backward(self, unit: Unit, at_end: bool) -> None:
         if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):

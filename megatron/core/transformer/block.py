@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
+from megatron.core.offload.saved_activations import ActivationOffload
 from megatron.core.parts import LAYERS
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.layer import Stream, TransformerLayer
 from megatron.core.transformer.norm import add_and_norm, build_norm
-from megatron.core.transformer.recompute import recompute_segments, recomputed
+from megatron.core.transformer.recompute import Segment, recompute_segments, recomputed
 from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
@@ -34,6 +35,7 @@ class TransformerBlock(nn.Module):
         final_norm: bool,
         layer: str = "decoder.layers.{}",
         norm: str = "decoder.final_layernorm",
+        offload: ActivationOffload | None = None,
     ) -> None:
         super().__init__()
         build = LAYERS[config.layer_module]
@@ -41,7 +43,8 @@ class TransformerBlock(nn.Module):
         for built, number in zip(self.layers, numbers, strict=True):
             built.number = number  # type: ignore[assignment]
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
-        self.segments = recompute_segments(config, len(self.layers))
+        self.offload, offloaded = offload, offload.num_layers if offload is not None else 0
+        self.segments = recompute_segments(config, len(self.layers), offloaded)
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
@@ -51,15 +54,31 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
         context = self._complete(context, x)
-        stream = Stream(x)
-        for segment in self.segments:
-            if segment.recompute and self.training:
-                stream = Stream(recomputed(self._recomputed, segment.layers, stream.added(), context))
-            else:
-                stream = self._run(segment.layers, stream, context)
+        if self.offload is not None and self.training and torch.is_grad_enabled():
+            stream = self._offloaded(x, context, self.offload)
+        else:
+            stream = Stream(x)
+            for segment in self.segments:
+                stream = self._run_segment(segment, stream, context)
         if stream.update is None:
             return self.final_layernorm(stream.x)
         return add_and_norm(self.final_layernorm, *stream)[1]
+
+    def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationOffload) -> Stream:
+        """All layers, with offload of what segments save."""
+        stream, through = Stream(x), offload.begin(x, context)
+        for segment in self.segments:
+            own = (tensor for index in segment.layers for tensor in _own_tensors(self.layers[index]))
+            with through.part(segment.offload, own):
+                stream = self._run_segment(segment, stream, context)
+            through.watch(stream)
+        through.end()
+        return stream
+
+    def _run_segment(self, segment: Segment, stream: Stream, context: BatchContext) -> Stream:
+        if segment.recompute and self.training:
+            return Stream(recomputed(self._recomputed, segment.layers, stream.added(), context))
+        return self._run(segment.layers, stream, context)
 
     def _recomputed(self, layers: range, x: Tensor, context: BatchContext) -> Tensor:
         return self._run(layers, Stream(x), context).added()
@@ -82,3 +101,8 @@ class TransformerBlock(nn.Module):
         rotary = {rotation: table(positions) for rotation, table in self.rotary.items()}
         scales = None if self.scales_of is None else self.scales_of(positions)
         return replace(context, rotary=rotary, query_scales=scales)
+
+
+def _own_tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()

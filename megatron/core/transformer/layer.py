@@ -118,5 +118,5 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """The sublayer of normed = norm(x)."""
         if self.recompute_norms and self.training:
-            return with_recomputed((normed,), lambda: norm(x), sublayer, context)
+            return with_recomputed((normed,), norm, x, sublayer, context)
         return sublayer(normed, context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.config.model import TransformerConfig
+from megatron.core.offload.saved_activations import nothing_saved, packed, unpacked
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args), of which only the arguments are kept; it runs again, whole, when its backward begins."""
-    contexts = lambda: (nullcontext(), _again())  # noqa: E731
+    contexts = lambda: (nothing_saved(), _again())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
@@ -65,29 +66,34 @@ def with_input_recomputed(produce: Callable[[Any], Any], x: Any, consume: Callab
     time the backward of `consume` asks for a result that the last run has not left. Each result must have memory of
     its own.
     """
-    return with_recomputed(_tuple(produce(x)), lambda: produce(x), consume, *args)
+    return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
 
 def with_recomputed(
-    results: tuple[Tensor, ...], produce: Callable[[], Any], consume: Callable[..., Any], *args: Any
+    results: tuple[Tensor, ...], produce: Callable[[Any], Any], x: Any, consume: Callable[..., Any], *args: Any
 ) -> Any:
-    """consume(*results, *args), which keeps nothing of the results: the backward calls produce() for them again."""
+    """consume(*results, *args), which keeps nothing of the results: the backward calls produce(x) for them again."""
+    inputs, alone = tuple(packed(part) for part in _tuple(x)), isinstance(x, Tensor)
+    joined = getattr(x, "_make", tuple)
+    del x  # its memory may be offloaded
     dropped = {(y.untyped_storage()._cdata, y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 
-    def pack(saved: Tensor) -> Tensor | _View:
+    def pack(saved: Tensor) -> Any:
         number = dropped.get((saved.untyped_storage()._cdata, saved.dtype))
         if number is None:
-            return saved
+            return packed(saved)
         kept.add(number)
         return _View(number, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     @torch.no_grad()
-    def unpack(view: Tensor | _View) -> Tensor:
-        if isinstance(view, Tensor):
-            return view
+    def unpack(view: Any) -> Tensor:
+        if not isinstance(view, _View):
+            return unpacked(view)
         if view.number not in left:
-            left.update((number, y) for number, y in enumerate(_tuple(produce())) if number in kept)
+            given = [unpacked(part) for part in inputs]
+            again = _tuple(produce(given[0] if alone else joined(given)))
+            left.update((number, y) for number, y in enumerate(again) if number in kept)
         return left.pop(view.number).as_strided(*view[1:])
 
     with saved_tensors_hooks(pack, unpack):
@@ -100,24 +106,23 @@ def _tuple(results: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of a stage, by place in the stage, and whether the backward recomputes them together."""
+    """A layer of a stage, by place in the stage, or consecutive ones that the backward recomputes together."""
 
     layers: range
-    recompute: bool
+    recompute: bool = False
+    offload: bool = False
+    """Whether what is saved for the backward waits in host memory."""
 
 
-def recompute_segments(config: TransformerConfig, num_layers: int) -> list[Segment]:
-    """How the layers of a stage are recomputed.
+def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
+    """How the layers of a stage are recomputed. What begins in the first `offloaded` layers is offloaded.
 
     "uniform" keeps the input of each group of `recompute_num_layers` layers, "block" that of each of the first
     `recompute_num_layers` layers and all activations of the rest.
     """
-    if config.recompute_granularity != "full":
-        return [Segment(range(num_layers), False)] if num_layers else []
-    count = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        head = min(count, num_layers)
-        rest = range(head, num_layers)
-        return [Segment(range(i, i + 1), True) for i in range(head)] + ([Segment(rest, False)] if rest else [])
-    starts = range(0, num_layers, count)
-    return [Segment(range(start, min(start + count, num_layers)), True) for start in starts]
+    count, full = config.recompute_num_layers or 1, config.recompute_granularity == "full"
+    groups = full and config.recompute_method != "block"
+    again = num_layers if groups else count if full else 0
+    size = count if groups else 1
+    starts = range(0, num_layers, size)
+    return [Segment(range(i, min(i + size, num_layers)), i < again, i < offloaded) for i in starts]

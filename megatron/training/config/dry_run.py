@@ -202,7 +202,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
     batch = micro_batch_of(config)
     activations = activations_of_ranks(batch, microbatches_of(config, dims))
     titles = ["weights", "gradients", "optimizer", "activations", "working", "total"]
-    offloads = any(plan.memory.host for plan in plans)
+    offloads = any(plan.memory.host for plan in plans) or any(held.host for held in activations)
     yield "{:<4}{:<44}{:>18}{:>16}".format("pp", "holds", "stage parameters", "rank parameters") + "".join(
         f"{title:>12}" for title in ([*titles, "host"] if offloads else titles)
     )
@@ -211,7 +211,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
         optimizer, working = memory.main_parameters + memory.moments, come_and_go(plan, held, config)
         sizes = (memory.parameters, memory.gradients, optimizer, held.peak, working)
         stage = sum(meta.numel for meta in plan.metas)
-        every = [*sizes, sum(sizes), memory.host] if offloads else [*sizes, sum(sizes)]
+        every = [*sizes, sum(sizes), memory.host + held.host] if offloads else [*sizes, sum(sizes)]
         shown = "".join(f"{byte_text(size):>12}" for size in every)
         yield f"{plan.pp_rank:<4}{_holdings(plan):<44}{stage:>18,}{plan.parameters:>16,}{shown}"
     owned = "on every rank"
@@ -306,7 +306,12 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
         for numbered in [list(enumerate(held.in_flight))]
     )
     first = ranks[0].stages[0]
-    yield f"of a micro-batch of {batch.samples} the first stage keeps {first.kept:,} bytes, recomputation {again}"
+    kept = f"of a micro-batch of {batch.samples} the first stage keeps {first.kept:,} bytes, recomputation {again}"
+    if offloaded := batch.parallel.offloaded_layers:
+        kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
+    yield kept
+    if offloaded:
+        yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
     yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
     yield from _fp8_line(batch)
     yield "working: gradients and temporary tensors at the highest point of a step, measured in the same way"

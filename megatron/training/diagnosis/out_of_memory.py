@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.planner.activations import RankActivations, activations_of_ranks
 from megatron.planner.memory import states_of_rank
 from megatron.training.config.dry_run import byte_text, come_and_go, micro_batch_of, microbatches_of
@@ -31,7 +32,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 def changes(config: RunConfig) -> Iterator[Change]:
     """Changes that take less memory, those that cost least first: states before further communication, before updates
-    on the host, before recomputation, before another layout."""
+    on the host, before offload and recomputation of whole layers, before another layout."""
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
     yield {"use_precision_aware_optimizer": True} | bf16
@@ -42,6 +43,8 @@ def changes(config: RunConfig) -> Iterator[Change]:
     yield {"data_parallel_sharding_strategy": "optim_grads_params"}
     for fraction in (0.5, 1.0):
         yield {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    if (layers := max((len(stage.layers) for stage in pipeline_stages(config.model, config.parallel)), default=0)) > 1:
+        yield {"cpu_offloading": True, "cpu_offloading_num_layers": layers - 1}
     yield FULL
     yield FULL | {"data_parallel_sharding_strategy": "optim_grads_params"}
     yield {"tensor_model_parallel_size": 2 * config.parallel.tensor_model_parallel_size}
@@ -62,6 +65,10 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(planned_here):>12}{now:>12}")
     if host := planned_host_bytes(config, world_size, pp_rank):
         lines.append(f"{'states in host memory':<24}{byte_text(host):>12}{_held_on_host(run):>12}")
+    if config.parallel.cpu_offloading:
+        (found,) = activations.values()
+        on_host = byte_text(found[pp_rank].host)
+        lines.append(f"{'activations on host':<24}{on_host:>12}{_activations_on_host(run):>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
     # What is held beyond the plan, as by other programs and in fragments, is held after a change too.
@@ -145,6 +152,11 @@ def host_memory_of_a_rank() -> float:
 
 def _held_on_host(run: TrainingRun | None) -> str:
     return "unknown" if run is None else byte_text(run.optimizer.nbytes[1])
+
+
+def _activations_on_host(run: TrainingRun | None) -> str:
+    offload = None if run is None else next(iter(run.stages.values())).decoder.offload
+    return "unknown" if offload is None else byte_text(offload.pool.nbytes)
 
 
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.head import Head
 from megatron.core.models.gpt.loss import masked_sum
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
+from megatron.core.offload.saved_activations import ActivationOffload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.parts import LOSSES
@@ -56,6 +57,7 @@ class GPTModel(nn.Module):
         queue: WeightGradQueue | None = None,
         casts: WeightCasts | None = None,
         overlap: BatchOverlap | None = None,
+        offload: ActivationOffload | None = None,
         device: torch.device | str = "cpu",
         seed: int = 1234,
         initialize: bool = True,
@@ -90,7 +92,7 @@ class GPTModel(nn.Module):
         self.embedding = (embedding or Embedding(config, ctx, tied_stages)) if needed else None
         known = self.embedding or embedding
         tied_weight = known.word_embeddings.weight if config.tied_embeddings and known is not None else None
-        self.decoder = TransformerBlock(config, ctx, layers, final_norm=last)
+        self.decoder = TransformerBlock(config, ctx, layers, final_norm=last, offload=offload)
         self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None

@@ -12,7 +12,14 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.stages import FIRST_LAYERS, LAST_LAYERS, LAYOUT, fixed_layers, pipeline_layout
+from megatron.core.pipeline_parallel.stages import (
+    FIRST_LAYERS,
+    LAST_LAYERS,
+    LAYOUT,
+    fixed_layers,
+    pipeline_layout,
+    pipeline_stages,
+)
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -163,6 +170,26 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         if value is not None and m.recompute_granularity != granularity:
             yield Problem.no_effect(flag, value, f"--recompute-granularity {granularity}")
     yield from _recomputed_parts(m)
+
+
+def activation_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    p, flag, layers = c.parallel, "--cpu-offloading-num-layers", c.parallel.cpu_offloading_num_layers
+    smallest = p.min_offloaded_tensor_size
+    if not p.cpu_offloading:
+        if layers:
+            yield Problem.no_effect(flag, layers, "--cpu-offloading")
+        if smallest != type(p).min_offloaded_tensor_size:
+            yield Problem.no_effect("--min-offloaded-tensor-size", smallest, "--cpu-offloading")
+        return
+    try:
+        longest = c.model.num_layers // pipeline_layout(c.model, p).num_stages
+        if layers > longest:  # than the average
+            longest = max(len(stage.layers) for stage in pipeline_stages(c.model, p))
+    except (ValueError, ZeroDivisionError):
+        return  # another rule reports the stages
+    if not 1 <= layers <= longest:
+        near = f"nearest: {min(max(layers, 1), longest)}"
+        yield Problem(flag, layers, f"must be in [1, {longest}], the layers of the longest pipeline stage", near)
 
 
 def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:

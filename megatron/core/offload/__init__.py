@@ -1,0 +1,1 @@
+"""Tensors in host memory while the device does not need them."""

@@ -1,0 +1,302 @@
+"""Offload of saved activations: what layers save for their backward waits in host memory (Ren et al., ZeRO-Offload,
+arXiv 2101.06840, moves states in this way; Rhu et al., vDNN, arXiv 1602.08124, activations).
+
+The layers of a stage that are offloaded are its first ones, whose activations wait longest. Each part, a layer or
+layers that are recomputed together, copies what it saves to the host while it computes, on a stream of its own. The
+device's tensors are let go of when the next part has computed, so no more than two parts' are there. In the backward
+the copies of a part are fetched while the part behind it computes, into memory of their own, which autograd frees as it
+would free the originals.
+
+Hooks of saved tensors see what autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). They leave on the device
+
+- parameters and buffers, and what all layers share, as rotary tables: these are not this micro-batch's to let go of;
+- the input that another stage has sent, which the pipeline's executor holds;
+- tensors with fewer elements than `--min-offloaded-tensor-size`.
+
+Tensors that are views of the same memory travel once. With recomputation, what a part keeps for it travels: the input
+of a layer that is recomputed as a whole, or what is left beside recomputed modules.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.offload.host_pool import HostBuffer, HostPool
+
+
+class ActivationOffload:
+    """Offload of one rank's stages, which share host buffers and streams.
+
+    The first `num_layers` layers of each stage are offloaded, tensors of at least `smallest` elements.
+    """
+
+    def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
+        self.num_layers, self.smallest, self.device = num_layers, smallest, torch.device(device)
+        self.pool = HostPool(pinned=self.device.type == "cuda")
+        self.copies = Copies(self.device)
+        self.sent = 0
+        """Bytes that have been copied to the host so far."""
+
+    def begin(self, x: Tensor, shared: Any) -> OffloadedPass:
+        """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""
+        stays = {memory_of(tensor) for tensor in tensors_in(shared)}
+        if x.is_leaf:
+            stays.add(memory_of(x))
+        return OffloadedPass(self, stays)
+
+
+def build_offload(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload | None:
+    """As --cpu-offloading says, for the stages of a rank; None without it."""
+    if not config.offloaded_layers:
+        return None
+    return ActivationOffload(config.offloaded_layers, config.min_offloaded_tensor_size, device)
+
+
+class OffloadedPass:
+    """One micro-batch's way through the layers of a stage."""
+
+    def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
+        self.offload, self.stays = offload, stays
+        self.parts: list[Part | None] = []
+
+    @contextmanager
+    def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Around the forward pass of a part. What the part before it has left on the device is let go of behind it."""
+        if offloaded:
+            self.parts.append(part := Part(self.offload, self.stays | {memory_of(tensor) for tensor in parameters}))
+            with part.saving():
+                yield
+        else:
+            self.parts.append(None)
+            yield
+        self._let_go(self.parts[-2:-1])
+
+    def watch(self, output: Any) -> None:
+        """When the gradient of the last part's output is known, its backward begins: it needs its own tensors, and the
+        part before it will be next."""
+        parts = [part for part in reversed(self.parts[-2:]) if part is not None]
+        for tensor in tensors_in(output) if parts else ():
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: _fetch(parts))
+
+    def end(self) -> None:
+        """Behind the last part."""
+        self._let_go(self.parts[-1:])
+
+    def _let_go(self, parts: Iterable[Part | None]) -> None:
+        for part in parts:
+            if part is not None:
+                part.let_go()
+
+
+def _fetch(parts: Iterable[Part]) -> None:
+    for part in parts:
+        part.fetch()
+
+
+class Part:
+    """What one part of a stage has saved of one micro-batch."""
+
+    def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
+        self.offload, self.stays = offload, stays
+        self._held: dict[int, _Moved] = {}
+        """By memory, while the device has it too."""
+        self._moved: list[weakref.ref[_Moved]] = []
+        """Those that autograd still needs."""
+        self._sent: torch.cuda.Event | None = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Tensors that autograd saves are offloaded."""
+        before, _now.part = _now.part, self
+        try:
+            with saved_tensors_hooks(self.pack, unpacked):
+                yield
+        finally:
+            _now.part = before
+        self._sent = self.offload.copies.sent()
+
+    def pack(self, x: Tensor) -> Tensor | _View:
+        """What stands in the graph for x: x itself if it stays."""
+        offload, key = self.offload, memory_of(x)
+        if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
+            return x
+        if key in self.stays:
+            return x
+        if key not in self._held:
+            self._held[key] = moved = _Moved(offload, _bytes_of(x))
+            self._moved.append(weakref.ref(moved))
+        return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+    def let_go(self) -> None:
+        """Lets go of the device's memory: tensors made in it from now on wait until the copies have ended."""
+        self.offload.copies.wait(self._sent)
+        for moved in self._held.values():
+            moved.original = None
+        self._held.clear()
+
+    def fetch(self) -> None:
+        """Starts to fetch what the backward needs."""
+        for found in self._moved:
+            if (moved := found()) is not None:
+                moved.fetch()
+        self._moved.clear()
+
+
+class _Now(threading.local):
+    """The part that this thread computes: passes that run in turns have a thread each."""
+
+    part: Part | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Around a function that will be recomputed, of which nothing is kept."""
+    before, _now.part = _now.part, None
+    try:
+        yield
+    finally:
+        _now.part = before
+
+
+def packed(x: Tensor) -> Any:
+    """For hooks of saved tensors within those of a part, which alone are called: what stands in the graph for x."""
+    return x if _now.part is None else _now.part.pack(x)
+
+
+def unpacked(x: Any) -> Tensor:
+    """The tensor that `packed` was given."""
+    return x.tensor() if isinstance(x, _View) else x
+
+
+class _View(NamedTuple):
+    """A tensor in offloaded memory."""
+
+    moved: _Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        memory = self.moved.fetched()
+        elements = len(memory) // self.dtype.itemsize
+        return memory[: elements * self.dtype.itemsize].view(self.dtype).as_strided(*self[2:])
+
+
+class _Moved:
+    """The memory of saved tensors: on its way to the host, there, and on its way back. It lives as long as the graph
+    needs one of the tensors; its buffer is then free for others."""
+
+    def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
+        self.offload, self.nbytes = offload, len(original)
+        self.original: Tensor | None = original
+        self.host: HostBuffer | None = None
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self.host = offload.pool.take(self.nbytes)
+        offload.copies.send(original, self.host)
+        offload.sent += self.nbytes
+
+    def fetch(self) -> None:
+        """Starts the copy back, once, unless the device has the tensor still."""
+        if self.host is None or self.original is not None:
+            return
+        self._back, self._arrived = self.offload.copies.fetch(self.host, self.nbytes)
+        self.offload.pool.give_back(self.host)
+        self.host = None
+
+    def fetched(self) -> Tensor:
+        """The memory on the device, uint8 [bytes], for what is launched from now on."""
+        if self.original is not None:
+            return self.original
+        self.fetch()
+        assert self._back is not None
+        self._wait()
+        return self._back
+
+    def _wait(self) -> None:
+        self.offload.copies.wait(self._arrived)
+        self._arrived = None
+
+    def __del__(self) -> None:
+        self._wait()  # memory that nobody has read may not be given to others while it is written
+        if self.host is not None:
+            self.offload.pool.give_back(self.host)
+
+
+class Copies:
+    """Copies in both directions, each on a stream of its own; on CPU they have ended when they return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+
+    def send(self, x: Tensor, buffer: HostBuffer) -> None:
+        """Copies x, uint8 [bytes], to the host, behind what has been launched."""
+        into = buffer.memory[: len(x)]
+        if self._out is None:
+            into.copy_(x)
+            return
+        self._out.wait_stream(torch.cuda.current_stream())
+        if buffer.read is not None:
+            self._out.wait_event(buffer.read)
+        with torch.cuda.stream(self._out):
+            into.copy_(x, non_blocking=True)
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """What is launched from now on runs behind `event`."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def sent(self) -> torch.cuda.Event | None:
+        """When all that was sent so far is on the host; None on CPU."""
+        return None if self._out is None else self._out.record_event()
+
+    def fetch(self, buffer: HostBuffer, nbytes: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """(uint8 [bytes] in new memory of the device, when it has arrived)"""
+        into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self._back is None:
+            into.copy_(buffer.memory[:nbytes])
+            return into, None
+        self._back.wait_stream(torch.cuda.current_stream())  # the memory may have been another tensor's just now
+        with torch.cuda.stream(self._back):
+            into.copy_(buffer.memory[:nbytes], non_blocking=True)
+        buffer.read = self._back.record_event()
+        return into, buffer.read
+
+
+def memory_of(x: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return x.untyped_storage()._cdata
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """All of the memory that x is a view of, uint8 [bytes], as far as it has whole elements of x."""
+    elements = x.untyped_storage().nbytes() // x.dtype.itemsize
+    return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, a tuple, a mapping, or an object's attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value))

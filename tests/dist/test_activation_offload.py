@@ -1,0 +1,178 @@
+"""Saved activations that wait in host memory: the same bits as without, in memory that is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.batch import Batch
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.host_pool import HostBuffer, HostPool
+from megatron.core.offload.saved_activations import ActivationOffload, Copies
+from megatron.testing.snapshot import differences
+from tests.gpt_cases import LLAMA, with_dropout
+from tests.harness import train_in_world
+
+COMMON = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --vocab-size 50 --lr 1e-2 --mock-data "
+    "--make-vocab-size-divisible-by 4 --global-batch-size 8 --train-iters 2 --eval-iters 0 --num-workers 0 --cpu"
+)
+EXPERTS = "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --ep 2 --moe-token-dispatcher-type alltoall"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+CASES = {
+    "all layers": (1, 4, "--fp32"),
+    "zb-v, recomputed parts": (2, 1, f"--bf16 --pp 2 --pipeline-schedule zb-v {SELECTIVE} layernorm mlp_act core_attn"),
+    "in turns": (4, 1, f"--fp32 {EXPERTS} --pp 2 --pipeline-schedule zb-h2 --overlap-moe-expert-parallel-comm"),
+    "fp8 over TP": (2, 3, "--bf16 --tp 2 --sequence-parallel --fp8-format hybrid --fp8-recipe delayed --kv-channels 16"),
+    "ZeRO-3, recomputed layers": (
+        2,
+        3,
+        "--bf16 --data-parallel-sharding-strategy optim_grads_params --recompute-granularity full"
+        " --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "context": (2, 2, "--fp64 --cp 2 --window-size 3"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offload_changes_no_bit(case: str) -> None:
+    world_size, layers, flags = CASES[case]
+    plain = f"{COMMON} {flags}".split()
+    offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
+    found = list(differences(train_in_world(world_size, plain), train_in_world(world_size, [*plain, *offload])))
+    assert len(found) > 20 and {error for _, error in found} == {0.0}
+
+
+def model_with(offload: ActivationOffload | None) -> GPTModel:
+    config = replace(with_dropout(LLAMA), num_layers=3)
+    return GPTModel(config, ModelParallelConfig(fp32=True), offload=offload).train()
+
+
+def batch_of(model: GPTModel, samples: int = 2, first: int = 0) -> Batch:
+    tokens = (torch.arange(samples * model.config.seq_length) + first) % model.config.vocab_size
+    return Batch.of_tokens(tokens.view(samples, -1))
+
+
+def gradients(model: GPTModel) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+class LateCopies(Copies):
+    """Copies that are made at the last moment at which they may be, as those of a busy GPU: when somebody waits for
+    them. Until then what they write to holds NaN."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], Any]] = []
+        self.done = 0
+        self.log: list[str] = []
+
+    def wait(self, event: Any) -> None:
+        while event is not None and self.done < event:
+            self.queue[self.done]()
+            self.done += 1
+
+    def sent(self) -> Any:
+        return len(self.queue)
+
+    def send(self, x: Tensor, buffer: HostBuffer) -> None:
+        self.wait(buffer.read)
+        self.queue.append(lambda: buffer.memory[: len(x)].copy_(x))
+
+    def fetch(self, buffer: HostBuffer, nbytes: int) -> tuple[Tensor, Any]:
+        into = torch.full((nbytes,), 255, dtype=torch.uint8)
+        self.log.append("fetch")
+        self.queue.append(lambda: into.copy_(buffer.memory[:nbytes]))
+        buffer.read = len(self.queue)
+        return into, buffer.read
+
+
+def test_copies_are_waited_for_and_buffers_are_not_overwritten() -> None:
+    """Of three micro-batches with backwards in another order, all copies as late as can be."""
+    found = []
+    for offload in (None, ActivationOffload(2, 1, "cpu")):
+        model = model_with(offload)
+        if offload is not None:
+            offload.copies = LateCopies()
+        first, second = model(None, batch_of(model)), model(None, batch_of(model, first=5))
+        first.backward()
+        third = model(None, batch_of(model, first=9))
+        third.backward()
+        second.backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_layers_activations_are_fetched_while_the_one_behind_it_computes() -> None:
+    offload = ActivationOffload(2, 1, "cpu")
+    model, copies = model_with(offload), LateCopies()
+    offload.copies = copies
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_full_backward_pre_hook(lambda *_, number=number: copies.log.append(f"begin {number}"))
+        layer.register_full_backward_hook(lambda *_, number=number: copies.log.append(f"end {number}"))
+    model(None, batch_of(model)).backward()
+    assert len(copies.log) > 10
+    fetches = [entry for entry in copies.log if entry == "fetch"]
+    order = [entry for entry, after in zip(copies.log, [*copies.log[1:], ""], strict=True) if entry != after]
+    # Behind the beginning of layer 2 those of layer 1, behind that of layer 1 those of layer 0, and none later.
+    assert [entry for entry in order if entry != "fetch"] == [f"{w} {n}" for n in (2, 1, 0) for w in ("begin", "end")]
+    assert order[-2:] == ["begin 0", "end 0"] and order.count("fetch") == 2
+    assert order.index("fetch") < order.index("end 2") and len(fetches) % 2 == 0
+
+
+def test_what_stays_and_what_travels_once() -> None:
+    offload = ActivationOffload(1, 8, "cpu")
+    weight, table = nn.Parameter(torch.ones(4, 8)), torch.rand(4, 8)
+    given = torch.ones(4, 8, requires_grad=True)
+    through = offload.begin(given, {"rotary": (table,)})
+    with through.part(True, [weight]):
+        made = given * weight * table  # saves the input, the parameter and what is shared: nothing that travels
+        assert offload.sent == 0
+        few = made[0, :4].exp() * made[0, :4]  # below 8 elements
+        assert offload.sent == 0
+        out = made[:2] * made[2:] * made[1:3].t().contiguous().t()  # two views of `made`, a product and a copy
+    assert offload.sent == made.nbytes + 2 * out.nbytes
+    through.watch(out)
+    through.end()
+    expected = torch.autograd.grad((out.sum() + few.sum()), given, retain_graph=True)[0]
+    plain = given * weight * table
+    few, out = plain[0, :4].exp() * plain[0, :4], plain[:2] * plain[2:] * plain[1:3].t().contiguous().t()
+    assert torch.equal(torch.autograd.grad(out.sum() + few.sum(), given)[0], expected)
+
+
+def test_buffers_are_reused_and_freed_with_graphs_that_have_no_backward() -> None:
+    offload = ActivationOffload(3, 1, "cpu")
+    model = model_with(offload)
+    model(None, batch_of(model)).backward()
+    after_one = offload.pool.nbytes
+    for _ in range(2):
+        model(None, batch_of(model))  # nobody runs its backward
+        model(None, batch_of(model)).backward()
+    assert offload.pool.nbytes == after_one
+    pending = model(None, batch_of(model))
+    model(None, batch_of(model)).backward()
+    assert offload.pool.nbytes == 2 * after_one
+    del pending
+
+
+def test_nothing_is_offloaded_without_gradients() -> None:
+    offload = ActivationOffload(3, 1, "cpu")
+    model = model_with(offload)
+    with torch.no_grad():
+        model(None, batch_of(model))
+    model.eval()(None, batch_of(model))
+    assert offload.sent == 0
+
+
+def test_sizes_of_buffers_are_powers_of_two() -> None:
+    pool = HostPool(pinned=False)
+    buffers = [pool.take(size) for size in (1, 3, 4, 5)]
+    assert [len(buffer.memory) for buffer in buffers] == [1, 4, 4, 8] and pool.nbytes == 17
+    pool.give_back(buffers[1])
+    assert pool.take(4) is buffers[1] and pool.take(2) is not buffers[2]
