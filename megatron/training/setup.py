@@ -76,14 +76,15 @@ def build_stages(
             offload=offload,
             device=runtime.device,
             seed=config.training.seed,
-            init_threads=init_threads(runtime.device),
+            init_threads=host_threads(runtime.device),
             lazy=config.ddp.shards_parameters,
         )
     return stages
 
 
-def init_threads(device: torch.device) -> int:
-    """Threads that draw the initial weights: the cores that each GPU of this node has, or torch's threads on CPU."""
+def host_threads(device: torch.device) -> int:
+    """Threads that draw initial weights and update states in host memory: the cores that each GPU of this node has, or
+    torch's threads on CPU."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
@@ -194,10 +195,10 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
                 initialize_parameters_,
                 seed=config.training.seed,
                 coords=state.coords,
-                threads=init_threads(runtime.device),
+                threads=host_threads(runtime.device),
             ),
         )
-        optimizer = DistributedOptimizer(config.optimizer, ddp, state)
+        optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
         training = config.training
         assert training.global_batch_size is not None
         length = ScheduleLength.of(config.optimizer, training.global_batch_size, train_iters, training.train_samples)

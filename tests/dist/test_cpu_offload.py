@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ import torch
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
+from megatron.core.optimizer import host_update
 from megatron.core.optimizer_piece import OptimizerPiece
+from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
@@ -24,7 +29,12 @@ from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
+from tests.dist.toy import build, run_step
 from tests.harness import run_world
+from tests.limits import HANG
+from tools.bench.fake_cuda import unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
@@ -188,3 +198,163 @@ def test_states_are_placed_by_the_fraction_and_in_order() -> None:
 def test_what_has_no_meaning_is_said(flags: str, rule: str) -> None:
     config = parse(flags)
     assert rule in "\n".join(map(str, [*validate(resolve(config, 1), 1), *notices(config, 1)]))
+
+
+class LateQueue:
+    """Makes each copy as late as its events allow, as a GPU's copy engine may."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made = 0
+
+    def start_after(self, event: object) -> None: ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateEvent:
+        self.waiting.append((source, target))
+        return LateEvent(self, self.made + len(self.waiting))
+
+    def run_until(self, number: int) -> None:
+        while self.waiting and self.made < number:
+            source, target = self.waiting.pop(0)
+            target.copy_(source)
+            self.made += 1
+
+    def join(self) -> None:
+        self.run_until(self.made + len(self.waiting))
+
+
+@dataclass
+class LateEvent:
+    queue: LateQueue
+    number: int
+
+    def synchronize(self) -> None:
+        self.queue.run_until(self.number)
+
+
+def late_copies_differ(ranks: int, flags: str) -> list[str]:
+    argv = shlex.split(f"{MODEL}{flags} {OFFLOAD}0.7")
+    expected = train_in_world(ranks, argv)
+    with mock.patch.object(host_update, "CopyQueue", LateQueue):
+        return different(expected, train_in_world(ranks, argv))
+
+
+@pytest.mark.parametrize("flags", ["--bf16 --overlap-param-gather", f"--fp32 {ZERO3} --optimizer sgd"])
+def test_copies_may_be_as_late_as_their_events_allow(flags: str) -> None:
+    assert late_copies_differ(2, flags) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(host_update.Slots, "ready"), (LateQueue, "join")], ids=["a slot", "the last parameters"]
+)
+def test_a_wait_that_is_left_out_is_noticed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {"ready": lambda self, chunk: self.tensors[chunk % len(self.tensors)], "join": lambda self: None}
+    monkeypatch.setattr(owner, name, without[name])
+    assert late_copies_differ(1, "--bf16 --attention-backend unfused") != []
+
+
+def _threads_of_updates(rank: int, world_size: int) -> tuple[list[int], int]:
+    state, seen = ParallelState(), []
+    ddp, optimizer = build(state, dtype="bf16", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    assert optimizer.host_update is not None
+    optimizer.host_update._threads = 3
+    for rule in optimizer.host_update.rules:
+        rule.step = lambda *args: seen.append(torch.get_num_threads())  # type: ignore[method-assign]
+    run_step(ddp, optimizer, state, 0)
+    return seen, torch.get_num_threads()
+
+
+def test_the_host_updates_with_the_threads_that_it_is_given() -> None:
+    ((seen, after),) = run_world(1, _threads_of_updates)
+    assert seen and set(seen) == {3} and after == 1
+
+
+ON_A_GPU = """
+from collections import Counter
+from unittest import mock
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from megatron.core.distributed import param_layout
+from megatron.planner.device_file import read_device
+from tools.bench.fake_cuda import fake_cuda
+from tools.bench.gpu import SHAPES, config_of
+
+param_layout.HOST_CHUNK = 2**14
+log, current = [], ["compute"]
+
+class Stream:
+    made = 0
+    def __init__(self, device=None):
+        Stream.made += 1
+        self.name, self.device = f"side {Stream.made}", torch.device("cuda", 0)
+    def record_event(self):
+        log.append(("record", self.name))
+        return mock.Mock(**{"synchronize.side_effect": lambda: None}, of=self.name)
+    def wait_event(self, event):
+        log.append(("wait", self.name, event.of))
+    def wait_stream(self, stream):
+        log.append(("wait", self.name, stream.name))
+    def __enter__(self):
+        current.append(self.name)
+    def __exit__(self, *error):
+        current.pop()
+
+compute = Stream()
+compute.name = "compute"
+
+class Copies(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[0].device.type != args[1].device.type:
+            assert args[2], "a copy that the host waits for"
+            log.append(("copy", current[-1], args[0].device.type, args[0].nbytes))
+        return out
+
+with fake_cuda(read_device("h100")) as mode:
+    from megatron.training.initialize import StartupPhases, initialize
+    from megatron.training.reliability.launch import Launch
+    from megatron.training.setup import build_run
+    from megatron.training.training import Interval, train_step
+    flags = "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+    config = config_of(SHAPES["tiny"], 1, 1, flags)
+    with (
+        mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
+        mock.patch("megatron.training.setup.attention_shape", return_value=None),
+        mock.patch("megatron.training.setup.choose_weight_grads"),
+        mock.patch.multiple(
+            torch.cuda, Stream=Stream, current_stream=lambda device=None: compute, stream=lambda stream: stream
+        ),
+    ):
+        run = build_run(config, initialize(config, Launch(), StartupPhases()))
+        held = Counter()
+        for shard in run.optimizer.shards:
+            held[shard.main.device.type] += shard.main.nbytes + sum(state.nbytes for state in shard.states.values())
+            assert shard.device_params.device.type == shard.device_grads.device.type == "cuda"
+            assert shard.main.device.type == ("cpu" if shard.on_host else "cuda")
+        host = [shard.numel for shard in run.optimizer.shards if shard.on_host]
+        assert held["cpu"] == 12 * sum(host) and abs(sum(host) - held["cuda"] / 12) <= 64 and len(host) > 3
+        assert run.optimizer.nbytes == (held["cuda"], held["cpu"] + 2 * max(host) * (4 + 2))
+        log.clear()
+        with Copies():
+            train_step(run, Interval())
+to_host, to_device = (
+    [entry for entry in log if entry[0] == "copy" and entry[2] == place and entry[1] != "compute"]
+    for place in ("cpu", "cuda")
+)
+assert [entry[3] for entry in to_host] == [4 * numel for numel in host], log
+assert [entry[3] for entry in to_device] == [2 * numel for numel in host], log
+(down,), (up,) = ({entry[1] for entry in copies} for copies in (to_host, to_device))
+assert down != up
+first = log.index(to_host[0])
+assert log[:first] == [("record", "compute"), ("wait", down, "compute"), ("wait", up, "compute")], log
+assert [entry[:2] for entry in log[first : first + 4]] == [("copy", down), ("record", down)] * 2
+assert log[-1] == ("wait", "compute", up), log
+places = "".join("v" if entry[1] == down else "^" for entry in log if entry[0] == "copy" and entry[1] != "compute")
+assert places == "vv" + "^v" * (len(host) - 2) + "^^", "the next gradients are copied once a slot is free"
+"""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"a step on fake CUDA tensors {unavailable()}")
+def test_on_a_gpu_states_lie_on_the_host_and_copies_have_streams_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr

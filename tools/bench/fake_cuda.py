@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +98,22 @@ class _NoEvent:
     def record(self, *args: Any) -> None: ...
 
     def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _NoStream:
+    """Operations of fake tensors are in the order of the program, whatever stream they are launched on."""
+
+    def __init__(self, device: Any = None, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def record_event(self, event: Any = None) -> _NoEvent:
+        return _NoEvent()
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -221,6 +237,9 @@ def fake_cuda(device: DeviceFile, attention: str = "cudnn") -> Iterator[FakeTens
             get_device_properties=lambda device=None: properties,
             synchronize=lambda device=None: None,
             Event=_NoEvent,
+            Stream=_NoStream,
+            current_stream=lambda device=None: _NoStream(),
+            stream=lambda stream: nullcontext(),
         )
         device_name = device.name
         patch(

@@ -217,12 +217,15 @@ class DistributedDataParallel:
         if self.buckets:
             torch._foreach_mul_([bucket.owned_grads for bucket in self.buckets], factor.to(self.main_dtype))
 
-    def start_param_sync(self) -> None:
-        """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them."""
+    def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
+        """Starts the all-gathers of updated parameters, in the order in which the forward pass needs them; of some
+        buckets, by default of all."""
         if self._weight_gather is not None:
+            assert buckets is None, "scales of fp8 follow from all parameters"
             self._weight_gather.cast_()
         for bucket in reversed(self.buckets):
-            bucket.start_param_sync()
+            if buckets is None or bucket in buckets:
+                bucket.start_param_sync()
 
     def wait_param_sync(self) -> None:
         """Waits for the all-gathers: a forward pass can run."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.distributed.param_layout import host_slots, place_states
 from megatron.core.host_to_device import HostCopy
 from megatron.core.optimizer.clip_grads import GradNorm, clip_coefficient
@@ -128,7 +129,7 @@ def _build_rules(
 
 
 def _build_host_update(
-    config: OptimizerConfig, ddp: DistributedDataParallel, shards: Sequence[Shard]
+    config: OptimizerConfig, ddp: DistributedDataParallel, shards: Sequence[Shard], threads: int | None
 ) -> HostUpdate | None:
     """The update of the shards in host memory; None if there are none."""
     if not shards:
@@ -136,7 +137,7 @@ def _build_host_update(
     assert not any(shard.whole for shard in shards), "matrices that are updated as wholes stay on the device"
     rules = [_elementwise_rule(config, [shard], shard.device, compiled=False) for shard in shards]
     slots = host_slots(place_states(ddp.layouts, config))
-    return HostUpdate(shards, rules, slots, config.pin_cpu_grads, config.pin_cpu_params)
+    return HostUpdate(shards, rules, slots, config.pin_cpu_grads, config.pin_cpu_params, threads)
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -151,7 +152,14 @@ class DistributedOptimizer:
     values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
     """
 
-    def __init__(self, config: OptimizerConfig, ddp: DistributedDataParallel, state: ParallelState) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        ddp: DistributedDataParallel,
+        state: ParallelState,
+        host_threads: int | None = None,
+    ) -> None:
+        """`host_threads` update states in host memory; by default torch's."""
         if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
             raise ValueError(
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
@@ -167,7 +175,8 @@ class DistributedOptimizer:
         self.shards = _build_shards(config, ddp)
         self._on_device = [shard for shard in self.shards if not shard.on_host]
         self._rules = _build_rules(config, ddp, state, self._on_device)
-        self.host_update = _build_host_update(config, ddp, [shard for shard in self.shards if shard.on_host])
+        on_host = [shard for shard in self.shards if shard.on_host]
+        self.host_update = _build_host_update(config, ddp, on_host, host_threads)
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         self._qk_clip = QKClip(config, ddp.modules, owned_shards, state.dp_cp) if config.qk_clip else None
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
@@ -206,16 +215,21 @@ class DistributedOptimizer:
             if factor is not None:
                 rule.scale_gradients(factor)
             rule.step(lr, weight_decay, skip, self._updates, decoupled_lr)
-        if self.host_update is not None and scalars is not None:
-            self.host_update.update(lr, weight_decay, scalars, decoupled_lr, factor is not None)
         if self._qk_clip is not None:
             self._qk_clip.clip(skip)
-        self._updates += 1.0 - skip
         for shard in self._on_device:
             shard.write_params()
         if on_update is not None:
             on_update(skip)
-        self.ddp.start_param_sync()
+        if self.host_update is None or scalars is None:
+            self.ddp.start_param_sync()
+        else:
+            early = self._updated_on_device()
+            if early:
+                self.ddp.start_param_sync(early)
+            self.host_update.update(lr, weight_decay, scalars, decoupled_lr, factor is not None)
+            self.ddp.start_param_sync(set(self.ddp.buckets) - early if early else None)
+        self._updates += 1.0 - skip
         if not self.ddp.config.overlap_param_gather:
             self.ddp.wait_param_sync()
         values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
@@ -223,6 +237,12 @@ class DistributedOptimizer:
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
         return result
+
+    def _updated_on_device(self) -> set[Bucket]:
+        """Buckets whose parameters can be gathered before the host has made its update."""
+        if self.ddp.config.fp8_param_gather:
+            return set()
+        return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

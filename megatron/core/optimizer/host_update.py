@@ -11,7 +11,8 @@ device, to rounding of its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,6 +73,20 @@ class Slots:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Lets torch's operations on the host use so many threads; torchrun leaves one to each rank."""
+    before = torch.get_num_threads()
+    if number in (None, before):
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class HostUpdate:
     """Updates `shards`, whose states lie in host memory, each by its rule of `rules`."""
 
@@ -82,8 +97,10 @@ class HostUpdate:
         slots: tuple[int, int],
         pin_grads: bool = True,
         pin_params: bool = True,
+        threads: int | None = None,
     ) -> None:
-        """`slots`: number and elements of those that gradients and parameters pass through."""
+        """`slots`: number and elements of those that gradients and parameters pass through. `threads`: of the update,
+        by default torch's."""
         number, elements = slots
         assert shards and number <= len(shards) and elements == max(shard.numel for shard in shards)
         self.shards, self.rules = shards, rules
@@ -92,7 +109,7 @@ class HostUpdate:
         on_gpu = self.device.type == "cuda"
         self._grads = Slots(number, elements, grads.dtype, on_gpu and pin_grads)
         self._params = Slots(number, elements, params.dtype, on_gpu and pin_params)
-        self._number = number
+        self._number, self._threads = number, threads
         self._to_host, self._to_device = CopyQueue(self.device), CopyQueue(self.device)
 
     @property
@@ -121,15 +138,16 @@ class HostUpdate:
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())
         if skip > 0:
             return
-        for chunk, (shard, rule) in enumerate(zip(self.shards, self.rules, strict=True)):
-            shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
-            if scaled:
-                rule.scale_gradients(factor)
-            rule.step(lr, weight_decay, skip, updates, decoupled_lr)
-            shard.write_params()
-            self._start_params(chunk)
-            if chunk + self._number < len(self.shards):
-                self._start_grads(chunk + self._number)
+        with _threads(self._threads):
+            for chunk, (shard, rule) in enumerate(zip(self.shards, self.rules, strict=True)):
+                shard.attach(self._grads.ready(chunk)[: shard.numel], self._params.ready(chunk)[: shard.numel])
+                if scaled:
+                    rule.scale_gradients(factor)
+                rule.step(lr, weight_decay, skip, updates, decoupled_lr)
+                shard.write_params()
+                self._start_params(chunk)
+                if chunk + self._number < len(self.shards):
+                    self._start_grads(chunk + self._number)
         self._to_device.join()
 
     def _start_grads(self, chunk: int) -> None:
