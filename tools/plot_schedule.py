@@ -139,8 +139,10 @@ def summary_of(found: Simulation) -> str:
         hidden = 1 - found.exposed / found.exchanging
         exchanges = f"\nall-to-alls of experts behind computation: {hidden:.1%} of their time"
     peaks = ", ".join(f"{peak:g}" for peak in found.peak_activations)
+    longest = max(found.spans)
+    alone = f"; if no rank waited for the gradient norm of all: {longest:g}, {found.bubble_of_ranks:.4f}"
     return (
-        f"time {found.makespan:g}, longest rank {max(found.spans):g}, bubble {found.bubble:.4f}\n"
+        f"time of a step {found.makespan:g}, bubble {found.bubble:.4f}{alone if longest < found.makespan else ''}\n"
         f"peak activations by rank, in microbatches of a rank's whole layers: {peaks}{exchanges}"
     )
 

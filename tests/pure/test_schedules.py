@@ -138,16 +138,27 @@ def test_bubble_of_zero_bubble_schedules(p, more, uneven, schedule_k):
     found = simulate(build_schedule(schedule, p, m), StageCosts(forward, input_grad, weight_grad))
     idle = (p - 1) * (forward + input_grad - k * weight_grad)
     assert max(found.spans) == pytest.approx(m * 3 + idle)
+    assert found.bubble_of_ranks == pytest.approx(idle / (m * 3 + idle))
     assert found.peak_activations == [k * (p - 1) + 1] * p
 
 
 @given(st.integers(1, 10), st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p, more):
+def test_zb_v_has_no_bubble_of_ranks_and_the_memory_of_1f1b(p, more):
     m = 2 * p - 1 + more
     found = simulate(build_schedule("zb-v", p, m), StageCosts(1, 1, 1, activation=0.5))
-    assert found.bubble == 0
+    assert found.bubble_of_ranks == 0
     assert max(found.peak_activations) <= p
+
+
+@pytest.mark.parametrize("p", [1, 4, 8, 16])
+def test_a_step_lasts_as_long_as_its_slowest_rank(p):
+    """No rank updates before the gradients of all are there: zb-h2 ends where zb-h1 does, and zb-v half as late."""
+    m = 2 * p
+    for schedule, time, late in (("zb-h1", 1.0, p - 1), ("zb-h2", 1.0, p - 1), ("zb-v", 0.5, (p - 1) / 2)):
+        found = simulate(build_schedule(schedule, p, m), StageCosts(time, time, time))
+        assert found.makespan == 3 * m + late
+        assert found.bubble == pytest.approx(late / (3 * m + late))
 
 
 def test_zb_h1_holds_no_more_than_1f1b():

@@ -351,7 +351,8 @@ def byte_text(size: int) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none."""
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
+    gradient norm, for which all wait."""
     parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
     costs = stage_costs(config.model, parallel)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
