@@ -100,7 +100,7 @@ def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: 
         for name, source in sources.items():
             forget(run)
             loads = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
-            progress = replace(checkpointer, config=loads).load(data_fingerprint=run.data.fingerprint)
+            progress = replace(checkpointer, config=loads).load(data=run.data.fingerprint_at)
             fragments = state_fragments(run, NOW)
             found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(source.truth, f))]
             counters = (progress.iteration, progress.consumed_samples, run.optimizer.step_count)

@@ -54,6 +54,7 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import resumed_fields
+from megatron.training.config.stages.plan import StagePlan
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 
@@ -69,6 +70,14 @@ PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer
 """Entries besides tensors that a checkpoint needs for a run to resume from it."""
 
 
+Fingerprint = Callable[[int], str | None]
+"""Consumed samples -> what identifies the data that they came from; None if nothing does."""
+
+
+def no_fingerprint(consumed_samples: int) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Checkpointer:
     """What a checkpoint of a run holds, on one rank: saves it, and loads it. All methods are collective."""
@@ -77,6 +86,14 @@ class Checkpointer:
     state: ParallelState
     stages: Mapping[int, nn.Module]
     optimizer: DistributedOptimizer
+    plan: StagePlan | None = None
+    """None for a run without stages."""
+
+    def config_at(self, consumed_samples: int) -> RunConfig:
+        """The configuration with the model's flags of the stage that was trained last."""
+        if self.plan is None:
+            return self.config
+        return replace(self.config, model=self.plan.trained(consumed_samples).config.model)
 
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
@@ -98,8 +115,13 @@ class Checkpointer:
             "layout": asdict(self.state.dims) | {"use_distributed_optimizer": zero},
             "optimizer": {"step_count": optimizer.step_count, "loss_scaler": optimizer.scaler.state_dict()},
             "rng": {"seed": config.training.seed},
-            "config": values_by_section(config),
+            "config": values_by_section(self.config_at(progress.consumed_samples)),
         }
+        if self.plan is not None:
+            own = values_by_section(config)["model"]
+            there = payload["config"]["model"]
+            payload["stages"] = self.plan.record(progress.consumed_samples)
+            payload["model_of_run"] = {name: value for name, value in own.items() if value != there[name]}
         return tensors, payload
 
     def save(self, progress: Progress) -> Path:
@@ -110,19 +132,21 @@ class Checkpointer:
         assert self.config.checkpoint.save is not None
         return save(Path(self.config.checkpoint.save), progress.iteration, *self.contents(progress), self.state.world)
 
-    def load(self, say: Callable[[str], None] = lambda line: None, data_fingerprint: str | None = None) -> Progress:
+    def load(self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint) -> Progress:
         """Loads the newest complete and undamaged checkpoint of --load, saved at any layout, into the parameters and
         the optimizer, and says which were skipped and why.
 
         Returns where the run stands: at the start if there is no checkpoint, or under --finetune or
         --reset-iteration. Raises ValueError, on
-        every rank, if the checkpoint does not fit the run, or the run's data, of which `data_fingerprint` tells, is not
-        what its data position refers to.
+        every rank, if the checkpoint does not fit the run, or the run's data, whose fingerprint at a number of consumed
+        samples is `data`, is not what its data position refers to.
         """
         config, options = self.config, self.config.checkpoint
         checkpoint = _choose(config, self.state.world, say)
         if checkpoint is None:
-            return Progress(data_fingerprint=data_fingerprint)
+            return Progress(data_fingerprint=data(0))
+        consumed = int(checkpoint.payload.get("consumed_samples") or 0)
+        config, data_fingerprint = self.config_at(consumed), data(consumed)
         load_optimizer = options.load_optim and not options.finetune
         if converted(checkpoint) and load_optimizer:
             load_optimizer = False
@@ -145,7 +169,7 @@ class Checkpointer:
         progress = Progress() if anew else saved_progress(checkpoint.payload)
         if not options.load_lr_state:
             progress.scheduled_samples = 0
-        progress.data_fingerprint = data_fingerprint or progress.data_fingerprint
+        progress.data_fingerprint = (data(0) if anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
         return progress
 

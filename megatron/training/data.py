@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.datasets.build import Datasets, build_datasets, split_share
+from megatron.core.datasets.build import Datasets, Demands, TrainingOrder, build_datasets, split_share
 from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
+from megatron.core.datasets.staged import From, StagedDataset
 from megatron.core.datasets.whole_batches import WholeBatches
 from megatron.core.parts import LOSSES
 from megatron.core.text_files.tokenized import TextData, is_text
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.plan import StagePlan
+from megatron.training.config.stages.printed import stage_lines
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.sample_log import SampleLog
@@ -29,7 +32,7 @@ from megatron.training.progress import Step
 
 @dataclass
 class TrainingData:
-    """Iterators over the splits; None for a split that is not used."""
+    """Iterators over the splits; None for a split that is not used. They are those of one stage: `enter` changes it."""
 
     model: TransformerConfig
     runtime: Runtime
@@ -38,9 +41,14 @@ class TrainingData:
     """Validation sets by name; "" is the one that has none."""
 
     test: DataIterator | None
-    fingerprint: str
-    """Equal if the same sample number means the same training sample."""
+    fingerprints: list[tuple[int, str]]
+    """(first sample, fingerprint) of the training data of each stage."""
 
+    plan: StagePlan
+    sets: list[dict[str, Dataset]] = field(default_factory=list)
+    """Validation sets of each stage."""
+
+    tests: list[Dataset | None] = field(default_factory=list)
     sample_log: SampleLog | None = None
     """None without --sample-log."""
 
@@ -51,77 +59,130 @@ class TrainingData:
             self.sample_log.write(step.iteration, taken)
         return put_on_device(taken, self.model, self.runtime)
 
+    def fingerprint_at(self, consumed_samples: int) -> str:
+        """Equal if the first `consumed_samples` samples are the same."""
+        begun = [each for each in self.fingerprints if each[0] < max(1, consumed_samples)]
+        return begun[0][1] if len(begun) == 1 else content_hash({"stages": begun})
+
+    def enter(self, number: int) -> None:
+        """Goes on with the data of a stage."""
+        stage = self.plan.stages[number]
+        self.model, training = stage.config.model, stage.config.training
+        if len(self.plan.stages) > 1:
+            self.train.restrict(stage.end or 0, training.micro_batch_size)
+        for each in (*self.valid.values(), self.test):
+            if each is not None:
+                each.close()
+        self.valid, self.test = {}, None
+        if training.eval_iters:
+            for name, dataset in self.sets[number].items():
+                self.valid[name] = iterator(dataset, stage.config, self.runtime, f"validation {name}".strip())
+            if (test := self.tests[number]) is not None:
+                self.test = iterator(test, stage.config, self.runtime, "test")
+
     def close(self) -> None:
         for each in (self.train, *self.valid.values(), self.test, self.sample_log):
             if each is not None:
                 each.close()
 
 
-def build_data(config: RunConfig, runtime: Runtime, batch_sizes: BatchSizes) -> tuple[TrainingData, int]:
-    """The data, and the iterations of the run: known only now where it is one epoch long.
+def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -> DataIterator:
+    return DataIterator(
+        dataset,
+        micro_batch_size=config.training.micro_batch_size,
+        dp_rank=runtime.state.dp.rank,
+        dp_size=runtime.state.dp.size,
+        num_workers=config.data.num_workers,
+        name=name,
+        pin_memory=runtime.device.type == "cuda",
+    )
+
+
+def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePlan]:
+    """The data, and the plan with the length of the run: known only now where it is one epoch long.
 
     Raises ValueError for whatever is wrong with the data the flags name.
     """
-    training = config.training
-    samples = training.train_samples if training.train_iters is None else batch_sizes.samples(training.train_iters)
-    if samples is None:
-        train = _build(config, (None, 0, 0)).train
-        assert train is not None
-        samples = len(train)
-        if not batch_sizes.iterations(samples):
+    told: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in told:
+            runtime.say(f"data: {line}")
+        told.add(line)
+
+    plan = _with_length(plan)
+    order, longest = TrainingOrder(), max(stage.config.model.seq_length for stage in plan.stages)
+    parts: list[Dataset] = []
+    sets: list[dict[str, Dataset]] = []
+    tests: list[Dataset | None] = []
+    for stage in plan.stages:
+        config, training = stage.config, stage.config.training
+        # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
+        once = training.eval_iters * training.eval_batch_size
+        for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
+        order.planned, order.anew, order.present = stage.planned, stage.starts_anew, []
+        whole = plan.numbered_by_run and len(plan.stages) > 1
+        size = plan.samples if whole else stage.samples
+        made = _build(config, (size, for_valid, once), Demands(order, longest=longest, say=say))
+        if made.train is None:
             raise ValueError(
-                f"--global-batch-size {training.global_batch_size} must be at most one epoch of the training data, "
-                f"{samples} samples of {config.model.seq_length} tokens; "
-                "make it smaller, or say how long to train with --train-iters"
+                "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
             )
-    iterations = training.train_iters if training.train_iters is not None else batch_sizes.iterations(samples)
-    # Evaluation takes as many as Megatron-LM counts: the order of their samples depends on it.
-    once = training.eval_iters * training.eval_batch_size
-    for_valid = None if training.full_validation else (iterations // training.eval_interval + 1) * once
-    datasets = _build(config, (samples, for_valid, once))
-    if datasets.train is None:
-        raise ValueError(
-            "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
-        )
-
-    if len(datasets.train) < samples:  # the run would go on after the data: a blend without weights has one epoch
-        raise ValueError(
-            f"the training data has {len(datasets.train)} samples of {config.model.seq_length} tokens and the run "
-            f"takes {samples}: several --data-path prefixes without weights are read once; give each a weight, which "
-            "repeats the data, or train for less"
-        )
-
-    def iterator(dataset: Dataset | None, name: str) -> DataIterator | None:
-        if dataset is None or (name != "training" and training.eval_iters == 0):
-            return None
-        return DataIterator(
-            dataset,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=runtime.state.dp.rank,
-            dp_size=runtime.state.dp.size,
-            num_workers=config.data.num_workers,
-            name=name,
-            pin_memory=runtime.device.type == "cuda",
-        )
-
-    sets: dict[str, Dataset | None] = {"": datasets.valid}
-    for name, prefix in config.data.named_sets.items():
-        sets[name] = _build_set(config, prefix, for_valid)
-    if training.full_validation:
-        sets = {name: each and WholeBatches(each, training.eval_batch_size) for name, each in sets.items()}
-    train_iterator = iterator(datasets.train, "training")
-    assert train_iterator is not None
-    for line in source_lines(with_tokens(config), samples, config.model.seq_length):
-        runtime.say(f"data: {line}")
+        if len(made.train) < stage.samples:  # the run would go on after the data: a blend without weights has one epoch
+            raise ValueError(
+                f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens and the run "
+                f"takes {stage.samples}: several --data-path prefixes without weights are read once; give each a "
+                "weight, which repeats the data, or train for less"
+            )
+        order.take(made.train, stage.samples)
+        train, valid, test = _filled_in(config, made)
+        assert train is not None
+        parts.append(From(train, stage.first_sample) if whole and stage.first_sample else train)
+        of_stage = {"": valid} | {
+            name: _build_set(config, at, for_valid) for name, at in config.data.named_sets.items()
+        }
+        if training.full_validation:
+            of_stage = {n: each and WholeBatches(each, training.eval_batch_size) for n, each in of_stage.items()}
+        sets.append({name: each for name, each in of_stage.items() if each is not None})
+        tests.append(test)
+        for line in (
+            *stage_lines(plan, stage),
+            *source_lines(with_tokens(config), stage.samples, config.model.seq_length),
+        ):
+            runtime.say(f"data: {line}")
+    firsts = [stage.first_sample for stage in plan.stages]
+    dataset = parts[0] if len(parts) == 1 else StagedDataset(firsts, parts, plan.samples)
     data = TrainingData(
-        config.model,
+        plan.stages[0].config.model,
         runtime,
-        train_iterator,
-        {name: each for name, dataset in sets.items() if (each := iterator(dataset, f"validation {name}".strip()))},
-        iterator(datasets.test, "test"),
-        datasets.train.fingerprint,
+        iterator(dataset, plan.stages[0].config, runtime, "training"),
+        {},
+        None,
+        [(first, part.fingerprint) for first, part in zip(firsts, parts, strict=True)],
+        plan,
+        sets,
+        tests,
     )
-    return data, iterations
+    return data, plan
+
+
+def _with_length(plan: StagePlan) -> StagePlan:
+    """The plan with the end of the run where this is one epoch of the data."""
+    last = plan.stages[-1]
+    if last.end is not None:
+        return plan
+    config, training = last.config, last.config.training
+    # Whether tokens are divided follows from the splits that are needed.
+    needed = (True, training.eval_iters > 0 or training.full_validation, training.eval_iters > 0)
+    train = _build(config, (None, 0, 0), Demands(needed=needed)).train
+    assert train is not None
+    if not plan.sizes.iterations(len(train)):
+        raise ValueError(
+            f"--global-batch-size {training.global_batch_size} must be at most one epoch of the training data, "
+            f"{len(train)} samples of {config.model.seq_length} tokens; "
+            "make it smaller, or say how long to train with --train-iters"
+        )
+    return replace(plan, stages=(*plan.stages[:-1], replace(last, end=len(train))))
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
@@ -135,41 +196,48 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
     made = TextData(config.data, config.tokenizer, config.model.vocab_size, prepare)
     replaced: dict[str, Any] = {}
     problems = []
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = list(getattr(config.data, field) or ())
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = list(getattr(config.data, name) or ())
         for place, word in enumerate(words):
             path, share = split_share(word)
             if is_text(path):
                 try:
-                    words[place] = made.prefix(dashed(field), path)
+                    words[place] = made.prefix(dashed(name), path)
                 except ValueError as error:
                     problems.append(str(error))
                 else:
                     words[place] += "" if share is None else f"@{share[0]}:{share[1]}"
-                    replaced[field] = tuple(words)
+                    replaced[name] = tuple(words)
     if problems:
         raise ValueError("\n".join(problems))
     return replace(config.data, **replaced)
 
 
-def _build(config: RunConfig, sizes: tuple[int | None, int | None, int | None]) -> Datasets:
-    """The data of the flags but for validation sets with names."""
-    named, fim, data = config.tokenizer, config.fill_in_middle, config.data
+def _build(
+    config: RunConfig, sizes: tuple[int | None, int | None, int | None], demands: Demands | None = None
+) -> Datasets:
+    """The data of the flags but for validation sets with names, nothing filled in."""
+    named, data = config.tokenizer, config.data
     if data.multiple_validation_sets:
         config = replace(config, data=replace(data, valid_data_path=None))
     tokenizer = build_tokenizer(named, config.model.vocab_size) if named.tokenizer_type else None
-    datasets = build_datasets(
+    return build_datasets(
         replace(with_tokens(config), reset_position_ids=config.restarts_positions),
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         sizes=sizes,
         eod=tokenizer.eod if tokenizer is not None else None,
         vocab_size=config.model.vocab_size,
+        demands=demands,
     )
+
+
+def _filled_in(config: RunConfig, datasets: Datasets) -> Datasets:
+    """Fill-in-the-middle samples of data sets, if the flags ask for them."""
+    named, fim, seed = config.tokenizer, config.fill_in_middle, config.training.seed
     if not fim.fim_data:
         return datasets
-    assert tokenizer is not None
-    seed = config.training.seed
+    tokenizer = build_tokenizer(named, config.model.vocab_size)
     return Datasets(*(each and FillInMiddle(each, fim, tokenizer, seed) for each in datasets))
 
 
@@ -177,7 +245,8 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
     """One validation set."""
     alone = replace(config.data, data_path=None, train_data_path=None, test_data_path=None)
     data = replace(alone, valid_data_path=(prefix,), multiple_validation_sets=False)
-    return _build(replace(config, data=data), (0, samples, 0)).valid
+    config = replace(config, data=data)
+    return _filled_in(config, _build(config, (0, samples, 0))).valid
 
 
 def put_on_device(batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime) -> list[Batch]:

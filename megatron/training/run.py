@@ -11,6 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.plan import StagePlan
 from megatron.training.data import TrainingData
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
@@ -31,6 +32,9 @@ class TrainingRun:
     """Owns the parts of a run on one rank. The loop holds it; other functions take the parts they use."""
 
     config: RunConfig
+    """That of the present stage; `plan.base` is the one that the flags say."""
+
+    plan: StagePlan
     runtime: Runtime
     stages: dict[int, GPTModel]
     ddp: DistributedDataParallel
@@ -56,6 +60,9 @@ class TrainingRun:
     user_metrics: UserMetrics
     view: RunView
     """What callbacks and metrics see of this run."""
+
+    stage: int = 0
+    """Number of the present stage."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the present iteration; saved with its checkpoint."""

@@ -22,13 +22,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
-from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, ScheduleLength
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpointing import Checkpointer
-from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.history import continued, read_history
+from megatron.training.config.stages.plan import stage_plan
+from megatron.training.config.stages.schedule import whole_schedule
 from megatron.training.conversion.start import load_start
 from megatron.training.data import build_data
 from megatron.training.diagnosis.profiler import Profiler
@@ -46,6 +47,7 @@ from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
+from megatron.training.stages.change import enter_stage
 
 
 def build_stages(
@@ -169,15 +171,16 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     phases, state = runtime.phases, runtime.state
     queue, casts, overlap = WeightGradQueue(), WeightCasts(), BatchOverlap()
     with phases("data"):
-        batch_sizes = BatchSizes.from_config(config)
-        data, train_iters = build_data(config, runtime, batch_sizes)
+        plan = continued(stage_plan(config), read_history(config.checkpoint))
+        data, plan = build_data(plan, runtime)
     with phases("tasks"):
         eval_tasks = load_tasks(config, runtime)
     with phases("model"):
-        stages = build_stages(config, runtime, queue, casts, overlap, choose_attention(config, runtime))
+        attention = choose_attention(plan.longest.config, runtime)
+        stages = build_stages(config, runtime, queue, casts, overlap, attention)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
-        choose_weight_grads(config, runtime, stages)
+        choose_weight_grads(plan.longest.config, runtime, stages)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
         ddp = DistributedDataParallel(
@@ -199,13 +202,10 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
             ),
         )
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
-        training = config.training
-        assert training.global_batch_size is not None
-        length = ScheduleLength.of(config.optimizer, training.global_batch_size, train_iters, training.train_samples)
-        scheduler = OptimizerParamScheduler(config.optimizer, length)
+        scheduler = whole_schedule(plan)
     with phases("checkpoint"):
-        checkpointer = Checkpointer(config, state, stages, optimizer)
-        progress = load_start(checkpointer, runtime.say, data.fingerprint)
+        checkpointer = Checkpointer(config, state, stages, optimizer, plan)
+        progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         scaling.refresh()
         saver = RunSaver(checkpointer, runtime, progress)
     if config.logging.sample_log:
@@ -218,8 +218,9 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     pipeline.executor.timed = clock
     parts = (parts or Parts()).with_registered(config)
     profilers = [Profiler(config)] if config.logging.profile or config.logging.record_memory_history else []
-    return TrainingRun(
+    run = TrainingRun(
         config=config,
+        plan=plan,
         runtime=runtime,
         stages=stages,
         ddp=ddp,
@@ -229,8 +230,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token),
         data=data,
         eval_tasks=eval_tasks,
-        batch_sizes=batch_sizes,
-        train_iters=train_iters,
+        batch_sizes=plan.sizes,
+        train_iters=plan.iterations,
         progress=progress,
         experts=experts,
         sums=ModelSums(config.logging, optimizer, stages, state, runtime.device),
@@ -241,3 +242,5 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         user_metrics=UserMetrics(parts.metrics, runtime.device),
         view=RunView(config, stages, optimizer, progress, runtime.say),
     )
+    enter_stage(run, plan.number_at(progress.consumed_samples))
+    return run

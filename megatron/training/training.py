@@ -43,6 +43,7 @@ from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
+from megatron.training.stages.change import enter_stage_of, stage_is_over
 
 
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
@@ -117,6 +118,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
                 saved_at = progress.iteration
             requests.done()
             continue
+        enter_stage_of(run)
         train_step(run, interval)
         collection.after_step(progress.iteration)
         if startup:
@@ -127,7 +129,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             callback.on_step_end(run.view)
         may_stop = False
         iteration, last = progress.iteration, progress.iteration == run.train_iters
-        if last or _due(iteration, config.logging.log_interval):
+        if last or _due(iteration, config.logging.log_interval) or stage_is_over(run):
             settle(run)
             record = summarize(run, interval)
             run.measured["lm_loss"] = record["lm_loss"]
@@ -212,6 +214,7 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
     run.measured.clear()
     progress.iteration += 1
     progress.consumed_samples += step.samples
+    progress.data_fingerprint = run.data.fingerprint_at(progress.consumed_samples)
 
 
 def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Callable[[], None] | None) -> None:

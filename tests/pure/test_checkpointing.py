@@ -68,7 +68,7 @@ class Run:
 
     def load(self, data_fingerprint: str | None = None) -> Progress:
         checkpointer = Checkpointer(self.config, STATE, self.stages, self.optimizer)
-        return checkpointer.load(data_fingerprint=data_fingerprint)
+        return checkpointer.load(data=lambda consumed: data_fingerprint)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         pieces = {f"{piece.key} {piece.meta.name}": piece.data for piece in self.optimizer.sharded_state()}

@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import re
 import resource
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.datasets.build import build_datasets, parse_blend
+from megatron.core.datasets.build import Demands, build_datasets, parse_blend
 from megatron.core.datasets.gpt_dataset import SampleFormat
 from megatron.core.datasets.index_cache import IndexCache, array_digest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.source_order import split_tokens
 from tests.limits import HANG
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "megatron_order"
@@ -85,8 +87,9 @@ def test_switches_that_need_an_end_of_document_say_so(flag):
     ("kwargs", "message"),
     [
         (
-            {"split": "969,30,1", "sizes": (1, 1, 1)},
-            r"--split 969,30,1: the test split has no documents, with 0.1 % of the 60",
+            {"split": "969,30,1", "sizes": (1, 1, 1), "seq_length": 1000},
+            r"--split 969,30,1: the 60 documents of .*alpha are too few to divide, and their 2420 tokens too few for a "
+            r"sample of --seq-length 1000 \+ 1 in each of train and valid and test; shorten the sequence",
         ),
         ({"split": "0,0,0"}, "--split 0,0,0: must be up to three shares"),
         ({"split": "a,b"}, "--split a,b: must be up to three numbers"),
@@ -117,6 +120,39 @@ def test_all_missing_files_are_named_at_once():
 
 def test_no_split_is_built_of_which_no_sample_is_wanted(tmp_path):
     assert build(split="969,30,1", sizes=(4, 1, 0), data_cache_path=str(tmp_path)).test is None
+
+
+def test_one_book_gets_a_part_for_each_split_that_is_needed(tmp_path):
+    book, said = write(tmp_path / "book", [np.arange(5000)]), []
+    demands = Demands(say=said.append)
+    build = partial(build_datasets, DatasetConfig(data_path=(book,)), seq_length=64, seed=5, demands=demands)
+    splits = build(sizes=(100, 4, 4))
+    seen = [set(np.concatenate([each.text(i) for i in range(len(each))]).tolist()) for each in splits]
+    assert not seen[0] & seen[1] and not seen[0] & seen[2] and not seen[1] & seen[2]
+    assert [max(each) for each in seen] == [4784, 4934, 4999] and len(splits[2]) == 4
+    assert said == [
+        f"{book}: 1 documents are too few for --split 969,30,1, so that its tokens are divided: train 4,785, "
+        "valid 150, test 65"
+    ]
+    assert len(build(sizes=(None, 0, 0)).train) == 4999 // 64, "all of it where no other split is needed"
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 7))
+def test_tokens_are_divided_once_each(lengths, block, wanted):
+    needed = [bool(wanted & bit) for bit in (1, 2, 4)]
+    parts = split_tokens(np.array(lengths), (0.9, 0.07, 0.03), needed, block)
+    if parts is None:
+        assert sum(lengths) < block * sum(needed) + 3, "refused only if there is not one block for each"
+        return
+    rows = [row for part in parts for row in zip(part.documents, part.starts, part.lengths, strict=True)]
+    found = [(document, token) for document, start, size in rows for token in range(start, start + size)]
+    assert found == [(d, t) for d, n in enumerate(lengths) for t in range(n)]
+    assert all(part.tokens >= block for part, need in zip(parts, needed, strict=True) if need)
+
+
+def test_a_set_smaller_than_a_sample_is_repeated(tmp_path):
+    train = build(data_path=(write(tmp_path / "x", [[1, 2, 3], [4]]),), sizes=(5, 0, 0), seq_length=6).train
+    assert len(train) >= 5 and sorted(train.text(0).tolist() + train.text(1).tolist())[0] == 1
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_drawn(tmp_path):

@@ -55,6 +55,10 @@ class DatasetConfig(Section):
     test_weighted_split_paths_path: str | None = None
     """File with the value of --test-weighted-split-paths."""
 
+    data_stages: str | None = None
+    """YAML file of stages of the run, each from a sample, token or iteration on with data, sequence length, batch size
+    and learning rate of its own."""
+
     text_key: str = "text"
     """Key of JSON objects, or column of tables, that holds a document, where data are text files."""
 

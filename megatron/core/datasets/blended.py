@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, TextDataset
+from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indices import BlendIndex, build_blend_index, build_exhaustive_blend_index
 
@@ -27,7 +27,7 @@ class BlendedDataset(TextDataset):
     """
 
     def __init__(
-        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None, cache: IndexCache
+        self, datasets: Sequence[TextDataset], weights: Sequence[float], size: int | None, cache: IndexCache
     ) -> None:
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:
@@ -60,7 +60,7 @@ class BlendedDataset(TextDataset):
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 
-    def _place(self, index: int) -> tuple[GPTDataset, int]:
+    def _place(self, index: int) -> tuple[TextDataset, int]:
         return self.datasets[int(self.index.dataset[index])], int(self.index.sample[index])
 
     def _check_counts(self, lengths: Sequence[int]) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import BlendedDataset, normalise
-from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Pieces, SampleFormat, TextDataset
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, strip_suffix
 from megatron.core.datasets.indices import parse_split, split_documents
 from megatron.core.datasets.mock import SPLITS, MockGPTDataset
+from megatron.core.datasets.source_order import SourceOrder, split_tokens
 from megatron.core.parts import DATASETS
 
 # Datasets of a weighted blend get this much more than their share, because greedy draws may run ahead.
@@ -32,6 +36,45 @@ class Datasets(NamedTuple):
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+
+
+@dataclass
+class TrainingOrder:
+    """What a run has taken of each training source in its stages so far."""
+
+    planned: tuple[int | None, ...] = ()
+    """Samples that were planned for the present stage before its plan was made longer."""
+
+    anew: Callable[[str], bool] = lambda prefix: False
+    """Whether a source starts anew in the present stage."""
+
+    sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
+    present: list[SourceOrder] = field(default_factory=list)
+    """Those of the present stage, in the order of its blend."""
+
+    def take(self, dataset: Dataset, samples: int) -> None:
+        """Says that so many samples of the present stage's data set are taken."""
+        if isinstance(dataset, BlendedDataset):
+            counts = np.bincount(dataset.index.dataset[:samples], minlength=len(self.present)).tolist()
+        else:
+            counts = [samples] * len(self.present)
+        for source, count in zip(self.present, counts, strict=True):
+            source.take(count)
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a run asks of its data sets beyond their configuration."""
+
+    order: TrainingOrder = field(default_factory=TrainingOrder)
+    needed: tuple[bool, ...] | None = None
+    """Splits of which the run takes samples; default: those with a size."""
+
+    longest: int = 0
+    """Largest sequence length of the run, if it has several."""
+
+    say: Callable[[str], None] = lambda line: None
+    """Told of data sets that are not divided by documents."""
 
 
 class Blend(NamedTuple):
@@ -90,8 +133,10 @@ def build_datasets(
     sizes: tuple[int | None, int | None, int | None],
     eod: int | None = None,
     vocab_size: int | None = None,
+    demands: Demands | None = None,
 ) -> Datasets:
-    """Builds the datasets of a run. `sizes` are the samples of train, valid and test; None means one epoch.
+    """Builds the datasets of a run. `sizes` are the samples of train, valid and test; None means one epoch. `demands`
+    are of indexed datasets only.
 
     All processes may call this at the same time, without a process group. Raises ValueError for user errors: flags,
     files, splits without documents, token ids outside the vocabulary.
@@ -99,12 +144,22 @@ def build_datasets(
     format = SampleFormat(
         seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask
     )
+    if config.dataset == "gpt":
+        return build_gpt(config, format, seed, sizes, demands)
     return DATASETS[config.dataset](config, format, seed, sizes)
 
 
-def build_gpt(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
+def build_gpt(
+    config: DatasetConfig,
+    format: SampleFormat,
+    seed: int,
+    sizes: Sequence[int | None],
+    demands: Demands | None = None,
+) -> Datasets:
     """The splits of indexed datasets in Megatron's files."""
-    builder = _Builder(config, format, seed)
+    demands = demands or Demands()
+    needed = demands.needed or tuple(size != 0 for size in sizes)
+    builder = _Builder(config, format, seed, replace(demands, needed=needed))
     if config.per_split:
         paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
         calls = [
@@ -147,9 +202,9 @@ def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Se
 class _Builder:
     """Builds splits; opens each indexed dataset once for all of them."""
 
-    def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int) -> None:
-        self.config, self.format, self.seed = config, format, seed
-        self.open = cache(IndexedDataset)
+    def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int, demands: Demands) -> None:
+        self.config, self.format, self.seed, self.demands = config, format, seed, demands
+        self.open, self.say = cache(IndexedDataset), cache(demands.say)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
         """Builds a split that has its own data paths. A single prefix is not a blend, even with a weight."""
@@ -168,7 +223,8 @@ class _Builder:
             raise ValueError(f"the {split} split needs {size} samples; correct {SIZE_FLAGS[split]}")
         prefixes, weights = blend
         if len(prefixes) == 1 and weights is None:
-            return self._one(split, prefixes[0], shares, number, size)
+            earlier = self.demands.order.planned if split == "train" else ()
+            return self._one(split, prefixes[0], shares, number, (*earlier, size))
         if weights is not None and size is None:
             raise ValueError(
                 f"the {split} split blends {len(prefixes)} datasets by weight, so it has no epochs; set the length "
@@ -176,17 +232,21 @@ class _Builder:
             )
         if size == 0:
             return None
+        earlier = self.demands.order.planned if split == "train" else ()
         if weights is None:
-            wanted: list[int | None] = [None] * len(prefixes)
+            wanted: list[tuple[int | None, ...]] = [(None,)] * len(prefixes)
             total = size
         else:
             assert size is not None
-            targets = [ceil(size * weight) for weight in normalise(weights)]
-            wanted = [ceil(target * (1 + SURPLUS)) for target in targets]
-            total = sum(targets)
+            shares_of = normalise(weights)
+            total = sum(ceil(size * weight) for weight in shares_of)
+            wanted = [
+                tuple(ceil(ceil((asked or 0) * weight) * (1 + SURPLUS)) for asked in (*earlier, size))
+                for weight in shares_of
+            ]
         datasets = _all(
-            partial(self._one, split, prefix, shares, number, samples)
-            for prefix, samples in zip(prefixes, wanted, strict=True)
+            partial(self._one, split, prefix, shares, number, planned)
+            for prefix, planned in zip(prefixes, wanted, strict=True)
         )
         parts = [dataset for dataset in datasets if dataset is not None]
         lengths = [len(part) for part in parts]
@@ -195,12 +255,13 @@ class _Builder:
         return BlendedDataset(parts, normalise(weights) if weights else lengths, total, self._cache(prefixes[0]))
 
     def _one(
-        self, split: str, prefix: str, shares: Sequence[float], number: int, samples: int | None
-    ) -> GPTDataset | None:
+        self, split: str, prefix: str, shares: Sequence[float], number: int, planned: Sequence[int | None]
+    ) -> TextDataset | None:
         prefix, share = split_share(prefix)
         indexed = self.open(prefix)
+        documents: range | Pieces
         if share is None:
-            documents = split_documents(shares, len(indexed))[number]
+            documents = self._documents(prefix, indexed, shares)[number]
         elif len(shares) == 1:
             documents = range(*(round(end * len(indexed)) for end in share))
         else:
@@ -209,22 +270,51 @@ class _Builder:
                 f"--data-path {prefix}@{share[0]:g}:{share[1]:g}: {rule}; use --train-data-path and its kin"
             )
         if not documents:
-            if samples == 0:
+            if planned[-1] == 0:
                 return None
-            raise ValueError(self._no_documents(split, prefix, len(indexed), shares, number))
+            raise ValueError(self._no_documents(split, prefix, len(indexed)))
         files = self._cache(prefix)
-        return GPTDataset(indexed, documents, samples, self.format, seed=self.seed, split=split, cache=files)
+        if split != "train":
+            return GPTDataset(indexed, documents, planned[-1], self.format, seed=self.seed, split=split, cache=files)
+        order = self.demands.order
+        key = (prefix, share, sum(each.indexed.prefix == indexed.prefix for each in order.present))
+        source = order.sources.get(key)
+        if source is None:
+            source = SourceOrder(indexed, documents, seed=self.seed, split=split, cache=files)
+        found = source.view(self.format, planned, order.anew(prefix))
+        order.sources[key] = source
+        order.present.append(source)
+        return found
 
-    def _no_documents(self, split: str, prefix: str, total: int, shares: Sequence[float], number: int) -> str:
+    def _documents(self, prefix: str, indexed: IndexedDataset, shares: Sequence[float]) -> Sequence[range | Pieces]:
+        """Documents of each split; parts of them, cut by tokens, if a split that is needed would have none."""
+        found, needed = split_documents(shares, len(indexed)), self.demands.needed
+        assert needed is not None
+        if len(shares) == 1 or all(found[n] or not shares[n] or not needed[n] for n in range(len(shares))):
+            return found
+        if not len(indexed):
+            return found
+        length = max(self.demands.longest, self.format.seq_length)
+        wanted = [bool(share and need) for share, need in zip(shares, needed, strict=True)]
+        parts = split_tokens(indexed.lengths, shares, wanted, length + 1)
+        if parts is None:
+            names = " and ".join(name for name, want in zip(SPLITS, wanted, strict=True) if want)
+            raise ValueError(
+                f"--split {self.config.split}: the {len(indexed)} documents of {prefix} are too few to divide, and "
+                f"their {indexed.num_tokens} tokens too few for a sample of --seq-length {length} + 1 in each of "
+                f"{names}; shorten the sequence, add data, set a share to 0, or turn evaluation off with --eval-iters 0"
+            )
+        sizes = ", ".join(f"{name} {part.tokens:,}" for name, part in zip(SPLITS, parts, strict=True) if part)
+        self.say(
+            f"{prefix}: {len(indexed)} documents are too few for --split {self.config.split}, so that its tokens are "
+            f"divided: {sizes}"
+        )
+        return parts
+
+    def _no_documents(self, split: str, prefix: str, total: int) -> str:
         if total == 0:
             return f"dataset {prefix} has no documents; create it again from files with text"
-        if len(shares) == 1:
-            return f"--{split}-data-path: dataset {prefix} has no documents"
-        return (
-            f"--split {self.config.split}: the {split} split has no documents, with {100 * shares[number]:.4g} % of "
-            f"the {total} documents of {prefix}; raise it to at least {100 / total:.3g} %, set it to 0 for no "
-            f"{split} data, or use its own files with --{split}-data-path"
-        )
+        return f"--{split}-data-path: dataset {prefix} has no documents"
 
     def _cache(self, prefix: str) -> IndexCache:
         beside = Path(prefix).parent / "cache" / "GPTDataset_indices"

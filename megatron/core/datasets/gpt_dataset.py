@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.index_cache import IndexCache, array_digest, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epochs
 
@@ -114,6 +114,7 @@ class TextDataset(ABC):
 
     samples: int
     format: SampleFormat
+    fingerprint: str
 
     def __len__(self) -> int:
         return self.samples
@@ -130,9 +131,39 @@ class TextDataset(ABC):
     @abstractmethod
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
+    @abstractmethod
+    def origin(self, index: int) -> str:
+        """Start of a sample: `dataset:document+token`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of documents of an indexed dataset, which take the place of whole documents."""
+
+    documents: NDArray[np.int64]
+    """[n]: the document of each."""
+
+    starts: NDArray[np.int64]
+    """[n]: its first token in the document."""
+
+    lengths: NDArray[np.int64]
+    """[n]: its tokens."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def digest(self) -> str:
+        """Hash of all three."""
+        return array_digest(np.concatenate((self.documents, self.starts, self.lengths)))
+
 
 class GPTDataset(TextDataset):
-    """`documents` of an indexed dataset, repeated for at least `samples` samples, or (None) one epoch.
+    """`documents` of an indexed dataset, or pieces of them, for at least `samples` samples, or (None) one epoch.
 
     Raises ValueError if they hold too few tokens, or token ids outside the vocabulary.
     """
@@ -140,7 +171,7 @@ class GPTDataset(TextDataset):
     def __init__(
         self,
         indexed: IndexedDataset,
-        documents: range,
+        documents: range | Pieces,
         samples: int | None,
         format: SampleFormat,
         *,
@@ -155,7 +186,10 @@ class GPTDataset(TextDataset):
                 f"dataset {indexed.prefix} holds {indexed.dtype.name}, not token ids; "
                 "make it with tools/preprocess_data.py"
             )
-        tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        self.pieces = None if isinstance(documents, range) else documents
+        numbers = documents if isinstance(documents, range) else range(len(documents))
+        lengths = indexed.lengths if self.pieces is None else self.pieces.lengths
+        tokens = int(lengths[numbers.start : numbers.stop].sum(dtype=np.int64))
         if tokens < (1 if samples is not None else format.seq_length + 1):
             raise ValueError(
                 f"dataset {indexed.prefix}: the {len(documents)} documents of the {split} split have {tokens} tokens, "
@@ -167,7 +201,7 @@ class GPTDataset(TextDataset):
         # The number of samples asked for acts through the plan alone, so runs of many lengths share an index.
         order = {
             "lengths": indexed.lengths_digest,
-            "documents": [documents.start, documents.stop],
+            "documents": [numbers.start, numbers.stop] if self.pieces is None else self.pieces.digest,
             "epochs": self.plan.epochs,
             "final_epoch_apart": self.plan.final_apart,
             "sequence_length": format.seq_length,
@@ -177,7 +211,7 @@ class GPTDataset(TextDataset):
             GPTIndex._fields,
             f"GPTDataset-{split}",
             order,
-            lambda: gpt_index_parts(indexed.lengths, documents, self.plan, format.seq_length, seed),
+            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed),
         )
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})
@@ -189,7 +223,7 @@ class GPTDataset(TextDataset):
         text = np.empty(self.format.seq_length + 1, np.int64)
         filled = 0
         for document in self.index.document_index[first : last + 1]:
-            part = self.indexed.get(int(document), offset, offset + len(text) - filled)
+            part = self._read(int(document), offset, offset + len(text) - filled)
             text[filled : filled + len(part)] = part
             filled += len(part)
             offset = 0
@@ -200,7 +234,38 @@ class GPTDataset(TextDataset):
     def origin(self, index: int) -> str:
         """Start of a sample: `dataset:document+token`."""
         first, offset = map(int, self.index.sample_index[int(self.index.shuffle_index[index])])
-        return f"{Path(self.indexed.prefix).name}:{self.index.document_index[first]}+{offset}"
+        number = int(self.index.document_index[first])
+        if self.pieces is not None:
+            number, offset = int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
+        return f"{Path(self.indexed.prefix).name}:{number}+{offset}"
+
+    def rest(self, taken: int) -> Pieces:
+        """The parts of the token stream that are no inputs of the first `taken` samples, as pieces of documents in the
+        order of the stream."""
+        length, index = self.format.seq_length, self.index
+        lengths = self.indexed.lengths if self.pieces is None else self.pieces.lengths
+        ends = np.cumsum(lengths[index.document_index], dtype=np.int64)
+        begins = np.append(0, ends[:-1])
+        numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
+        left = np.append(numbers, self.samples)  # the last: what is behind all samples
+        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of neighbouring samples
+        runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
+        run = np.searchsorted(runs, begins, side="right") - 1
+        inside = (run >= 0) & (begins < stops[run])
+        starts = np.unique(np.concatenate((runs, begins[inside])))
+        where = np.searchsorted(ends, starts, side="right")
+        sizes = np.minimum(ends[where], stops[np.searchsorted(runs, starts, side="right") - 1]) - starts
+        documents, offsets = index.document_index[where].astype(np.int64), starts - begins[where]
+        if self.pieces is not None:
+            documents, offsets = self.pieces.documents[documents], offsets + self.pieces.starts[documents]
+        return Pieces(documents, offsets, sizes)
+
+    def _read(self, number: int, start: int, stop: int) -> NDArray:
+        """Tokens [start, stop) of a document or piece, at most to its end."""
+        if self.pieces is None:
+            return self.indexed.get(number, start, stop)
+        first, length = int(self.pieces.starts[number]), int(self.pieces.lengths[number])
+        return self.indexed.get(int(self.pieces.documents[number]), first + start, first + min(stop, length))
 
     def _probe(self) -> str:
         """Hash of some tokens, which are checked against the vocabulary by the way."""

@@ -72,6 +72,9 @@ class DataIterator:
         self.dp_size = dp_size
         self.name = name
         self.pin_memory = pin_memory
+        self.end = len(dataset)
+        """No sample from this number on is taken, or prefetched."""
+
         self._pool = None
         if num_workers:
             # A thread starts on device 0. Pinning there would create a context of every rank on that device.
@@ -94,10 +97,10 @@ class DataIterator:
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size
-        if end > len(self.dataset):
+        if end > self.end:
             raise ValueError(
                 f"the {self.name} data ended: a step takes samples {consumed_samples} to {end - 1} and the dataset has "
-                f"{len(self.dataset)}; ask for more samples (--train-iters or --train-samples for training, "
+                f"{self.end}; ask for more samples (--train-iters or --train-samples for training, "
                 "--eval-iters for evaluation), which repeats the data, or stop earlier"
             )
         count = global_batch_size // self.row
@@ -108,6 +111,12 @@ class DataIterator:
         if self._pool is None:
             return [self._prepare(indices) for indices in wanted]
         return self._take(consumed_samples, wanted)
+
+    def restrict(self, end: int, micro_batch_size: int) -> None:
+        """Takes no sample from number `end` on, and micro-batches of another size."""
+        if (end, micro_batch_size) != (self.end, self.micro_batch_size):
+            self._drop()
+            self.end, self.micro_batch_size = end, micro_batch_size
 
     def close(self) -> None:
         """Ends the worker threads and drops prefetched micro-batches."""
@@ -131,7 +140,7 @@ class DataIterator:
     def _schedule(self, depth: int) -> None:
         """Schedules work until `depth` micro-batches are ready or in progress, or the data end."""
         assert self._pool is not None
-        while len(self._ready) < depth and self._next + self.row <= len(self.dataset):
+        while len(self._ready) < depth and self._next + self.row <= self.end:
             indices = microbatch_samples(self._next, 0, self.dp_rank, self.dp_size, self.micro_batch_size)
             self._ready.append((indices, self._pool.submit(self._prepare, indices)))
             self._next += self.row

@@ -45,11 +45,21 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = build_norm(norm, config.hidden_size, config, ctx) if final_norm else nn.Identity()
         self.offload, offloaded = offload, offload.num_layers if offload is not None else 0
         self.segments = recompute_segments(config, len(self.layers), offloaded)
+        self.numbers, self.device, self.dtype = tuple(numbers), ctx.device, ctx.dtype
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
+        """The tables of layers, by the rotation that these were built with."""
+        self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
+
+    def set_positions(self, config: TransformerConfig) -> None:
+        """Replaces the tables by those of `config`, whose layers must share rotations as the built ones do."""
+        for number, built in zip(self.numbers, self._built, strict=True):
+            rotation = config.layer(number).rotation
+            if built.rotation is not None and rotation is not None:
+                self.rotary[built.rotation] = RotaryEmbedding(config, self.device, self.dtype, rotation)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""

@@ -17,9 +17,12 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, stage_costs
 from megatron.planner.memory import RankStates, states_of_rank
 from megatron.planner.parameters import active_parameters, count_parameters
-from megatron.training.config.batch_size import BatchSizes, iterations_of_run, num_microbatches
+from megatron.training.config.batch_size import BatchSizes, num_microbatches
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.plan import Stage as RunStage
+from megatron.training.config.stages.plan import StagePlan, stage_plan
+from megatron.training.config.stages.printed import stage_lines
 
 if TYPE_CHECKING:
     from megatron.planner.activations import MicroBatch, RankActivations
@@ -35,13 +38,16 @@ def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None)
     the "plan" under their titles. Raises OSError if it cannot be written.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
+    stages = stage_plan(config)
+    largest = stages.longest.config
+    of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
     plan: dict[str, list[str]] = {}
     for title, lines in (
         ("Model", model_lines(config)),
         (f"Groups, world size {world_size}", group_lines(dims)),
-        ("Pipeline stages and memory of each rank", memory_lines(config, dims)),
-        ("Batch and length", batch_lines(config, dims)),
-        ("Data", data_lines(config)),
+        (f"Pipeline stages and memory of each rank{of}", memory_lines(largest, dims)),
+        ("Batch and length", batch_lines(stages, dims)),
+        ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
     ):
         print(title)
         plan[title] = []
@@ -53,13 +59,14 @@ def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None)
         Path(plan_file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def data_lines(config: RunConfig) -> Iterator[str]:
-    """The data sets of the training split as they are on this machine."""
+def data_lines(stages: StagePlan, stage: RunStage) -> Iterator[str]:
+    """The data sets of the training split in a stage as they are on this machine."""
     from megatron.core.datasets.sources import source_lines, training_sources
     from megatron.core.text_files.inputs import find_inputs
     from megatron.core.text_files.tokenized import is_text
 
-    data = config.data
+    config, data = stage.config, stage.config.data
+    yield from stage_lines(stages, stage)
     if data.dataset != "gpt":
         yield "synthetic" if data.dataset == "mock" else f"--dataset-type {data.dataset}"
         return
@@ -73,8 +80,10 @@ def data_lines(config: RunConfig) -> Iterator[str]:
             size = sum(file.size for file in files)
             yield f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
     if not text:
-        iterations = iterations_of_run(config)
-        samples = None if iterations is None else BatchSizes.from_config(config).samples(iterations)
+        samples = None
+        if stage.end is not None:
+            end = stages.sizes.samples(stages.iterations) if stage == stages.stages[-1] else stage.end
+            samples = end - stage.first_sample
         yield from source_lines(data, samples, config.model.seq_length)
 
 
@@ -363,25 +372,30 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"
 
 
-def batch_lines(config: RunConfig, dims: ParallelDims) -> Iterator[str]:
+def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:
     """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
-    s = config.model.seq_length
-    sizes = BatchSizes.from_config(config)
-    yield f"global batch {batch_line(config, dims)}"
-    if sizes.earlier:
+    config, sizes = stages.base, stages.sizes
+    for stage in stages.stages:
+        where = f"stage {stage.name}: " if len(stages.stages) > 1 else ""
+        yield f"{where}global batch {batch_line(stage.config, dims)}"
+    if config.training.rampup_batch_size or config.training.step_batch_size_schedule:
         first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
         yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:
-        yield _pipeline_line(config, microbatches_of(config, dims))
-    iterations = iterations_of_run(config)
-    if iterations is None:
+        yield _pipeline_line(config, microbatches_of(stages.longest.config, dims))
+    if stages.stages[-1].end is None:
         yield "length: one epoch of the training data"
         return
-    tokens = sizes.samples(iterations) * s
     from megatron.planner.flops import model_flops
 
-    flops = model_flops(config.model).total * tokens
+    iterations = stages.iterations
     consumed = sizes.samples(iterations)
+    tokens = stages.tokens(consumed)
+    ends = [*(stage.first_token for stage in stages.stages[1:]), tokens]
+    flops = sum(
+        model_flops(stage.config.model).total * (end - stage.first_token)
+        for stage, end in zip(stages.stages, ends, strict=True)
+    )
     yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
 
 

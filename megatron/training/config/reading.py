@@ -293,10 +293,11 @@ class FlagReader:
             return
         self.given = {}
         for key, value in node.value:
-            self._entry(path, str(key.value), plain(value))
+            self.read_entry(path, str(key.value), plain(value))
         self.finish()
 
-    def _entry(self, path: str, key: str, value: Any) -> None:
+    def read_entry(self, path: str, key: str, value: Any) -> None:
+        """One key of a mapping and its plain value; `path` says where it stands."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))

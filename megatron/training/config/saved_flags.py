@@ -63,6 +63,17 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
 def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
 
+    Flags that its stage had changed are as the run gave them. ValueError as in `saved_metadata`."""
+    metadata = saved_metadata(load)
+    if metadata is None:
+        return None
+    sections: dict[str, dict[str, Any]] = metadata["config"]
+    return sections | {"model": sections["model"] | metadata.get("model_of_run", {})}
+
+
+def saved_metadata(load: Path) -> dict[str, Any] | None:
+    """What the latest checkpoint in a folder holds besides tensors; None if there is none.
+
     One that cannot be read is passed over for the one before it, as when it is loaded. ValueError if none can be."""
     folders, damaged = [load], []
     if (load / LATEST).exists():
@@ -73,7 +84,7 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     for folder in folders:
         if (folder / METADATA).exists():
             try:
-                return _sections_of(folder / METADATA)
+                return _read(folder / METADATA)
             except ValueError as error:
                 damaged.append(str(error))
     if damaged:
@@ -81,14 +92,14 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     return None
 
 
-def _sections_of(metadata: Path) -> dict[str, dict[str, Any]]:
+def _read(metadata: Path) -> dict[str, Any]:
     try:
-        sections = json.loads(metadata.read_text(encoding="utf-8"))["config"]
-        if not all(isinstance(sections[name], dict) for name in ("model", "optimizer", "training")):
+        values: dict[str, Any] = json.loads(metadata.read_text(encoding="utf-8"))
+        if not all(isinstance(values["config"][name], dict) for name in ("model", "optimizer", "training")):
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{metadata} is damaged: it holds no configuration") from None
-    return sections
+    return values
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:

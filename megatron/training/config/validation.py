@@ -17,6 +17,7 @@ from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
+from megatron.training.config.stages.plan import StagePlan, checked_configs, plan_stages, stage_rules
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
 
@@ -35,6 +36,37 @@ def notices(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def _findings(config: RunConfig, world_size: int) -> list[Problem]:
+    if config.data.data_stages is None:
+        return _own_findings(config, world_size)
+    plan, problems = plan_stages(resolve(config, world_size))
+    problems += stage_rules(resolve(config, world_size), plan)
+    if plan is None:
+        return problems + [p for p in _own_findings(config, world_size) if not _of_missing_data(p)]
+    own = _own_findings(_with_some_data(config, plan), world_size)
+    told = {str(problem) for problem in own}
+    for stage, checked in checked_configs(plan):
+        assert stage.entry is not None
+        for problem in _own_findings(checked, world_size):
+            if str(problem) not in told and not problem.harmless:
+                problems.append(replace(problem, flag=f"{stage.entry.where}: {problem.flag}"))
+    return own + list(dict.fromkeys(problems))
+
+
+def _of_missing_data(problem: Problem) -> bool:
+    return problem.flag == "--data-path" and problem.value is None
+
+
+def _with_some_data(config: RunConfig, plan: StagePlan) -> RunConfig:
+    """The configuration without stages, so that rules judge what the flags say; data are the first stage's if the flags
+    name none."""
+    data = replace(config.data, data_stages=None)
+    if data.dataset == "gpt" and not (data.data_path or data.per_split or data.listed):
+        data = replace(data, data_path=plan.stages[0].config.data.data_path)
+    return replace(config, data=data)
+
+
+def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
+    """Findings of a configuration without stages."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     resolved = resolve(config, world_size)
@@ -132,8 +164,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
             training = replace(training, global_batch_size=training.global_batch_size // step * step)
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
-    if training.train_tokens is None or config.model.seq_length < 1:
-        return training
+    if training.train_tokens is None or config.model.seq_length < 1 or config.data.data_stages is not None:
+        return training  # where stages differ in length, their plan converts tokens
     # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
     samples = samples_of_run(config)
     if training.train_iters is not None and training.global_batch_size:

@@ -14,13 +14,13 @@ from megatron.core.models.hf.config import config_from_hf
 from megatron.core.models.hf.files import is_hf_folder
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.weights import HFWeights
-from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing import Checkpointer, Fingerprint, no_fingerprint
 from megatron.training.conversion.dcp_format import holds_checkpoint
 from megatron.training.progress import Progress
 
 
 def load_start(
-    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data_fingerprint: str | None = None
+    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
     """Loads what --load names into parameters and optimizer, and returns where the run stands. Collective.
 
@@ -30,18 +30,18 @@ def load_start(
     config, world = checkpointer.config, checkpointer.state.world
     options, load = config.checkpoint, config.checkpoint.load
     if load is None or not on_first_rank(lambda: is_hf_folder(Path(load)), world):
-        return checkpointer.load(say, data_fingerprint)
+        return checkpointer.load(say, data)
     save = options.save
     if save and not options.finetune and on_first_rank(lambda: holds_checkpoint(Path(save)), world):
         say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
         resumed = replace(config, checkpoint=replace(options, load=save))
-        return replace(checkpointer, config=resumed).load(say, data_fingerprint)
+        return replace(checkpointer, config=resumed).load(say, data)
     depths = load_hf_weights(checkpointer, Path(load))
     if config.model.mtp_depths > depths:
         found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
         say(f" multi-token prediction starts with weights of its own: the folder has {found}")
     say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
-    return Progress(data_fingerprint=data_fingerprint)
+    return Progress(data_fingerprint=data(0))
 
 
 @torch.no_grad()

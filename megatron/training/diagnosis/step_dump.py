@@ -61,7 +61,9 @@ def save_step(saved: SavedStep, batches: Sequence[MicroBatch], checkpointer: Che
     config, state, step, world = checkpointer.config, checkpointer.state, saved.step, checkpointer.state.world
     assert config.checkpoint.save is not None
     folder = Path(config.checkpoint.save) / "nan" / f"iter_{step.iteration:07d}"
-    on_first_rank(partial(_begin, folder, config, saved), world)
+    plan = checkpointer.plan
+    own = config if plan is None else plan.at(step.first_sample).config
+    on_first_rank(partial(_begin, folder, own, saved), world)
     problem = None
     if state.tp.first and state.pp.first and state.cp.first:
         problem = _write_samples(batches, folder / f"samples-{state.dp.rank:05d}.npz")

@@ -80,7 +80,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     record = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
-        "consumed_tokens": run.progress.consumed_samples * config.model.seq_length,
+        "consumed_tokens": run.plan.tokens(run.progress.consumed_samples),
         "lm_loss": total / tokens if tokens else None,
         **multi_token.record(further),
         "grad_norm": interval.results[-1].grad_norm if steps else None,

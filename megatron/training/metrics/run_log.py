@@ -34,7 +34,7 @@ class RunLog:
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
-        config, runtime, iteration = run.config, run.runtime, run.progress.iteration
+        config, runtime, iteration = run.plan.base, run.runtime, run.progress.iteration
         self._runtime, self._train_iters, self._options = runtime, run.train_iters, config.logging
         self._hosts = gather(socket.gethostname(), runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []

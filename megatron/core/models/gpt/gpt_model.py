@@ -101,6 +101,15 @@ class GPTModel(nn.Module):
         if initialize:
             initialize_parameters_([p for p in self.parameters() if is_present(p)], seed, state.coords, init_threads)
 
+    def set_positions(self, config: TransformerConfig) -> None:
+        """Goes on with the rotary embeddings of `config`, which differs from the model's in their flags and in the
+        sequence length alone."""
+        self.decoder.set_positions(config)
+        for module in self.mtp.modules() if self.mtp is not None else ():
+            if isinstance(module, TransformerBlock):
+                module.set_positions(config)
+        self.config = config
+
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
         """Every parameter of this stage with its tag, by name in the whole model."""
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""The order in which a run takes the samples of each training source, over all stages and lengths of the run.
+
+Megatron-LM's order of a source depends on how many samples are asked for: that number sets how many epochs are
+shuffled together, and whether the last one is shuffled apart. A run that asks for more afterwards would begin another
+order and repeat some samples and lose others. Here an order that has begun never changes. It is a list of segments:
+
+- The first is Megatron-LM's order of as many samples as the run planned when it began.
+- Where the segments end, another follows: further epochs, shuffled from a seed of their own.
+- Where the sequence length changes, the tokens that no sample has had as inputs are cut anew and come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import GPTDataset, Pieces, SampleFormat, TextDataset
+from megatron.core.datasets.index_cache import IndexCache, content_hash
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+
+class SourceOrder:
+    """One source: the segments of its order so far, and how many of their samples are taken."""
+
+    def __init__(
+        self, indexed: IndexedDataset, documents: range | Pieces, *, seed: int, split: str, cache: IndexCache
+    ) -> None:
+        self.indexed, self.documents, self.seed, self.split, self.cache = indexed, documents, seed, split, cache
+        self._segments: list[GPTDataset] = []
+        self._taken = 0
+        self._begun = 0
+
+    def view(self, format: SampleFormat, planned: Sequence[int | None], anew: bool = False) -> TextDataset:
+        """The samples that come next, at least as many as the last of `planned` says, or (None) one epoch.
+
+        `planned` are the numbers that were asked for in turn, as the plan of the run was made longer. `anew` begins a
+        new order, as if no sample was taken. Raises ValueError where a GPTDataset does."""
+        if anew:
+            self._segments, self._taken = [], 0
+        if self._segments and self._segments[0].format.seq_length != format.seq_length:
+            rest = self._rest()
+            self._segments, self._taken = [], 0
+            if rest is not None and rest.tokens > format.seq_length:
+                self._add(rest, None, format)
+        for asked in planned:
+            left = sum(map(len, self._segments)) - self._taken
+            if asked is None and not self._segments:
+                self._add(self.documents, None, format)
+            elif asked is not None and asked > left:
+                self._add(self.documents, asked - left, format)
+        if not self._taken and len(self._segments) == 1:
+            return self._segments[0]
+        return _View(self._segments, self._taken)
+
+    def take(self, samples: int) -> None:
+        """Says that so many samples of the view are taken."""
+        self._taken += samples
+
+    def _add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
+        seed = self.seed
+        if self._begun:  # the first segment has the run's seed, as in Megatron-LM
+            drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(drawn, "little")
+        self._begun += 1
+        rules = {"seed": seed, "split": self.split, "cache": self.cache}
+        self._segments.append(GPTDataset(self.indexed, documents, samples, format, **rules))  # type: ignore[arg-type]
+
+    def _rest(self) -> Pieces | None:
+        """What is left of the segment that is partly taken; None if none is."""
+        taken = self._taken
+        for segment in self._segments:
+            if taken < len(segment):
+                return segment.rest(taken) if taken else None
+            taken -= len(segment)
+        return None
+
+
+class _View(TextDataset):
+    """The samples of segments from number `first` on."""
+
+    def __init__(self, segments: Sequence[GPTDataset], first: int) -> None:
+        self.segments, self.first, self.format = list(segments), first, segments[0].format
+        self.ends = np.cumsum([len(segment) for segment in segments])
+        self.samples = int(self.ends[-1]) - first
+        # Segments that are added later change no sample.
+        self.fingerprint = content_hash({"segment": segments[0].fingerprint, "first": first})
+
+    def _text(self, index: int) -> NDArray[np.int64]:
+        segment, number = self._place(index)
+        return segment.text(number)
+
+    def origin(self, index: int) -> str:
+        segment, number = self._place(index)
+        return segment.origin(number)
+
+    def _place(self, index: int) -> tuple[GPTDataset, int]:
+        number = int(np.searchsorted(self.ends, index + self.first, side="right"))
+        before = int(self.ends[number - 1]) if number else 0
+        return self.segments[number], index + self.first - before
+
+
+def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[bool], block: int) -> list[Pieces] | None:
+    """Divides the tokens of all documents, one after the other, by `shares`. A split that is `wanted` gets at least
+    `block` tokens, at the cost of the largest; None if there are too few."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1])
+    sizes = [round(share * total) for share in shares]
+    sizes = [max(size, block) if want else size for size, want in zip(sizes, wanted, strict=True)]
+    largest = max(range(len(sizes)), key=lambda number: sizes[number])
+    sizes[largest] += total - sum(sizes)
+    if sizes[largest] < (block if wanted[largest] else 0):
+        return None
+    begins, parts, first = np.append(0, ends[:-1]), [], 0
+    for size in sizes:
+        starts, stops = np.maximum(begins, first), np.minimum(ends, first + size)
+        some = np.flatnonzero(stops > starts)
+        parts.append(Pieces(some, starts[some] - begins[some], stops[some] - starts[some]))
+        first += size
+    return parts

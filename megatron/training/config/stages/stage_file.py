@@ -1,0 +1,162 @@
+"""Reads the file of --data-stages: a YAML list of stages, each with where it begins and the flags that it changes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.flags import field_table, parse_int, spelling_table
+from megatron.training.config.problem import Problem
+from megatron.training.config.reading import FlagReader, compose, plain, texts_of
+
+UNITS = {
+    "from-samples": "samples",
+    "from-tokens": "tokens",
+    "from-iterations": "iterations",
+    "from-iters": "iterations",
+}
+
+DATA = ("data_path",)
+SIZES = ("micro_batch_size", "global_batch_size")
+POSITIONS = (
+    "seq_length",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+)
+LR_SHAPE = ("lr", "min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "lr_wsd_decay_style")
+LR_LENGTHS = tuple(
+    f"lr_{part}_{unit}"
+    for part, units in (
+        ("warmup", ("iters", "samples", "tokens")),
+        ("decay", ("iters", "samples", "tokens")),
+        ("wsd_decay", ("iters", "samples")),
+    )
+    for unit in units
+)
+FIELDS = (*DATA, *SIZES, *POSITIONS, *LR_SHAPE, *LR_LENGTHS)
+"""Fields that a stage may change."""
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage as the file says it."""
+
+    where: str
+    """Place in the file, for messages."""
+
+    name: str
+    unit: str
+    start: int
+    """First sample, token or iteration, as `unit` says."""
+
+    values: tuple[tuple[str, Any], ...]
+    """(field, value) of the flags that it changes."""
+
+    anew: bool | tuple[str, ...] = False
+    """Whether all its sources start anew, or which."""
+
+    def value(self, field: str) -> Any:
+        return dict(self.values).get(field)
+
+    @property
+    def own_lr(self) -> bool:
+        """Whether it has a learning-rate schedule of its own."""
+        return any(field in (*LR_SHAPE, *LR_LENGTHS) for field, _ in self.values)
+
+
+def read_stages(path: str) -> tuple[tuple[StageEntry, ...], tuple[Problem, ...]]:
+    """The stages of a file, in order, and every problem with it."""
+    try:
+        changed = Path(path).stat().st_mtime_ns
+    except OSError as error:
+        return (), (Problem("--data-stages", path, f"cannot be read: {error.strerror}", "correct the path"),)
+    return _read(path, changed)
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, changed: int) -> tuple[tuple[StageEntry, ...], tuple[Problem, ...]]:
+    remedy = "write a list of stages, each a mapping such as `- {from-tokens: 1e9, data-path: 0.7 A 0.3 B}`"
+    try:
+        node = compose(path)
+    except (OSError, ValueError) as error:
+        return (), (Problem("--data-stages", path, f"cannot be read: {' '.join(str(error).split())}", remedy),)
+    if node is None or not node.tag.endswith(":seq") or not node.value:
+        return (), (Problem("--data-stages", path, "is not a list of stages", remedy),)
+    found, problems = [], []
+    for number, item in enumerate(node.value):
+        where = f"{path}: stage {number}"
+        if not item.tag.endswith(":map"):
+            problems.append(Problem(where, None, "is not a mapping", remedy))
+            continue
+        entry, wrong = _entry(where, number, [(str(key.value), plain(value)) for key, value in item.value])
+        found.append(entry)
+        problems += wrong
+    names = [entry.name for entry in found]
+    for entry in found:
+        if names.count(entry.name) > 1:
+            problems.append(Problem(f"{entry.where}: name", entry.name, "is another stage's too", "give each its own"))
+    return tuple(found), tuple(dict.fromkeys(problems))
+
+
+def _entry(where: str, number: int, items: Sequence[tuple[str, Any]]) -> tuple[StageEntry, list[Problem]]:
+    known = dict(items)
+    name = str(known.get("name") or number)
+    where = f"{where} ({name})" if "name" in known else where
+    reader, problems, starts = FlagReader(), [], []
+    anew: bool | tuple[str, ...] = False
+    for key, value in items:
+        dashes = key.lstrip("-").replace("_", "-")
+        flag, _ = spelling_table().get(f"--{dashes}", (None, True))
+        if dashes == "name":
+            continue
+        if dashes in UNITS:
+            try:
+                starts.append((UNITS[dashes], parse_int(str(value))))
+                if starts[-1][1] < 0:
+                    raise ValueError
+            except (ValueError, OverflowError):
+                problems.append(Problem(f"{where}: {key}", value, "must be a whole number, 0 or above", "correct it"))
+        elif dashes == "starts-anew":
+            anew = value if isinstance(value, bool) else tuple(texts_of(value))
+        elif flag is None or flag.field not in FIELDS:
+            problems.append(_unknown(where, key, dashes))
+        elif flag.field in DATA:
+            words = shlex.split(value) if isinstance(value, str) else texts_of(value)
+            reader.read_entry(where, key, words)
+        else:
+            reader.read_entry(where, key, value)
+    if not starts and number == 0:
+        starts = [("samples", 0)]
+    if len(starts) != 1 and not any("from-" in problem.flag for problem in problems):
+        rule = "says more than once where it begins" if starts else "does not say where it begins"
+        problems.append(Problem(where, None, rule, "give one of from-samples, from-tokens and from-iterations"))
+    unit, start = starts[0] if starts else ("samples", 0)
+    if number == 0 and start:
+        rule = "the first stage begins with the run"
+        problems.append(Problem(f"{where}: from-{unit}", start, rule, "use 0, or put a stage before it"))
+    values = tuple((field, value) for field, value in reader.values.items())
+    return StageEntry(where, name, unit, start, values, anew), [*problems, *reader.problems]
+
+
+def _unknown(where: str, key: str, dashes: str) -> Problem:
+    import difflib
+
+    legal = ["name", *list(UNITS)[:3], "starts-anew", *(field_table()[field].name.lstrip("-") for field in FIELDS)]
+    close = difflib.get_close_matches(dashes, legal, n=1, cutoff=0.8)
+    rule = "a stage cannot change this" if f"--{dashes}" in spelling_table() else "unknown key"
+    return Problem(f"{where}: {key}", None, rule, f"did you mean {close[0]}?" if close else f"keys: {', '.join(legal)}")

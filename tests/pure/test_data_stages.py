@@ -1,0 +1,237 @@
+"""--data-stages: where stages begin, what they change, and every mistake in a file at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.stages.history import History, continued
+from megatron.training.config.stages.plan import StagePlan, plan_stages, stage_plan
+from megatron.training.config.stages.schedule import schedule_of
+from megatron.training.config.validation import resolve, validate
+
+GOOD = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 --global-batch-size 8 "
+    "--position-embedding-type rope"
+)
+
+
+def flags(path: Path, more: str = "--mock-data --train-samples 400") -> list[str]:
+    return [*GOOD.split(), "--data-stages", str(path), *more.split()]
+
+
+def plan_of(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> StagePlan:
+    path.write_text(text)
+    config = parse_args(flags(path, more))
+    assert not validate(config, world_size), validate(config, world_size)
+    assert resolve(config, world_size) == resolve(resolve(config, world_size), world_size)
+    return stage_plan(resolve(config, world_size))
+
+
+def problems(path: Path, text: str, more: str = "--mock-data --train-samples 400", world_size: int = 1) -> list[str]:
+    path.write_text(text)
+    found = validate(parse_args(flags(path, more)), world_size)
+    return [str(problem).replace(str(path), "FILE") for problem in found]
+
+
+STAGES = st.lists(
+    st.tuples(
+        st.sampled_from(("samples", "tokens", "iterations")), st.integers(1, 40), st.integers(1, 6), st.integers(1, 5)
+    ),
+    max_size=4,
+)
+
+
+@given(STAGES, st.integers(1, 60))
+@settings(max_examples=80, deadline=None)
+def test_a_stage_begins_with_the_first_step_behind_its_number(
+    tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
+) -> None:
+    """Against a walk over all steps."""
+    begun, sizes = {"samples": 0, "tokens": 0, "iterations": 0}, [(3, 4)]
+    text, firsts = "- {seq-length: 4, global-batch-size: 3, name: '0'}\n", [(0, 0, 0)]
+    for number, (unit, further, length, size) in enumerate(later, 1):
+        start = begun[unit] + further
+        text += f"- {{from-{unit}: {start}, seq-length: {length}, global-batch-size: {size}, name: '{number}'}}\n"
+        while begun[unit] < start:
+            begun["samples"] += sizes[-1][0]
+            begun["tokens"] += sizes[-1][0] * sizes[-1][1]
+            begun["iterations"] += 1
+        firsts.append((begun["samples"], begun["iterations"], begun["tokens"]))
+        sizes.append((size, length))
+    path = tmp_path_factory.mktemp("plan") / "stages.yaml"
+    path.write_text(text)
+    end = firsts[-1][0] + more
+    plan = stage_plan(resolve(parse_args(flags(path, f"--mock-data --train-samples {end}")), 1))
+    assert [(stage.first_sample, stage.first_iteration, stage.first_token) for stage in plan.stages] == firsts
+    assert plan.samples == end == plan.stages[-1].end
+    consumed = tokens = 0
+    while consumed < end:
+        stage = plan.at(consumed)
+        size, length = sizes[plan.number_at(consumed)]
+        assert (plan.sizes.at(consumed), stage.config.model.seq_length) == (size, length)
+        assert plan.tokens(consumed) == tokens
+        consumed, tokens = consumed + size, tokens + size * length
+
+
+TWO = """
+- {name: main, rotary-base: 10000}
+- {name: long, from-tokens: 3000, seq-length: 64, rotary-base: 5e5, global-batch-size: 4, micro-batch-size: 2}
+- {name: cool-down, from-samples: 300, lr: 5e-4, lr-decay-style: linear, lr-warmup-iters: 2, lr-warmup-init: 1e-4}
+"""
+
+
+def test_what_a_stage_changes(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "s.yaml", TWO)
+    main, long, last = plan.stages
+    assert [stage.first_sample for stage in plan.stages] == [0, 192, 300]
+    assert (long.config.model.seq_length, long.config.model.rotary_base, long.config.model.max_positions) == (
+        64,
+        5e5,
+        64,
+    )
+    assert (last.config.model.seq_length, last.config.model.rotary_base) == (16, 10000), "not what the one before said"
+    assert plan.longest == long and plan.tokens(400) == 192 * 16 + 108 * 64 + 100 * 16
+    assert (main.config.training.num_microbatches, long.config.training.num_microbatches) == (8, 2)
+    run, own = schedule_of(plan, main), schedule_of(plan, last)
+    assert run.lr_at(192) == schedule_of(plan, long).lr_at(192) == pytest.approx(1e-3 * (1 - 192 / 400))
+    assert [own.lr_at(x) for x in (290, 300, 308, 316, 358, 400)] == pytest.approx([1e-4, 1e-4, 3e-4, 5e-4, 2.5e-4, 0])
+    by_tokens = plan_of(tmp_path / "s.yaml", TWO, "--mock-data --train-tokens 11600")
+    assert by_tokens.samples == 300 + (11600 - 192 * 16 - 108 * 64) // 16
+    by_iterations = plan_of(tmp_path / "s.yaml", TWO, "--mock-data --train-iters 60 --lr-warmup-iters 30")
+    assert (by_iterations.iterations, by_iterations.samples) == (60, 192 + 108 + 9 * 8)
+    assert schedule_of(by_iterations, by_iterations.stages[0]).lr_at(216) == 1e-3, "30 iterations: 24 of 8, 6 of 4"
+
+
+def test_a_ramp_and_stages_go_together(tmp_path: Path) -> None:
+    more = "--mock-data --train-samples 400 --rampup-batch-size 4 4 60"
+    plan = plan_of(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, seq-length: 32}\n", more)
+    assert [(s.first_sample, s.first_iteration) for s in plan.stages] == [(0, 0), (52, 13)]
+    found = problems(tmp_path / "s.yaml", "- {}\n- {from-samples: 50, global-batch-size: 32}\n", more)
+    assert len(found) == 1 and "--rampup-batch-size: FILE: stage 1 set global-batch-size too; keep one" in found[0]
+
+
+def test_every_mistake_at_once(tmp_path: Path) -> None:
+    text = """
+- {name: a, hidden-size: 32, min-lr: 1}
+- {name: b, from-tokens: 0, seq-lenght: 4}
+- {name: a, seq-length: 34, micro-batch-size: 3, global-batch-size: 10}
+- {name: d, from-samples: 1e6, from-tokens: 3, lr: -1, lr-decay-style: cubic}
+- 7
+"""
+    found = "\n".join(problems(tmp_path / "s.yaml", text, "--mock-data --train-samples 400 --lr 0", 1))
+    for part in (
+        "FILE: stage 0 (a): hidden-size: a stage cannot change this; keys: name, from-samples, ",
+        "FILE: stage 1 (b): seq-lenght: unknown key; did you mean seq-length?",
+        "FILE: stage 2 (a): does not say where it begins; give one of from-samples, from-tokens and from-iterations",
+        "FILE: stage 3 (d): says more than once where it begins",
+        "FILE: stage 3 (d): lr-decay-style cubic: must be one of",
+        "FILE: stage 4: is not a mapping; write a list of stages",
+        "FILE: stage 2 (a): name a: is another stage's too; give each its own",
+        "FILE: stage 1 (b): from-tokens 0: must be behind the beginning of stage a, sample 0; put it further on",
+        "--lr 0.0: must be above 0",
+    ):
+        assert part in found, f"{part}\n\nin\n\n{found}"
+
+
+def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
+    text = """
+- {min-lr: 1}
+- {name: long, from-samples: 80, seq-length: 34, micro-batch-size: 3, global-batch-size: 10}
+- {name: late, from-iterations: 4000}
+"""
+    found = problems(tmp_path / "s.yaml", text, "--mock-data --train-samples 400 --cp 2 --tp 2 --sequence-parallel", 4)
+    text = "\n".join(found)
+    for part in (
+        "FILE: stage 0: --min-lr 1.0: must be at most --lr 0.001; nearest: 0.001",
+        "FILE: stage 1 (long): --seq-length 34: must be a multiple of",
+        "FILE: stage 1 (long): --global-batch-size 10: must be a multiple of",
+        "FILE: stage 2 (late): from-iterations 4000: begins at sample",
+        "and the run ends at sample 400; begin it earlier, remove it, or train for longer",
+    ):
+        assert part in text, f"{part}\n\nin\n\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("{}", "--mock-data --train-iters 9", "--data-stages FILE: is not a list of stages; write a list"),
+        ("- {}", "--mock-data", "--data-stages FILE: the run needs a length; add --train-iters"),
+        ("- {}", "--train-iters 9 --vocab-size 9", "--data-path: the run has no data"),
+        (
+            "- {data-path: x y}",
+            "--train-iters 9 --vocab-size 9",
+            "FILE: stage 0: data-path x y: names several data sets",
+        ),
+        ("- {data-path: x}", "--mock-data --train-iters 9", "FILE: stage 0: synthetic data has no files"),
+        ("- {}", "--mock-data --train-iters 9 --no-load-lr-state", "--no-load-lr-state: cannot be combined with"),
+        ("- {lr: 1e-4}", "--mock-data --train-iters 9 --decoupled-lr 1e-4", "--decoupled-lr 0.0001: has one peak"),
+        ("- {from-samples: 8}", "--mock-data --train-iters 9", "stage 0: from-samples 8: the first stage begins with"),
+        (
+            "- {}\n- {from-samples: 8, seq-length: 32}",
+            "--mock-data --train-iters 9 --position-embedding-type learned_absolute",
+            "FILE: stage 1: --max-position-embeddings 16: must be at least --seq-length 32; nearest: 32",
+        ),
+        (
+            "- {}\n- {from-samples: 8, seq-length: 32}",
+            "--mock-data --train-iters 9 --cuda-graph-impl local",
+            "--cuda-graph-impl local: its graphs have one shape",
+        ),
+        (
+            "- {}\n- {from-samples: 8, seq-length: 32}",
+            "--mock-data --train-samples 90 --lr-decay-tokens 900",
+            "--lr-decay-tokens: counts tokens of --seq-length 16, and FILE: stage 1 has another length",
+        ),
+    ],
+)
+def test_what_a_file_cannot_say(tmp_path: Path, text: str, more: str, message: str) -> None:
+    found = "\n".join(problems(tmp_path / "s.yaml", text, more))
+    assert message in found, found
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    config = parse_args(flags(tmp_path / "none.yaml"))
+    plan, found = plan_stages(resolve(config, 1))
+    assert plan is None and "No such file" in str(found[0]) and found[0].flag == "--data-stages"
+
+
+def test_stages_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    before = plan_of(path, TWO)
+    history = History(200, before.record(200))
+    assert [stage["planned"] for stage in history.stages] == [[192], [108]]
+    later = TWO.replace("from-samples: 300, lr: 5e-4", "from-samples: 320, lr: 2e-4")
+    plan = continued(plan_of(path, later), history)
+    assert [stage.lengths for stage in plan.stages] == [(192,), (108, 128), (80,)], (
+        "what was planned orders its samples"
+    )
+    longer = continued(plan_of(path, TWO, "--mock-data --train-samples 500"), History(310, before.record(310)))
+    assert longer.stages[-1].lengths == (100, 200)
+    for text, message in (
+        (
+            TWO.replace("seq-length: 64", "seq-length: 32"),
+            "stage 1 (long) has begun with seq-length 64, and has 32 now",
+        ),
+        (TWO.replace("3000", "3500"), "stage 1 (long) began at sample 192 in the checkpoint, and begins at 224 now"),
+        (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "stage 0 (main) has begun without lr, and has it now"),
+        ("- {name: main, rotary-base: 10000}", "has begun stage long, which is missing"),
+        (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, and the run is at sample 200"),
+    ):
+        with pytest.raises(ValueError, match="from sample 200 on") as caught:
+            continued(plan_of(path, text), history)
+        assert message in str(caught.value), str(caught.value)
+
+
+def test_a_run_without_stages_may_take_them_up(tmp_path: Path) -> None:
+    config = resolve(parse_args([*GOOD.split(), "--mock-data", "--train-samples", "400"]), 1)
+    history = History(96, stage_plan(config).record(96))
+    text = "- {}\n- {from-samples: 96, seq-length: 32}"
+    plan = continued(plan_of(tmp_path / "s.yaml", text), history)
+    assert plan.stages[0].lengths == (400,) and plan.stages[1].first_sample == 96
+    longer = replace(config, training=replace(config.training, train_samples=900))
+    assert continued(stage_plan(longer), history).stages[0].lengths == (400, 900)
