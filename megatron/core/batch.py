@@ -39,6 +39,9 @@ class Batch:
     sample_index: Tensor
     """[b] int64: number of each sample in the run. Dropout masks follow from it, so every layout has the same."""
 
+    source_ids: Tensor | None = None
+    """[b] int64: number of the data set that each sample is from; None where nothing asks."""
+
     position_ids: Tensor | None = None
     """[b, s] int64; None for 0 .. s-1."""
 

@@ -53,7 +53,7 @@ from megatron.training.config.flags import (
     values_by_section,
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import resumed_fields
+from megatron.training.config.saved_flags import changed_lengths, resumed_fields
 from megatron.training.config.stages.plan import StagePlan
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
@@ -171,6 +171,8 @@ class Checkpointer:
             progress.scheduled_samples = 0
         progress.data_fingerprint = (data(0) if anew else data_fingerprint) or progress.data_fingerprint
         progress.loaded_from = str(checkpoint.folder)
+        if not anew and not converted(checkpoint) and (line := changed_lengths(saved_config(checkpoint), self.config)):
+            say(f" {line}")
         return progress
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.datasets.build import Datasets, Demands, TrainingOrder, build_datasets, split_share
+from megatron.core.datasets.build import Datasets, Demands, TrainingOrder, build_datasets, parse_blend, split_share
 from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
-from megatron.core.datasets.staged import From, StagedDataset
+from megatron.core.datasets.staged import From, Renumbered, StagedDataset
 from megatron.core.datasets.whole_batches import WholeBatches
 from megatron.core.parts import LOSSES
 from megatron.core.text_files.tokenized import TextData, is_text
@@ -26,6 +28,7 @@ from megatron.training.config.stages.plan import StagePlan
 from megatron.training.config.stages.printed import stage_lines
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
+from megatron.training.metrics.epochs import Epochs
 from megatron.training.metrics.sample_log import SampleLog
 from megatron.training.progress import Step
 
@@ -45,10 +48,14 @@ class TrainingData:
     """(first sample, fingerprint) of the training data of each stage."""
 
     plan: StagePlan
+    epochs: Epochs
     sets: list[dict[str, Dataset]] = field(default_factory=list)
     """Validation sets of each stage."""
 
     tests: list[Dataset | None] = field(default_factory=list)
+    logged_sources: list[str] = field(default_factory=list)
+    """Names of all sources under --log-source-loss."""
+
     sample_log: SampleLog | None = None
     """None without --sample-log."""
 
@@ -95,6 +102,7 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
         num_workers=config.data.num_workers,
         name=name,
         pin_memory=runtime.device.type == "cuda",
+        with_sources=config.logging.log_source_loss,
     )
 
 
@@ -111,6 +119,7 @@ def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePl
         told.add(line)
 
     plan = _with_length(plan)
+    sources = SourceNames()
     order, longest = TrainingOrder(), max(stage.config.model.seq_length for stage in plan.stages)
     parts: list[Dataset] = []
     sets: list[dict[str, Dataset]] = []
@@ -137,7 +146,13 @@ def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePl
         order.take(made.train, stage.samples)
         train, valid, test = _filled_in(config, made)
         assert train is not None
-        parts.append(From(train, stage.first_sample) if whole and stage.first_sample else train)
+        train = From(train, stage.first_sample) if whole and stage.first_sample else train
+        numbers = sources.numbers(config.data, "train")
+        for source, number in zip(order.present, numbers, strict=False):
+            sources.tokens[number] = source.tokens
+        parts.append(train if len(numbers) == 1 == len(plan.stages) else Renumbered(train, numbers))
+        valid = valid and Renumbered(valid, sources.numbers(config.data, "valid"))
+        test = test and Renumbered(test, sources.numbers(config.data, "test"))
         of_stage = {"": valid} | {
             name: _build_set(config, at, for_valid) for name, at in config.data.named_sets.items()
         }
@@ -160,10 +175,43 @@ def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePl
         None,
         [(first, part.fingerprint) for first, part in zip(firsts, parts, strict=True)],
         plan,
+        Epochs(plan, dataset, *sources.sized()),
         sets,
         tests,
+        sources.names if plan.base.logging.log_source_loss else [],
     )
     return data, plan
+
+
+class SourceNames:
+    """Numbers and names of the data sets of a run: a path is one source, in whichever stage and split."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.names: list[str] = []
+        self.tokens: dict[int, int] = {}
+        """Tokens of an epoch of those that are trained on."""
+
+    def numbers(self, config: DatasetConfig, split: str) -> list[int]:
+        """Number of each source of a split's blend, in its order."""
+        values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
+        paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
+        return [self._number(path) for path in paths]
+
+    def sized(self) -> tuple[list[str], list[int]]:
+        """(names, tokens of an epoch) of all sources; nothing where there are no epochs. Sources that are not trained
+        on have one token."""
+        if not self.tokens:
+            return [], []
+        return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]
+
+    def _number(self, path: str) -> int:
+        if path not in self.paths:
+            name = re.sub(r"[^\w.-]+", "-", Path(path.rstrip("/")).name)
+            others = sum(each == name or each.startswith(f"{name}-") for each in self.names)
+            self.paths.append(path)
+            self.names.append(f"{name}-{others + 1}" if others else name)
+        return self.paths.index(path)
 
 
 def _with_length(plan: StagePlan) -> StagePlan:

@@ -25,13 +25,16 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
     number = max(0, iteration - 1) // training.eval_interval if split == "valid" else 0
     runtime.watchdog.begin(f"evaluation ({split}) at iteration {iteration}")
     sums: dict[str, tuple[float, float]] = {}
+    of_sources: dict[str, float | None] = {}
     for name, iterator in sets.items():
         whole = training.full_validation and split == "valid"
         steps = len(iterator.dataset) // training.eval_batch_size if whole else training.eval_iters
         found = summed_loss(run, iterator, 0 if whole else number * steps * training.eval_batch_size, steps)
         if found is None:
             return
-        sums[name] = found
+        sums[name] = found[:2]
+        if not name:
+            of_sources = run.forward_backward.sources.record(found[2], f"{split}_")
     if "" not in sums:
         sums[""] = sum(loss for loss, _ in sums.values()), sum(tokens for _, tokens in sums.values())
     means = {name: loss / count if count else 0.0 for name, (loss, count) in sums.items()}
@@ -48,6 +51,7 @@ def evaluate(run: TrainingRun, split: str, sets: Mapping[str, DataIterator], log
             shown = f"{split} {name}".strip()
             line = f" {shown} after iteration {iteration} | loss: {means[name]:.6E}"
             runtime.say(f"{line} | perplexity: {perplexity(means[name]):.6E}")
+    record |= {key: mean for key, mean in of_sources.items() if mean is not None}
     run.measured[f"{split}_loss"] = means[""]
     log.write(record)
     for callback in run.callbacks:
@@ -59,12 +63,14 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def summed_loss(run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int) -> tuple[float, float] | None:
-    """(loss of all tokens, tokens) of `steps` batches, without dropout. Collective; equal on every rank. None if the
-    run is asked to stop before the evaluation ends."""
+def summed_loss(
+    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int
+) -> tuple[float, float, torch.Tensor] | None:
+    """(loss of all tokens, tokens, the same of each source [sources * 2]) of `steps` batches, without dropout.
+    Collective; equal on every rank. None if the run is asked to stop before the evaluation ends."""
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    with run.pipeline.evaluation_mode():
+    with run.pipeline.evaluation_mode(), run.forward_backward.sources.evaluating() as by_source:
         for step in range(steps):
             if not runtime.watchdog.requests.tick(save_later=True):
                 break
@@ -72,8 +78,8 @@ def summed_loss(run: TrainingRun, iterator: DataIterator, first_sample: int, ste
             taken = iterator.next_step(first, training.eval_batch_size)
             batches = put_on_device(taken, run.config.model, runtime)
             total += loss_and_tokens(run.pipeline.evaluate(batches), count_tokens(batches), runtime)
-    all_reduce_(total, runtime.state.world)
+    summed = all_reduce_(torch.cat((total, by_source.flatten())), runtime.state.world)
     if runtime.watchdog.requests.stopping:
         return None
-    loss, tokens = total.tolist()
-    return loss, tokens
+    loss, tokens = summed[:2].tolist()
+    return loss, tokens, summed[2:]

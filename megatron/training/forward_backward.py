@@ -14,6 +14,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
+from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Step
 
@@ -43,6 +44,7 @@ class ForwardBackward:
     experts: ExpertLoad
     scaling: DelayedScaling
     multi_token: MultiTokenLosses
+    sources: SourceLosses
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
         """Adds the gradients of the step's loss sums, times the seed, to the gradient buffers."""
@@ -66,6 +68,7 @@ class ForwardBackward:
         """Updates expert biases, fp8 scales and what is logged after an update of the weights, unless `skip` is 1."""
         self.experts.end_step(skip)
         self.multi_token.end_step(skip)
+        self.sources.end_step(skip)
         self.scaling.end_step(skip)
 
     def forget_step(self) -> None:
@@ -73,6 +76,7 @@ class ForwardBackward:
         self.ddp.zero_grad_buffer()
         self.experts.forget_step()
         self.multi_token.forget_step()
+        self.sources.forget_step()
         self.scaling.forget_step()
 
 

@@ -43,6 +43,7 @@ from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
 from megatron.training.metrics.sample_log import SampleLog
+from megatron.training.metrics.source_losses import SourceLosses
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
@@ -214,6 +215,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     pipeline = Pipeline(config, runtime, stages, queue, casts, overlap)
     experts = ExpertLoad(config.model, state, stages, runtime.device)
     multi_token = MultiTokenLosses(config.model, state, stages, runtime.device)
+    sources = SourceLosses(data.logged_sources, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
     parts = (parts or Parts()).with_registered(config)
@@ -227,7 +229,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer=optimizer,
         scheduler=scheduler,
         pipeline=pipeline,
-        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token),
+        forward_backward=ForwardBackward(config, runtime, ddp, pipeline, experts, scaling, multi_token, sources),
         data=data,
         eval_tasks=eval_tasks,
         batch_sizes=plan.sizes,

@@ -135,6 +135,8 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             run.measured["lm_loss"] = record["lm_loss"]
             give_back_memory(runtime.device)
             log.report(record)
+            for line in run.data.epochs.ended(progress.consumed_samples):
+                runtime.say(f" {line}")
             for callback in run.callbacks:
                 callback.on_log(run.view, record)
             may_stop = True

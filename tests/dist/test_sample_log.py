@@ -78,6 +78,24 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(record["lm_loss"], record["grad_norm"]) for record in records]
 
 
+def test_a_longer_plan_goes_on_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
+    """Megatron-LM's order of 48 samples is not the beginning of its order of 240, which are more epochs."""
+    flags = "--micro-batch-size 3 --num-workers 0"
+    begun = log_of(tmp_path / "run", data, 1, flags).read_text()
+    other = log_of(tmp_path / "other", data, 1, f"{flags} --train-samples 240").read_text()
+    assert begun.splitlines()[0] != other.splitlines()[0]
+    resumed = f"--load {tmp_path / 'run'}"
+    log_of(tmp_path / "run", data, 2, f"{flags} --tp 2 --train-samples 96 {resumed} --exit-interval 7")
+    whole = log_of(tmp_path / "run", data, 2, f"{flags} --micro-batch-size 1 --train-samples 240 {resumed}").read_text()
+    assert whole.startswith(begun)
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert [record["samples"][0] for record in records] == [0, 6, *range(12, 240, 12)]
+    for name in ("one", "two"):
+        taken = [origin for record in records for origin in record["origins"] if origin.startswith(name)]
+        epoch = (sum(map(len, DOCUMENTS)) - 1) // 8
+        assert len(set(taken[:epoch])) == min(epoch, len(taken)), "an epoch takes each sample once"
+
+
 def test_resuming_is_exact(tmp_path: Path, data: list[str]) -> None:
     flags = "--micro-batch-size 1 --num-workers 2"
     whole = log_of(tmp_path / "whole", data, 2, flags)

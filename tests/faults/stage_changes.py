@@ -6,7 +6,7 @@ A run has three stages over two sources, one of which occurs in all of them: ano
 base, batch size and learning rate from a random sample on, and the first length again later. Within two steps of the
 change a random rank gets SIGKILL, and the same command resumes at another layout. The log of samples must be, byte by
 byte, that of one process from beginning to end; no sample may occur twice or be left out; and in fp64 every logged
-loss, gradient norm, learning rate and number of tokens is equal to within 1e-9.
+loss, loss of a source, gradient norm, learning rate and number of tokens is equal to within 1e-9.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = (
     "--cpu --fp64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 "
     "--make-vocab-size-divisible-by 8 --position-embedding-type rope --lr 1e-2 --lr-warmup-iters 2 --split 1,0,0 "
     f"--global-batch-size 8 --train-iters {ITERATIONS} --log-interval 1 --eval-iters 0 --save-interval 1 --keep-last 3 "
-    "--num-workers 1"
+    "--num-workers 1 --log-source-loss"
 ).split()
 LAYOUTS = (
     (1, "--micro-batch-size 2"),
@@ -48,6 +48,7 @@ LAYOUTS = (
     (4, "--cp 2 --dp 2"),
 )
 COMPARED = ("iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate")
+SOURCES = ("source_web_loss", "source_code_loss")
 TOLERANCE = 1e-9
 
 
@@ -151,7 +152,9 @@ def _differences(save: Path, alone: Path, change: int) -> Iterator[str]:
     if len(one) != len(other):
         yield f"{len(one)} and {len(other)} logged iterations"
     for found, expected in zip(one, other, strict=False):
-        for key in COMPARED:
+        for key in (*COMPARED, *SOURCES):
+            if (found[key] is None or expected[key] is None) and found[key] is expected[key]:
+                continue
             if abs(found[key] - expected[key]) > TOLERANCE * max(1.0, abs(expected[key])):
                 yield f"iteration {expected['iteration']}: {key} {found[key]} and not {expected[key]}"
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.stages.history import History, continued
 from megatron.training.config.stages.plan import StagePlan, plan_stages, stage_plan
 from megatron.training.config.stages.schedule import schedule_of
 from megatron.training.config.validation import resolve, validate
+from megatron.training.metrics.epochs import Epochs
 
 GOOD = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-3 --global-batch-size 8 "
@@ -166,7 +169,7 @@ def test_rules_of_a_run_judge_each_stage(tmp_path: Path) -> None:
         (
             "- {data-path: x y}",
             "--train-iters 9 --vocab-size 9",
-            "FILE: stage 0: data-path x y: names several data sets",
+            "stage 0: data-path x y: names several data sets",
         ),
         ("- {data-path: x}", "--mock-data --train-iters 9", "FILE: stage 0: synthetic data has no files"),
         ("- {}", "--mock-data --train-iters 9 --no-load-lr-state", "--no-load-lr-state: cannot be combined with"),
@@ -215,9 +218,9 @@ def test_stages_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -
     for text, message in (
         (
             TWO.replace("seq-length: 64", "seq-length: 32"),
-            "stage 1 (long) has begun with seq-length 64, and has 32 now",
+            "(long) has begun with seq-length 64, and has 32 now",
         ),
-        (TWO.replace("3000", "3500"), "stage 1 (long) began at sample 192 in the checkpoint, and begins at 224 now"),
+        (TWO.replace("3000", "3500"), "(long) began at sample 192 in the checkpoint, and begins at 224 now"),
         (TWO.replace("rotary-base: 10000", "lr: 1e-4"), "stage 0 (main) has begun without lr, and has it now"),
         ("- {name: main, rotary-base: 10000}", "has begun stage long, which is missing"),
         (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, and the run is at sample 200"),
@@ -235,3 +238,32 @@ def test_a_run_without_stages_may_take_them_up(tmp_path: Path) -> None:
     assert plan.stages[0].lengths == (400,) and plan.stages[1].first_sample == 96
     longer = replace(config, training=replace(config.training, train_samples=900))
     assert continued(stage_plan(longer), history).stages[0].lengths == (400, 900)
+
+
+def test_epochs_of_each_source_are_counted_over_stages(tmp_path: Path) -> None:
+    class Alternating:
+        """Source 0 and 1 in turns."""
+
+        def sources_of(self, samples: range) -> np.ndarray:
+            return np.arange(samples.start, samples.stop) % 2
+
+    plan = plan_of(tmp_path / "s.yaml", "- {}\n- {from-samples: 40, seq-length: 32}")
+    epochs = Epochs(plan, Alternating(), ["a", "b"], [160, 10_000])  # type: ignore[arg-type]
+    assert list(epochs.ended(16)) == [] and epochs.line(16) == "a 0.8, b 0.0128"
+    assert list(epochs.ended(24)) == ["epoch 1 of a has ended by sample 24: 1.200 epochs"]
+    assert epochs.at(48).tolist() == [(20 * 16 + 4 * 32) / 160, (20 * 16 + 4 * 32) / 10_000]
+    assert epochs.at(24).tolist() == [1.2, 192 / 10_000], "a resumed run counts from its beginning"
+
+
+def test_flags_that_make_a_run_longer_are_told() -> None:
+    before, now = (
+        parse_args([*GOOD.split(), "--mock-data", *more.split()]) for more in ("--train-iters 9", "--train-iters 20")
+    )
+    assert changed_lengths(before, before) is None
+    line = changed_lengths(before, now) or ""
+    assert line.startswith("changed since the checkpoint: --train-iters 9 -> 20; samples go on") and "new end" in line
+    fixed = replace(now, optimizer=replace(now.optimizer, lr_decay_iters=9))
+    assert changed_lengths(before, fixed) == (
+        "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples go on in the "
+        "order that was begun"
+    )

@@ -60,6 +60,9 @@ class BlendedDataset(TextDataset):
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        return self.index.dataset[samples.start : samples.stop].astype(np.int64)
+
     def _place(self, index: int) -> tuple[TextDataset, int]:
         return self.datasets[int(self.index.dataset[index])], int(self.index.sample[index])
 

@@ -74,6 +74,7 @@ class FillInMiddle(TextDataset):
         self.format = replace(inner.format, pad=self.tokens.pad)
         self.fingerprint = content_hash({"inner": inner.fingerprint, "fim": asdict(config), "seed": seed})
         bare = tokenizer.tokenize("a")
+        self.sources_of = inner.sources_of  # type: ignore[method-assign]
         self._begins = len(bare) > 1 and bare[0] == tokenizer.bos
         self._ends = len(bare) > 1 and bare[-1] == tokenizer.eos
 

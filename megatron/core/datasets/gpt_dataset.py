@@ -131,6 +131,10 @@ class TextDataset(ABC):
     @abstractmethod
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        """Number in the blend of the source of each sample, [samples]; 0 for what is no blend."""
+        return np.zeros(len(samples), np.int64)
+
     @abstractmethod
     def origin(self, index: int) -> str:
         """Start of a sample: `dataset:document+token`."""

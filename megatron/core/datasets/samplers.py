@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.staged import sources_of
 
 MicroBatch = dict[str, Tensor | None]
 
@@ -51,7 +52,8 @@ class DataIterator:
     outside the interpreter's lock, so one thread is faster than training. Processes would need a fork beside the
     threads of gloo and CUDA, and shared memory, and could be left behind.
 
-    `name` identifies the data in errors. Several threads may read `dataset` at once.
+    `name` identifies the data in errors. `with_sources` adds `source_ids` [b], the source of each
+    sample. Several threads may read `dataset` at once.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DataIterator:
         num_workers: int = 0,
         name: str = "training",
         pin_memory: bool = False,
+        with_sources: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and num_workers >= 0
         self.dataset = dataset
@@ -71,7 +74,7 @@ class DataIterator:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.name = name
-        self.pin_memory = pin_memory
+        self.pin_memory, self.with_sources = pin_memory, with_sources
         self.end = len(dataset)
         """No sample from this number on is taken, or prefetched."""
 
@@ -147,6 +150,8 @@ class DataIterator:
 
     def _prepare(self, indices: range) -> MicroBatch:
         batch = collate([self.dataset[index] for index in indices], indices)
+        if self.with_sources:
+            batch["source_ids"] = torch.from_numpy(sources_of(self.dataset, indices))
         if self.pin_memory:
             return {name: None if value is None else value.pin_memory() for name, value in batch.items()}
         return batch

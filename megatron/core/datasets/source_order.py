@@ -33,6 +33,13 @@ class SourceOrder:
         self._taken = 0
         self._begun = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of an epoch."""
+        if isinstance(self.documents, Pieces):
+            return self.documents.tokens
+        return int(self.indexed.lengths[self.documents.start : self.documents.stop].sum(dtype=np.int64))
+
     def view(self, format: SampleFormat, planned: Sequence[int | None], anew: bool = False) -> TextDataset:
         """The samples that come next, at least as many as the last of `planned` says, or (None) one epoch.
 
@@ -86,7 +93,9 @@ class _View(TextDataset):
         self.ends = np.cumsum([len(segment) for segment in segments])
         self.samples = int(self.ends[-1]) - first
         # Segments that are added later change no sample.
-        self.fingerprint = content_hash({"segment": segments[0].fingerprint, "first": first})
+        self.fingerprint = segments[0].fingerprint
+        if first:
+            self.fingerprint = content_hash({"segment": self.fingerprint, "first": first})
 
     def _text(self, index: int) -> NDArray[np.int64]:
         segment, number = self._place(index)

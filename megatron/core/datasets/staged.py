@@ -43,6 +43,48 @@ class StagedDataset:
         stage, number = self.place(index)
         return self.parts[stage].origin(number)
 
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        """As of the parts, which number their sources alike."""
+        stops = [*self.firsts[1:], self.end]
+        found = [
+            sources_of(part, range(max(samples.start, first) - first, min(samples.stop, stop) - first))
+            for first, stop, part in zip(self.firsts, stops, self.parts, strict=True)
+            if max(samples.start, first) < min(samples.stop, stop)
+        ]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+class Renumbered:
+    """Another data set, whose source k has the number `numbers[k]` in the run. Samples beyond the data set, which fill
+    a batch, count as the first source's."""
+
+    def __init__(self, inner: Dataset, numbers: Sequence[int]) -> None:
+        self.inner, self.numbers, self.fingerprint = inner, np.array(numbers, np.int64), inner.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.inner[index]
+
+    def text(self, index: int) -> NDArray[np.int64]:
+        return self.inner.text(index)
+
+    def origin(self, index: int) -> str:
+        return self.inner.origin(index)
+
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        return self.numbers[sources_of(self.inner, samples)]
+
+
+def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
+    """[samples]: number of the source of each sample; 0 where a data set does not tell, or beyond its end."""
+    found = np.zeros(len(samples), np.int64)
+    if hasattr(dataset, "sources_of"):
+        known = dataset.sources_of(samples)
+        found[: len(known)] = known
+    return found
+
 
 class From:
     """The samples of another data set from number `first` on."""

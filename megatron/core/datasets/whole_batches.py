@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.staged import sources_of
 
 
 class WholeBatches:
@@ -26,6 +27,9 @@ class WholeBatches:
 
     def origin(self, index: int) -> str:
         return self.inner.origin(index) if index < len(self.inner) else "none"
+
+    def sources_of(self, samples: range) -> NDArray[np.int64]:
+        return sources_of(self.inner, samples)
 
     def __getitem__(self, index: int) -> Sample:
         if index < len(self.inner):

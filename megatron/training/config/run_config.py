@@ -152,6 +152,9 @@ class LoggingConfig:
     log_params_norm: bool = False
     """Log the L2 norm of all parameters."""
 
+    log_source_loss: bool = False
+    """Log the training and validation loss of each data set of a blend."""
+
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.models.hf.files import is_hf_folder
-from megatron.training.config.flags import all_flags, config_of_sections
+from megatron.training.config.flags import all_flags, config_of_sections, value_of
 from megatron.training.config.run_config import RunConfig
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
@@ -100,6 +100,34 @@ def _read(metadata: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{metadata} is damaged: it holds no configuration") from None
     return values
+
+
+LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size", "data_stages")
+"""Fields that say how long a run is, and in which steps."""
+
+
+def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
+    """A line about each flag of the length and the learning-rate schedule that differs from the checkpoint's run; None
+    if none does."""
+    changed, wanted = [], {*LENGTH, *SCHEDULE}
+    by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
+    for flag in all_flags():
+        scheduled = flag.section == "optimizer" and flag.field.startswith("lr_")
+        if not (flag.field in wanted or scheduled) or (by_tokens and flag.field == "train_samples"):
+            continue
+        before, now = value_of(saved, flag), value_of(run, flag)
+        if before != now:
+            changed.append(
+                f"{flag.name} {'not given' if before is None else before} -> {now if now is not None else 'not given'}"
+            )
+    if not changed:
+        return None
+    line = f"changed since the checkpoint: {', '.join(changed)}; samples go on in the order that was begun"
+    ends = [run.optimizer.lr_decay_iters, run.optimizer.lr_decay_samples, run.optimizer.lr_decay_tokens]
+    lengthened = any(getattr(saved.training, f) != getattr(run.training, f) for f in LENGTH[:3])
+    if lengthened and not any(ends) and run.optimizer.lr_decay_style != "constant":
+        line += ", and the learning rate decays to the new end (--use-checkpoint-opt_param-scheduler keeps the old one)"
+    return line
 
 
 def _model_fields(saved: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -62,10 +62,20 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
     of_ranks[runtime.launch.rank] = torch.tensor(own, dtype=torch.float64)
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=runtime.device)])
     multi_token = run.forward_backward.multi_token
-    gathered = [losses.flatten(), multi_token.take(), run.experts.take(), run.user_metrics.take(), run.sums.take()]
+    sources = run.forward_backward.sources
+    gathered = [
+        losses.flatten(),
+        multi_token.take(),
+        sources.take(),
+        run.experts.take(),
+        run.user_metrics.take(),
+        run.sums.take(),
+    ]
     gathered.append(of_ranks.flatten())
     summed = all_reduce_(torch.cat(gathered), runtime.state.world)
-    table, further, expert_load, user_metrics, sums, of_ranks = summed.split([part.numel() for part in gathered])
+    table, further, by_source, expert_load, user_metrics, sums, of_ranks = summed.split(
+        [part.numel() for part in gathered]
+    )
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
     steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
@@ -83,6 +93,7 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         "consumed_tokens": run.plan.tokens(run.progress.consumed_samples),
         "lm_loss": total / tokens if tokens else None,
         **multi_token.record(further),
+        **sources.record(by_source),
         "grad_norm": interval.results[-1].grad_norm if steps else None,
         "learning_rate": interval.learning_rate,
         **({} if interval.decoupled_lr is None else {"decoupled_learning_rate": interval.decoupled_lr}),

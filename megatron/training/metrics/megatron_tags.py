@@ -41,6 +41,8 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 def tag_of(key: str) -> str:
     """Megatron-LM's tag of a value of our records: "valid_loss" is "lm loss validation"."""
+    if found := re.fullmatch(r"source_(.+)_loss", key):
+        return f"lm loss source {found[1]}"
     if found := re.fullmatch(r"(valid|test)(?:_(.+))?_(loss|perplexity)", key):
         split, name, kind = found.groups()
         parts = ["lm loss", "validation" if split == "valid" else split, name, "ppl" if kind == "perplexity" else None]

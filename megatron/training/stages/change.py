@@ -15,7 +15,9 @@ def enter_stage_of(run: TrainingRun) -> None:
     if number != run.stage:
         enter_stage(run, number)
         stage = run.plan.stages[number]
-        run.runtime.say(f" stage {stage.name} begins with iteration {run.progress.iteration + 1}")
+        so_far = run.data.epochs.line(run.progress.consumed_samples)
+        line = f" stage {stage.name} begins with iteration {run.progress.iteration + 1}"
+        run.runtime.say(f"{line}; epochs so far: {so_far}" if so_far else line)
 
 
 def enter_stage(run: TrainingRun, number: int) -> None:

@@ -17,7 +17,7 @@ from megatron.core.fp8.recipes import WeightCasts, build_fp8
 from megatron.core.init import initialize_parameters_, is_present
 from megatron.core.models.gpt.embedding import Embedding
 from megatron.core.models.gpt.head import Head
-from megatron.core.models.gpt.loss import masked_sum
+from megatron.core.models.gpt.loss import masked_sum, tally_sources_
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, holds_embedding
 from megatron.core.offload.saved_activations import ActivationOffload
@@ -96,6 +96,9 @@ class GPTModel(nn.Module):
         self.output_layer = Head(config, ctx, tied_stages, tied_weight) if last else None
         self.mtp = MultiTokenPrediction(config, ctx) if last and config.mtp_depths else None
         self.loss = LOSSES[config.loss_func](config, ctx) if last else None
+        self.source_tally: Tensor | None = None
+        """[sources, 2] float64: loss sum and tokens by source since it was zeroed; None where nothing asks."""
+
         names = [parameter.meta.name for parameter in self.parameters()]  # type: ignore[attr-defined]
         assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
         if initialize:
@@ -128,7 +131,10 @@ class GPTModel(nn.Module):
         x = self._hidden_states(hidden, batch, None)
         if self.output_layer is None or self.loss is None:
             return x
-        loss = masked_sum(self.loss(self.output_layer(x), batch.labels.t()), batch.loss_mask)
+        losses = self.loss(self.output_layer(x), batch.labels.t())
+        loss = masked_sum(losses, batch.loss_mask)
+        if self.source_tally is not None and batch.source_ids is not None:
+            tally_sources_(self.source_tally, losses.detach(), batch.loss_mask, batch.source_ids)
         if self.mtp is None or not self.training:
             return loss
         assert self.embedding is not None

@@ -1,0 +1,46 @@
+"""Epochs over each training source: how many the run has taken, and lines where one ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.gpt_dataset import Dataset
+from megatron.core.datasets.staged import sources_of
+from megatron.training.config.stages.plan import StagePlan
+
+
+class Epochs:
+    """Tokens taken of each source, as a function of consumed samples. `sizes` are the tokens of an epoch."""
+
+    def __init__(self, plan: StagePlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.plan, self.dataset, self.names = plan, dataset, list(names)
+        self.sizes = np.array(sizes, np.int64)
+        self._at, self._tokens = 0, np.zeros(len(names), np.int64)
+
+    def at(self, consumed_samples: int) -> NDArray[np.float64]:
+        """[sources]: epochs that the first `consumed_samples` samples of the run are. Ask in rising order."""
+        if consumed_samples < self._at:
+            self._at, self._tokens = 0, np.zeros_like(self._tokens)
+        for stage in self.plan.stages if self.names else ():
+            assert stage.end is not None
+            first, stop = max(self._at, stage.first_sample), min(consumed_samples, stage.end)
+            if first < stop:
+                counts = np.bincount(sources_of(self.dataset, range(first, stop)), minlength=len(self.names))
+                self._tokens += counts * stage.config.model.seq_length
+        self._at = consumed_samples
+        return self._tokens / self.sizes
+
+    def ended(self, consumed_samples: int) -> Iterator[str]:
+        """A line for each source of which an epoch has ended since the last question."""
+        before, now = self._tokens // self.sizes, self.at(consumed_samples)
+        for name, earlier, epochs in zip(self.names, before.tolist(), now.tolist(), strict=True):
+            if int(epochs) > earlier:
+                yield f"epoch {int(epochs)} of {name} has ended by sample {consumed_samples:,}: {epochs:.3f} epochs"
+
+    def line(self, consumed_samples: int) -> str:
+        """Epochs so far of all sources that were taken from."""
+        pairs = zip(self.names, self.at(consumed_samples).tolist(), strict=True)
+        return ", ".join(f"{name} {epochs:.3g}" for name, epochs in pairs if epochs)
