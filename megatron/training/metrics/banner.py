@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 def banner(run: TrainingRun) -> Iterator[str]:
     """One line for each subject."""
     config, dims, device = run.config, run.runtime.state.dims, run.runtime.device
-    model, tokens = config.model, run.batch_sizes.samples(run.train_iters) * config.model.seq_length
+    model, tokens = config.model, run.plan.tokens(run.batch_sizes.samples(run.train_iters))
     count = count_parameters(model).total
     active = f", of which a token meets {active_parameters(model):,}" if model.num_experts is not None else ""
     yield f"model: {shape_line(model)}; {count:,} parameters{active}"
