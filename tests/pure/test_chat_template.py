@@ -1,0 +1,113 @@
+"""Chat templates against transformers, and templates that are wrong or hostile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.kept_files import keep_tokenizer
+from megatron.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
+
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
+{% if loop.last %}{% continue %}{% endif %}
+{{- '' }}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant {{ {'é': [1]} | tojson }}
+{% endif %}"""
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": " be short "},
+    {"role": "user", "content": "née <|im_end|>"},
+    {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "why?"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer that begins each text with <s>."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, pre_tokenizers, processors
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made = Fast(models.BPE({piece: id for id, piece in enumerate(sorted(alphabet))}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, TEMPLATE)
+    return tmp_path
+
+
+def write(folder: Path, template: Any) -> None:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def built(folder: Path) -> tuple[TokenizerConfig, Tokenizer]:
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return config, build_tokenizer(config)
+
+
+@pytest.mark.parametrize("place", ["settings", "named", "file"])
+def test_prompts_are_those_of_transformers(folder: Path, place: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if place == "named":
+        write(folder, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}])
+    if place == "file":
+        write(folder, None)
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config, tokenizer = built(folder)
+    text = find_chat_template(config, None)(MESSAGES)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    assert text == theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert chat_tokens(tokenizer, text) == list(expected)
+    assert chat_tokens(tokenizer, text).count(256) == 1  # <s> once
+
+
+def test_the_template_is_kept_beside_the_checkpoints(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (folder / "chat_template.jinja").write_text("kept")
+    run = tmp_path_factory.mktemp("run")
+    keep_tokenizer(built(folder)[0], run)
+    assert find_chat_template(built(run / "tokenizer")[0], None)(MESSAGES) == "kept"
+
+
+def test_a_template_that_is_missing_wrong_or_refuses(folder: Path) -> None:
+    write(folder, None)
+    with pytest.raises(ValueError, match=r"has no chat template.*give one with --chat-template FILE"):
+        find_chat_template(built(folder)[0], None)
+    for source, message in (
+        ("{% for %}", "line 1"),
+        ("{{ missing.role }}", "refuses the messages"),
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "append.*unsafe"),
+    ):
+        (folder / "chat.jinja").write_text(source)
+        with pytest.raises(ValueError, match=message):
+            find_chat_template(built(folder)[0], folder / "chat.jinja")(MESSAGES)
+    (folder / "chat.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_chat_template(built(folder)[0], folder / "chat.jinja")
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hi", [5], [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": [{}]}]]
+)
+def test_messages_of_the_wrong_form_are_refused(messages: Any) -> None:
+    with pytest.raises(ValueError, match="messages"):
+        ChatTemplate("x", {}, "test")(messages)
