@@ -23,11 +23,27 @@ def run_apart(function: Callable[[], None], interpret: bool) -> None:
     """Calls a function of a test module in a process of its own: Triton asks once whether it shall interpret."""
     pytest.importorskip("triton")
     call = f"from {function.__module__} import {function.__name__}; {function.__name__}()"
+    if interpret:
+        call = f"from tests import triton_cases; triton_cases.end_loops_at_loaded_numbers(); {call}"
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def end_loops_at_loaded_numbers() -> None:
+    """Makes the interpreter take a number in an array of one element as the bound of a loop, as a GPU does: from numpy
+    2.5 on such an array is no integer."""
+    from triton.runtime import interpreter
+
+    theirs = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        theirs(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
 
 
 def round_to_fp8_as_torch() -> None:

@@ -20,6 +20,7 @@ from megatron.core.config.precision import PrecisionConfig
 from megatron.core.fp8.casts import E4M3, LARGEST, Scaled, formats, scaled_mm
 from megatron.core.fp8.weight_grads import WeightGradProducts
 from megatron.core.kernels.cast_transpose import (
+    CastOrder,
     CastPair,
     amax_of,
     amax_of_rows_and_columns,
@@ -234,6 +235,10 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
+def _given(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+    return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
+
+
 def _by_rows(x: Operand) -> Scaled:
     return Scaled(rows_of(x[0]), x[1])
 
@@ -294,28 +299,51 @@ class DelayedGemms(PerTensorGemms):
         """[3, steps]: amax of input, weight and output gradient, the latest step first; 0 before the first step."""
         self.amax = torch.zeros(3, device=device)
         self.multiplier = torch.ones(3, device=device)
+        self._no_value: Tensor | None = None
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        dtype = self.format_of(which)
-        pair = cast_transpose_noting_amax(x.detach(), *self._settings(which), wanted, dtype, self.compiled)
-        return _scaled(pair, wanted)
+        return _scaled(cast_transpose_noting_amax(x.detach(), *self._order(which, wanted), self.compiled), wanted)
 
     def cast_swiglu(self, x: Tensor, needs_dw: bool) -> Operands:
         """`cast_input` of SwiGLU(x), from one read of x [s, b, 2 in]."""
-        wanted = BOTH if needs_dw else ROWS
-        pair = swiglu_cast(rows_of(x).detach(), *self._settings(INPUT), wanted, self.format_of(INPUT), self.compiled)
-        return _as_operands(_scaled(pair, wanted), x.shape[:-1])
+        order = self._order(INPUT, BOTH if needs_dw else ROWS)
+        return _given(swiglu_cast(rows_of(x).detach(), *order, self.compiled), x.shape[:-1])
 
     def cast_swiglu_gradient(self, x: Tensor, grad: Tensor, needs_dw: bool) -> Operands:
         """`cast_grad` of the gradient of x [s, b, out], the output of this layer, of which SwiGLU is taken. `grad`
         [s, b, out / 2] is that of SwiGLU(x)."""
-        wanted, operands = BOTH if needs_dw else ROWS, (rows_of(x).detach(), rows_of(grad).detach())
-        pair = swiglu_gradient_cast(*operands, *self._settings(GRAD), wanted, self.format_of(GRAD), self.compiled)
-        return _as_operands(_scaled(pair, wanted), x.shape[:-1])
+        x_rows, grad_rows, order = rows_of(x).detach(), rows_of(grad).detach(), self.grad_order(needs_dw)
+        return _given(swiglu_gradient_cast(x_rows, grad_rows, *order, self.compiled), x.shape[:-1])
 
-    def _settings(self, which: int) -> tuple[Tensor, Tensor | None]:
-        """The multiplier, and where the amax is noted."""
-        return self.multiplier[which], self.amax[which] if self.training else None
+    def input_order(self, needs_dw: bool) -> CastOrder:
+        """The casts that `cast_input` makes, for a kernel that computes the input."""
+        return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
+
+    def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+        """`cast_input` by such a kernel, of an input [*tokens, in]."""
+        if not self.cuts.sequence:
+            return _given(pair, tokens)
+        assert pair.rows is not None and pair.row_scale is not None
+        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # as `cast_to_gather`
+        return Operands(local, local)
+
+    def grad_order(self, needs_dw: bool) -> CastOrder:
+        """The casts that `cast_grad` makes, for a kernel that computes the gradient."""
+        return self._order(GRAD, BOTH if needs_dw else ROWS)
+
+    def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
+        """`cast_grad` by such a kernel, of a gradient [*tokens, out]."""
+        return _given(pair, tokens)
+
+    def no_value(self, dtype: torch.dtype) -> Tensor:
+        """One NaN, made once: what tensors that have casts in place of values consist of."""
+        if self._no_value is None or self._no_value.dtype != dtype:
+            self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
+        return self._no_value
+
+    def _order(self, which: int, wanted: Wanted) -> CastOrder:
+        noted = self.amax[which] if self.training else None
+        return CastOrder(self.multiplier[which], noted, wanted, self.format_of(which))
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
         return self.multiplier[WEIGHT].view(1, 1)

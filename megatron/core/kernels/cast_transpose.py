@@ -28,6 +28,15 @@ class CastPair(NamedTuple):
     column_scale: Tensor | None
 
 
+class CastOrder(NamedTuple):
+    """How to cast a matrix: the arguments of `cast_transpose_noting_amax`."""
+
+    multiplier: Tensor
+    noted: Tensor | None
+    wanted: tuple[bool, bool]
+    dtype: torch.dtype
+
+
 def cast_transpose(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, compiled: bool
 ) -> CastPair:

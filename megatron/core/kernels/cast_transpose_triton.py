@@ -6,6 +6,8 @@ order is that of the numbers, NaN above infinity: a maximum is the same in any o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -42,6 +44,35 @@ def _rounded(x, multiplier, FORMAT: tl.constexpr, LARGEST: tl.constexpr):  # typ
 
 
 @triton.jit
+def cast_and_store(  # type: ignore[no-untyped-def]
+    values,
+    by_rows,
+    by_columns,
+    rows,
+    columns,
+    i,
+    j,
+    in_i,
+    in_j,
+    n,
+    k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Casts `values` at the rows i and the columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and
+    stores them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as they are asked for."""
+    if ROWS:
+        cast = _rounded(values, by_rows, FORMAT, LARGEST)
+        tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
+    if COLUMNS:
+        cast = _rounded(values, by_columns, FORMAT, LARGEST)
+        at = j.to(tl.int64)[:, None] * n + i[None, :]
+        tl.store(columns + at, tl.trans(cast), mask=in_j[:, None] & in_i[None, :])
+
+
+@triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
     x,
     given_rows,
@@ -75,27 +106,25 @@ def cast_tiles(  # type: ignore[no-untyped-def]
     values = tl.load(x + i[:, None] * x_stride_n + j[None, :] * x_stride_k, mask=inside, other=0.0).to(tl.float32)
     if not BY_AMAX:
         tl.store(part_amax + tl.program_id(0), tl.max(_bits_of_size(values)))
+    by_row, by_column = 1.0, 1.0
     if not BY_VECTOR:
-        by = tl.load(given_rows)
+        by_row = tl.load(given_rows)
         if BY_AMAX:
-            by = _multiplier_of(by, LARGEST, SMALLEST)
+            by_row = _multiplier_of(by_row, LARGEST, SMALLEST)
             if tl.program_id(0) == 0:
-                tl.store(row_scale, _reciprocal(by))
-        cast = _rounded(values, by, FORMAT, LARGEST)
-    if ROWS:
-        if BY_VECTOR:
-            by_row = _multiplier_of(tl.load(given_rows + i, mask=i < n, other=0.0), LARGEST, SMALLEST)
-            if tile_k == 0:
-                tl.store(row_scale + i, _reciprocal(by_row), mask=i < n)
-            cast = _rounded(values, by_row[:, None], FORMAT, LARGEST)
-        tl.store(rows + i[:, None] * k + j[None, :], cast, mask=inside)
-    if COLUMNS:
-        if BY_VECTOR:
-            by_column = _multiplier_of(tl.load(given_columns + j, mask=j < k, other=0.0), LARGEST, SMALLEST)
-            if tile_n == 0:
-                tl.store(column_scale + j, _reciprocal(by_column), mask=j < k)
-            cast = _rounded(values, by_column[None, :], FORMAT, LARGEST)
-        tl.store(columns + j[:, None] * n + i[None, :], tl.trans(cast), mask=(j < k)[:, None] & (i < n)[None, :])
+                tl.store(row_scale, _reciprocal(by_row))
+        by_column = by_row
+    if BY_VECTOR and ROWS:
+        of_rows = _multiplier_of(tl.load(given_rows + i, mask=i < n, other=0.0), LARGEST, SMALLEST)
+        if tile_k == 0:
+            tl.store(row_scale + i, _reciprocal(of_rows), mask=i < n)
+        by_row = of_rows[:, None]
+    if BY_VECTOR and COLUMNS:
+        of_columns = _multiplier_of(tl.load(given_columns + j, mask=j < k, other=0.0), LARGEST, SMALLEST)
+        if tile_n == 0:
+            tl.store(column_scale + j, _reciprocal(of_columns), mask=j < k)
+        by_column = of_columns[None, :]
+    cast_and_store(values, by_row, by_column, rows, columns, i, j, i < n, j < k, n, k, ROWS, COLUMNS, FORMAT, LARGEST)
 
 
 @triton.jit
@@ -160,6 +189,15 @@ def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[
     return rows, columns
 
 
+def finished(
+    made: Sequence[Tensor], wanted: tuple[bool, bool], part_amax: Tensor, multiplier: Tensor, noted: Tensor | None
+) -> list[Tensor]:
+    """The casts that are wanted, and their scale; updates `noted`."""
+    scale, notes = torch.empty((), device=multiplier.device), noted is not None
+    scale_and_note[(1,)](part_amax, len(part_amax), multiplier, scale, noted if notes else scale, notes, PARTS)
+    return [*(values for values, wants in zip(made, wanted, strict=True) if wants), scale]
+
+
 def cast_by_amax(
     x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype, smallest_amax: float
 ) -> list[Tensor]:
@@ -206,7 +244,7 @@ def cast_noting_amax(
     wanted = wants_rows, wants_columns
     n, k = x.shape
     rows, columns = _outputs(x, wanted, dtype)
-    tiles, scale = _tiles(x), torch.empty((), device=x.device)
+    tiles = _tiles(x)
     part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
     if tiles:
         cast_tiles[(tiles,)](
@@ -215,8 +253,8 @@ def cast_noting_amax(
             multiplier,
             rows,
             columns,
-            scale,
-            scale,
+            multiplier,
+            multiplier,
             part_amax,
             n,
             k,
@@ -230,9 +268,7 @@ def cast_noting_amax(
             TILE,
             num_warps=WARPS,
         )
-    notes = noted is not None
-    scale_and_note[(1,)](part_amax, tiles, multiplier, scale, noted if notes else scale, notes, PARTS)
-    return [values for values, wants in zip((rows, columns), wanted, strict=True) if wants] + [scale]
+    return finished((rows, columns), wanted, part_amax, multiplier, noted)
 
 
 def amax_of_rows_and_columns(x: Tensor, wants_rows: bool, wants_columns: bool) -> list[Tensor]:

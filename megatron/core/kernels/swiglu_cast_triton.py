@@ -9,40 +9,14 @@ from torch import Tensor
 
 from megatron.core.kernels.cast_transpose_triton import (
     FORMATS,
-    PARTS,
     WARPS,
     _bits_of_size,
-    _rounded,
-    scale_and_note,
+    cast_and_store,
+    finished,
 )
 
 TILE_N, TILE_F = 128, 64
 """Tokens and features of a tile: a backward holds three operands and two results of one in registers."""
-
-
-@triton.jit
-def _cast_and_stored(  # type: ignore[no-untyped-def]
-    values,
-    by,
-    rows,
-    columns,
-    i,
-    j,
-    inside,
-    n,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Casts `values` at the rows i and columns j of a matrix [n, width]; returns the bits of their largest size."""
-    cast = _rounded(values, by, FORMAT, LARGEST)
-    if ROWS:
-        tl.store(rows + i[:, None] * width + j[None, :], cast, mask=inside)
-    if COLUMNS:
-        tl.store(columns + j[:, None] * n + i[None, :], tl.trans(cast), mask=tl.trans(inside))
-    return tl.max(_bits_of_size(tl.where(inside, values, 0.0)))
 
 
 @triton.jit
@@ -79,13 +53,14 @@ def swiglu_tiles(  # type: ignore[no-untyped-def]
         dy = tl.load(grad + i[:, None] * f + j[None, :], mask=inside, other=0.0).to(tl.float32)
         of_gate = (dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(dtype).to(tl.float32)
         of_up = (dy * (gate * sigmoid)).to(dtype).to(tl.float32)
-        first = _cast_and_stored(of_gate, by, rows, columns, i, j, inside, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
-        last = _cast_and_stored(of_up, by, rows, columns, i, j + f, inside, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
-        largest = tl.maximum(first, last)
+        cast_and_store(of_gate, by, by, rows, columns, i, j, i < n, j < f, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
+        cast_and_store(of_up, by, by, rows, columns, i, j + f, i < n, j < f, n, 2 * f, ROWS, COLUMNS, FORMAT, LARGEST)
+        bits = tl.maximum(_bits_of_size(of_gate), _bits_of_size(of_up))
     else:
         y = (gate * sigmoid * up).to(dtype).to(tl.float32)
-        largest = _cast_and_stored(y, by, rows, columns, i, j, inside, n, f, ROWS, COLUMNS, FORMAT, LARGEST)
-    tl.store(part_amax + tl.program_id(0), largest)
+        cast_and_store(y, by, by, rows, columns, i, j, i < n, j < f, n, f, ROWS, COLUMNS, FORMAT, LARGEST)
+        bits = _bits_of_size(y)
+    tl.store(part_amax + tl.program_id(0), tl.max(tl.where(inside, bits, 0)))
 
 
 def swiglu_cast(
@@ -104,7 +79,7 @@ def swiglu_cast(
     width = f if grad is None else 2 * f
     sizes = (n, width) if wants_rows else (0,), (width, n) if wants_columns else (0,)
     rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
-    tiles, scale = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F), torch.empty((), device=x.device)
+    tiles = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F)
     part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
     if tiles:
         swiglu_tiles[(tiles,)](
@@ -125,6 +100,4 @@ def swiglu_cast(
             TILE_F,
             num_warps=WARPS,
         )
-    notes = noted is not None
-    scale_and_note[(1,)](part_amax, tiles, multiplier, scale, noted if notes else scale, notes, PARTS)
-    return [values for values, wants in ((rows, wants_rows), (columns, wants_columns)) if wants] + [scale]
+    return finished((rows, columns), (wants_rows, wants_columns), part_amax, multiplier, noted)

@@ -30,10 +30,11 @@ from megatron.core.collectives import (
     start_reduce_scatter,
 )
 from megatron.core.fp8.build import build_gemms
-from megatron.core.fp8.recipes import Fp8Context
+from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
@@ -169,7 +170,7 @@ class LinearFunction(torch.autograd.Function):
 
     Only the local part of the input is saved, as the GEMM for dW reads it. The backward gathers it again while it
     computes dX, and reduces dX while it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there
-    will be no backward.
+    will be no backward. `of_output` may hold casts and the sum of dY then.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -185,12 +186,14 @@ class LinearFunction(torch.autograd.Function):
         queue: WeightGradQueue,
         gemms: LinearGemms = PLAIN,
         saves: bool = True,
+        of_output: OutputGradient | None = None,
     ) -> Tensor:
         needs_dw = saves and ctx.needs_input_grad[1]
-        local, saved = gemms.cast_input(x, needs_dw)
+        local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
         # The parameter itself: activation checkpointing returns saved tensors without their attributes.
         ctx.weight, ctx.boundary, ctx.axis, ctx.queue, ctx.gemms = weight, boundary, axis, queue, gemms
+        ctx.of_output = of_output
         ctx.bias_shape = None if bias is None else bias.shape
         del saved  # keeps nothing alive that autograd drops
         full_x = entered(enter(local, boundary, axis))
@@ -209,8 +212,10 @@ class LinearFunction(torch.autograd.Function):
 
         gathering = enter(x, boundary, axis) if needs_dw and not ctx.queue.defers(weight) else None
         dx = dw = None
+        given, of_bias = (None, None) if ctx.of_output is None else ctx.of_output.take(grad_output)
         if needs_dx or needs_dw:
-            dy_for_dx, dy = gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait(), needs_dw)
+            dy_for_dx, dy = given or gemms.cast_grad(boundary.leave_adjoint(grad_output, axis).wait(), needs_dw)
+            del given
         if needs_dx:
             dx = boundary.enter_adjoint(gemms.input_grad(dy_for_dx, weight), axis)
             del dy_for_dx
@@ -221,8 +226,10 @@ class LinearFunction(torch.autograd.Function):
 
         if needs_dw:
             dw = accumulate_weight_grad(weight, add_dw_, ctx.queue, partial(add_dw_, overwrite=True))
-        db = grad_output.flatten(0, -2).sum(0).view(ctx.bias_shape) if needs_db else None
-        return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None
+        if needs_db and of_bias is None:
+            of_bias = grad_output.flatten(0, -2).sum(0)
+        db = of_bias.view(ctx.bias_shape) if of_bias is not None and needs_db else None
+        return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None, None
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
@@ -241,14 +248,23 @@ class ParallelLinear(nn.Module):
         super().__init__()
         weight, *bias = (make_parameter(meta, ctx) for meta in metas)
         self.weight, self.bias = weight, bias[0] if bias else None
-        self.axis, self.queue, self.boundary = ctx.tp, ctx.queue, boundary
+        self.axis, self.queue, self.boundary, self.compiled = ctx.tp, ctx.queue, boundary, ctx.compiled
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
 
     def forward(self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True) -> Tensor:
         """`add_bias` is false where a region that follows adds the bias, `bias_gradient` where its backward sums up the
         gradient."""
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
-        return LinearFunction.apply(x, self.weight, bias, self.boundary, self.axis, self.queue, self.gemms, saves)
+        of_output = self.output_gradient(bias) if saves and self.compiled else None
+        settings = self.boundary, self.axis, self.queue, self.gemms, saves, of_output
+        return attach(LinearFunction.apply(x, self.weight, bias, *settings), of_output)
+
+    def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
+        """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first."""
+        sums = bias is not None and bias.requires_grad
+        if self.boundary.leave_adjoint is not start_nothing or not (sums or isinstance(self.gemms, DelayedGemms)):
+            return None
+        return OutputGradient(self.gemms, self.weight.requires_grad, sums)
 
     def used_bias(self, add_bias: bool, bias_gradient: bool) -> Tensor | None:
         """The bias as `forward` is to use it."""
@@ -267,6 +283,15 @@ class ColumnParallelLinear(ParallelLinear):
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(), column_boundary(ctx), ctx)
+
+
+def input_cast_of(module: nn.Module, linear: ParallelLinear) -> InputCast | None:
+    """The casts that a `linear`, which alone reads the input of `module`, can be given in place of it. Hooks see the
+    input."""
+    if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
+        return None
+    observed = any(part._forward_hooks or part._backward_hooks for part in (module, linear))
+    return None if observed or not torch.is_grad_enabled() else InputCast(linear.gemms, linear.weight.requires_grad)
 
 
 class RowParallelLinear(ParallelLinear):

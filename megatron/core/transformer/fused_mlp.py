@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fp8.recipes import DelayedGemms
+from megatron.core.tensor_parallel.given_casts import OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear, enter, entered
 from megatron.core.tensor_parallel.linear_gemms import Operand, matrix_of
 from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, saved_without_graph
@@ -35,7 +36,8 @@ def observed(*linears: ParallelLinear) -> bool:
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear) -> Tensor:
     """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients."""
-    return _CastMLP.apply(x, fc1.weight, fc2.weight, fc1, fc2)
+    of_output = fc2.output_gradient(None)
+    return attach(_CastMLP.apply(x, fc1.weight, fc2.weight, fc1, fc2, of_output), of_output)
 
 
 class _CastMLP(torch.autograd.Function):
@@ -43,16 +45,22 @@ class _CastMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight1: Tensor, weight2: Tensor, fc1: ParallelLinear, fc2: ParallelLinear
+        ctx: Any,
+        x: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        fc1: ParallelLinear,
+        fc2: ParallelLinear,
+        of_output: OutputGradient | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[1:3]
-        local, saved = fc1.gemms.cast_input(x, needs[0])
+        local, saved = given_input(x) or fc1.gemms.cast_input(x, needs[0])
         hidden = fc1.gemms.forward(entered(enter(local, fc1.boundary, fc1.axis)), weight1, None)
         activated = _delayed(fc2).cast_swiglu(hidden, needs[1])
         ctx.saved = len(saved) if needs[0] else 0
         ctx.save_for_backward(hidden, *(saved if needs[0] else ()), *activated.weight_grad)
         # The parameters themselves: activation checkpointing returns saved tensors without their attributes.
-        ctx.weights, ctx.layers = (weight1, weight2), (fc1, fc2)
+        ctx.weights, ctx.layers, ctx.of_output = (weight1, weight2), (fc1, fc2), of_output
         return fc2.boundary.leave(fc2.gemms.forward(activated.output, weight2, None), fc2.axis).wait()
 
     @staticmethod
@@ -64,7 +72,8 @@ class _CastMLP(torch.autograd.Function):
         needs_dx, needs1, needs2 = ctx.needs_input_grad[:3]
 
         gathering = enter(x, fc1.boundary, fc1.axis) if needs1 and not fc1.queue.defers(weight1) else None
-        dy = fc2.gemms.cast_grad(fc2.boundary.leave_adjoint(grad_output, fc2.axis).wait(), needs2)
+        given = None if ctx.of_output is None else ctx.of_output.take(grad_output)[0]
+        dy = given or fc2.gemms.cast_grad(fc2.boundary.leave_adjoint(grad_output, fc2.axis).wait(), needs2)
         of_activated = fc2.gemms.input_grad(dy.output, weight2)
         dw2 = _add_weight_grad(fc2, weight2, dy.weight_grad, lambda: activated) if needs2 else None
         dh = _delayed(fc1).cast_swiglu_gradient(hidden, of_activated, needs1)
@@ -73,7 +82,7 @@ class _CastMLP(torch.autograd.Function):
         if needs1:
             whole = lambda: entered(enter(x, fc1.boundary, fc1.axis) if gathering is None else gathering)  # noqa: E731
             dw1 = _add_weight_grad(fc1, weight1, dh.weight_grad, whole)
-        return (None if dx is None else dx.wait()), dw1, dw2, None, None
+        return (None if dx is None else dx.wait()), dw1, dw2, None, None, None
 
 
 def _delayed(linear: ParallelLinear) -> DelayedGemms:

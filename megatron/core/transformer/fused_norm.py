@@ -15,6 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.dropout import DropoutMask
+from megatron.core.kernels.norms import gradients_of_norm as _backward
+from megatron.core.kernels.norms import norm_cast, norm_gradients
+from megatron.core.kernels.norms import normalized as _normalized
+from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, gradient_of_output
+from megatron.core.tensor_parallel.linear_gemms import rows_of
 
 
 def fused_norm(
@@ -27,6 +32,7 @@ def fused_norm(
     centered: bool,
     one_plus: bool,
     mask: DropoutMask | None = None,
+    cast: InputCast | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + update, its norm over the last dim): x, update [..., h], weight, bias [h] -> [..., h] twice, in fp32 for
     16-bit operands. Without an update (x, its norm): use that x in place of the given one, so that its gradient is
@@ -35,8 +41,12 @@ def fused_norm(
     With a `mask` that is x + dropout of the update, for x [s, b, h].
 
     `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
+
+    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update is the output of a
+    linear layer, the backward makes what that has use for of its gradient.
     """
-    return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus)
+    cast, of_update = (cast, gradient_of_output(update)) if mask is None else (None, None)
+    return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus, cast, of_update)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -51,15 +61,21 @@ class _FusedNorm(torch.autograd.Function):
         eps: float,
         centered: bool,
         one_plus: bool,
+        cast: InputCast | None,
+        of_update: OutputGradient | None,
     ) -> tuple[Tensor, Tensor]:
         settings = weight, bias, eps, centered, one_plus
-        if update is None:
+        if cast is not None:
+            made = norm_cast(_rows(x), None if update is None else _rows(update), *settings, cast.order())
+            total = x if update is None else made.total.view(x.shape)
+            normed, statistics = cast.stand_in(made.pair, x), [part.view(*x.shape[:-1], 1) for part in made.statistics]
+        elif update is None:
             total, (normed, *statistics) = x, region(_normalized, True, static=True)(x, *settings)
         else:
             total, normed, *statistics = region(_added_and_normalized, True, static=True)(x, update, mask, *settings)
         bits = () if mask is None else mask[1:]
         ctx.save_for_backward(total, weight, *bits, *statistics)
-        ctx.p, ctx.has_bias, ctx.one_plus = None if mask is None else mask.p, bias is not None, one_plus
+        ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, one_plus
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -71,20 +87,35 @@ class _FusedNorm(torch.autograd.Function):
         statistics = tuple(kept if mask is None else kept[2:])
         if of_normed is None:
             of_normed = torch.zeros_like(total)
-        backward = region(_backward_of_both, True, static=True)
-        dx, of_update, of_weight, *of_bias = backward(
-            mask, total, of_total, of_normed, weight, statistics, ctx.one_plus
-        )
+        operands = total, of_total, of_normed, weight, statistics, ctx.one_plus
+        if ctx.of_update is not None and ctx.needs_input_grad[1]:
+            dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, *operands)
+        else:
+            dx, of_update, of_weight, *of_bias = region(_backward_of_both, True, static=True)(mask, *operands)
         of_update = dx if of_update is None else of_update
-        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 4
+        return dx, of_update if ctx.needs_input_grad[1] else None, of_weight, *(of_bias or [None]), *[None] * 6
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.itemsize == 2 else x
+def _rows(x: Tensor) -> Tensor:
+    return rows_of(x).contiguous()
 
 
-def _scale(weight: Tensor, one_plus: bool) -> Tensor:
-    return _wide(weight) + 1 if one_plus else _wide(weight)
+def _with_casts_and_sum(
+    of_update: OutputGradient,
+    total: Tensor,
+    of_total: Tensor | None,
+    of_normed: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    one_plus: bool,
+) -> tuple[Tensor | None, ...]:
+    """`_backward_of_both` without a mask, that hands the casts and the sum of the update's gradient over."""
+    of_sum = None if of_total is None else _rows(of_total)
+    of_rows, sums, order = tuple(part.view(-1, 1) for part in statistics), of_update.needs_sum, of_update.order()
+    found = norm_gradients(_rows(total), of_sum, _rows(of_normed), weight, of_rows, one_plus, sums, order)
+    dx = found.of_total.view(total.shape)
+    of_update.put(dx, found.pair, found.row_sum)
+    return dx, None, *found.of_parameters
 
 
 def _added_and_normalized(
@@ -102,44 +133,7 @@ def _added_and_normalized(
     return total, *_normalized(total, weight, bias, eps, centered, one_plus)
 
 
-def _normalized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, one_plus: bool
-) -> tuple[Tensor, ...]:
-    """(norm of each row, 1 / its standard deviation or root mean square, and of LayerNorm its mean)"""
-    wide = _wide(x)
-    mean = wide.mean(-1, keepdim=True) if centered else None
-    wide = wide if mean is None else wide - mean
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * inverse * _scale(weight, one_plus)
-    normed = normed if bias is None else normed + _wide(bias)
-    return (normed.to(x.dtype), inverse) if mean is None else (normed.to(x.dtype), inverse, mean)
-
-
 def _backward_of_both(mask: DropoutMask | None, *args: Any) -> tuple[Tensor | None, ...]:
     """`_backward`, with the gradient of the update after that of x where dropout makes them differ, else None."""
     dx, *of_parameters = _backward(*args)
     return dx, None if mask is None else mask.applied(dx), *of_parameters
-
-
-def _backward(
-    x: Tensor,
-    of_total: Tensor | None,
-    of_normed: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    one_plus: bool,
-) -> tuple[Tensor, ...]:
-    """Gradients of x, with that of the residual stream, of the weight, and for LayerNorm of the bias.
-
-    With z the normalized row and g its gradient: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
-    """
-    inverse, *means = statistics
-    dy, wide = _wide(of_normed), _wide(x)
-    z = (wide - means[0] if means else wide) * inverse
-    g = dy * _scale(weight, one_plus)
-    dx = g - z * (g * z).mean(-1, keepdim=True)
-    dx = (dx - g.mean(-1, keepdim=True) if means else dx) * inverse
-    dx = dx if of_total is None else dx + of_total
-    rows = tuple(range(x.ndim - 1))
-    of_weight = (dy * z).sum(rows).to(weight.dtype)
-    return (dx.to(x.dtype), of_weight, dy.sum(rows).to(weight.dtype)) if means else (dx.to(x.dtype), of_weight)

@@ -12,6 +12,7 @@ from megatron.core.dropout import DropoutMask, add_update, dropout, dropout_mask
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parts import ATTENTIONS, LINEAR_ATTENTIONS, MLPS
 from megatron.core.seeds import site_key
+from megatron.core.tensor_parallel.given_casts import InputCast
 from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.transformer.norm import LayerNorm, add_and_norm, build_norm
 from megatron.core.transformer.recompute import with_recomputed
@@ -87,13 +88,19 @@ class TransformerLayer(nn.Module):
         return self._next(x, context)
 
     def _next(self, stream: Stream, context: BatchContext) -> Stream:
-        x, normed = add_and_norm(self.input_layernorm, *stream)
+        x, normed = add_and_norm(self.input_layernorm, *stream, cast=self._cast_of(self.self_attention))
         update, mask = self._attention(x, normed, context)
+        cast = self._cast_of(self.mlp)
         if self.parallel:
-            x, normed = add_and_norm(self.pre_mlp_layernorm, x)
+            x, normed = add_and_norm(self.pre_mlp_layernorm, x, cast=cast)
             return Stream(add_update(x, update, mask), *self._mlp(x, normed, context))
-        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update, mask)
+        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update, mask, cast)
         return Stream(x, *self._mlp(x, normed, context))
+
+    def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
+        """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
+        wants = getattr(sublayer, "input_cast", None)
+        return wants() if wants is not None and not (self.recompute_norms and self.training) else None
 
     def takes_stream(self) -> bool:
         """Whether `forward` may be given a `Stream`: where a norm adds the update in its kernels. Hooks see the sum."""

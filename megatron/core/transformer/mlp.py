@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.given_casts import InputCast
+from megatron.core.tensor_parallel.layers import TPContext, input_cast_of
 from megatron.core.transformer.activations import FusedActivation, build_activation
 from megatron.core.transformer.fused_mlp import cast_mlp, casts_swiglu, observed
 from megatron.core.transformer.parameters import mlp_linears
@@ -46,6 +47,10 @@ class MLP(nn.Module):
         if self.recompute_activation and self.training:
             return with_input_recomputed(activate, x, self.linear_fc2)
         return self.linear_fc2(activate(x))
+
+    def input_cast(self) -> InputCast | None:
+        """The casts of its input that it reads in place of that; None if it reads the input."""
+        return None if type(self) is not MLP or self.recompute else input_cast_of(self, self.linear_fc1)
 
     def _fuses(self) -> bool:
         """Whether the activation is computed within the casts of its operands."""

@@ -13,6 +13,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.parts import NORMALIZATIONS
+from megatron.core.tensor_parallel.given_casts import InputCast
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.parameters import sequence_partial
 from megatron.core.transformer.fused_norm import fused_norm
@@ -36,12 +37,25 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = weight, bias[0] if bias else None
 
     def forward(
-        self, x: Tensor, update: Tensor | None = None, mask: DropoutMask | None = None, residual: bool = False
+        self,
+        x: Tensor,
+        update: Tensor | None = None,
+        mask: DropoutMask | None = None,
+        residual: bool = False,
+        cast: InputCast | None = None,
     ) -> Any:
         """The norm of x [..., h], or with `residual` (x + update, its norm): see `add_and_norm`."""
         if self.fuses():
             found = fused_norm(
-                x, update, self.weight, self.bias, self.eps, centered=self.centered, one_plus=self.one_plus, mask=mask
+                x,
+                update,
+                self.weight,
+                self.bias,
+                self.eps,
+                centered=self.centered,
+                one_plus=self.one_plus,
+                mask=mask,
+                cast=cast,
             )
             return found if residual else found[1]
         x = x if update is None else add_update(x, update, mask)
@@ -127,15 +141,19 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
 
 
 def add_and_norm(
-    norm: nn.Module, x: Tensor, update: Tensor | None = None, mask: DropoutMask | None = None
+    norm: nn.Module,
+    x: Tensor,
+    update: Tensor | None = None,
+    mask: DropoutMask | None = None,
+    cast: InputCast | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(x + update, its norm), of any norm; in one kernel forward and backward by those that can. With a `mask` it drops
-    parts of the update.
+    parts of the update. With a `cast`, of the layer that alone reads the norm, the norm may be a stand-in.
 
     Use the first result in place of x, without an update too: then the backward adds its gradient to the norm's.
     """
     if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward:
-        return norm(x, update, mask, residual=True)
+        return norm(x, update, mask, residual=True, cast=cast)
     x = x if update is None else add_update(x, update, mask)
     return x, norm(x)
 

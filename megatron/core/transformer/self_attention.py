@@ -10,7 +10,8 @@ from megatron.core.batch import BatchContext
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
-from megatron.core.tensor_parallel.layers import TPContext
+from megatron.core.tensor_parallel.given_casts import InputCast, gradient_of_output
+from megatron.core.tensor_parallel.layers import TPContext, input_cast_of
 from megatron.core.transformer.norm import build_query_key_norms
 from megatron.core.transformer.parameters import (
     attention_linears,
@@ -74,6 +75,10 @@ class SelfAttention(nn.Module):
             out = self.core(q, k, v, context)
         return self.linear_proj(out if gate is None else self.gated(out, gate))
 
+    def input_cast(self) -> InputCast | None:
+        """The casts of its input that it reads in place of that; None if it reads the input."""
+        return input_cast_of(self, self.linear_qkv) if type(self) is SelfAttention else None
+
     def clip_factors(self, eta: Tensor, alpha: float) -> dict[nn.Module, Tensor]:
         """Factors [groups, rows] of the rows of projections that multiply the logits of each head by at most eta
         [heads/tp]: eta^alpha in the queries, the rest in the keys (QK-clip). All heads of a group have its smallest."""
@@ -89,7 +94,7 @@ class SelfAttention(nn.Module):
         if self.splits_at_once:
             qkv = y.unflatten(-1, (-1, sum(self.head_counts), self.head_dim))
             settings = {"interleaved": self.rotary_interleaved, "compiled": self.compiled}
-            return split_heads(qkv, self.head_counts, tables, bias, **settings)
+            return split_heads(qkv, self.head_counts, tables, bias, **settings, of_qkv=gradient_of_output(y))
         q, gate, k, v = y.unflatten(-1, (-1, sum(self.group_rows))).split(self.group_rows, dim=-1)
         gate = gate.flatten(2) if gate.shape[-1] else None
         q, k = self.q_layernorm(q.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)), self.k_layernorm(k)

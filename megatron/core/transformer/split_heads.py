@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
+from megatron.core.kernels.heads_cast import casts_heads, heads_gradient_cast
+from megatron.core.tensor_parallel.given_casts import OutputGradient
 from megatron.core.transformer.activations import PARTIAL_SUMS
 from megatron.core.transformer.rotary import apply_rotary, apply_rotary_interleaved
 
@@ -28,15 +30,17 @@ def split_heads(
     *,
     interleaved: bool = False,
     compiled: bool = False,
+    of_qkv: OutputGradient | None = None,
 ) -> Heads:
     """qkv [s, b, groups, sum(counts), d] -> the heads. `counts` are the `head_counts` of a group.
 
     With `tables`, cosines and sines, `bias` is added first, queries and keys are rotated, and all parts have memory of
     their own: views would keep the rest of qkv. Without, they are views where that is possible, and qkv must have the
-    bias in it already: only its gradient is summed up here.
+    bias in it already: only its gradient is summed up here. Where the linear layer before reads casts of the gradient
+    `of_qkv`, the backward makes these in place of it.
     """
     static = torch.is_grad_enabled()  # prompts of generation have any length, and must not compile a kernel each
-    q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(counts), tuple(tables), interleaved, compiled, static)
+    q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(counts), tuple(tables), interleaved, compiled, static, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
 
 
@@ -51,9 +55,11 @@ class _SplitHeads(torch.autograd.Function):
         interleaved: bool,
         compiled: bool,
         static: bool,
+        of_qkv: OutputGradient | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tables)
         ctx.settings, ctx.compiled, ctx.bias = (qkv.shape[2], interleaved), compiled, bias
+        ctx.shape, ctx.of_qkv = qkv.shape, of_qkv
         if not tables:
             return _split(qkv, counts)
         return region(_split_and_rotated, compiled, static)(qkv, bias, counts, tables, interleaved)
@@ -61,13 +67,18 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.bias is None:
-            joined, of_bias = region(_joined, ctx.compiled, static=True)(grads, ctx.saved_tensors, *ctx.settings), None
+        tables, (groups, interleaved) = ctx.saved_tensors, ctx.settings
+        order, of_bias = None if ctx.of_qkv is None else ctx.of_qkv.order(), None
+        if order is not None and ctx.bias is None and not interleaved and casts_heads(grads, tables):
+            pair = heads_gradient_cast(grads, tables, order)
+            joined = ctx.of_qkv.put_stand_in(pair, ctx.shape, grads[0].dtype)
+        elif ctx.bias is None:
+            joined = region(_joined, ctx.compiled, static=True)(grads, tables, groups, interleaved)
         else:
             with_sums = region(_joined_and_summed, ctx.compiled, static=True)
-            joined, of_bias = with_sums(grads, ctx.saved_tensors, *ctx.settings)
+            joined, of_bias = with_sums(grads, tables, groups, interleaved)
             of_bias = of_bias.view(ctx.bias.shape)
-        return joined, of_bias, None, None, None, None, None
+        return joined, of_bias, None, None, None, None, None, None
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:

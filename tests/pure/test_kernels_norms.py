@@ -1,0 +1,150 @@
+"""Triton's norms with casts and sums against their twins in torch, and what they are compiled to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels import norms as twins
+from megatron.core.kernels.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
+
+FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
+WANTED = ((True, True), (True, False), (False, True))
+EPS = 1e-3
+
+
+class Case(NamedTuple):
+    x: Tensor
+    update: Tensor | None
+    of_total: Tensor | None
+    of_normed: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    one_plus: bool
+
+
+def cases() -> Iterator[Case]:
+    """Rows and columns that fill no tile, more rows than programs take at a time, and values that are not finite."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = (5, 24, torch.bfloat16), (37, 5000, torch.bfloat16), (70, 4096, torch.float32)
+    for (n, h, dtype), centered in product(sizes, (False, True)):
+        x, update, of_total, of_normed = (torch.randn(n, h, generator=generator).to(dtype) for _ in range(4))
+        weight, bias = (torch.randn(h, generator=generator).to(dtype) for _ in range(2))
+        added = centered != (n == 5)
+        parts = (update, of_total) if added else (None, None)
+        yield Case(2 * x + 1, *parts, of_normed, weight, bias if centered else None, centered)
+    bad = torch.randn(6, 24, generator=generator).bfloat16()
+    bad[3, 5] = torch.inf
+    yield Case(bad, bad, bad, bad, bad[0], bad[1], False)
+
+
+def plain(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(total, its norm, gradients of the total and of the parameters), by autograd in fp32 and rounded."""
+    dtype = case.x.dtype
+    total = case.x if case.update is None else case.x + case.update
+    leaves = [part.float().clone().requires_grad_() for part in (total, case.weight, case.bias) if part is not None]
+    wide, weight = leaves[0], leaves[1] + case.one_plus
+    if case.bias is None:
+        normed = F.rms_norm(wide, wide.shape[1:], weight, EPS)
+    else:
+        normed = F.layer_norm(wide, wide.shape[1:], weight, leaves[2], EPS)
+    gradients = list(torch.autograd.grad(normed, leaves, case.of_normed.float()))
+    if case.of_total is not None:
+        gradients[0] = gradients[0] + case.of_total.float()
+    return total, normed.detach().to(dtype), [gradient.to(dtype) for gradient in gradients]
+
+
+def close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
+    """Within a rounding of `found`'s format, of a few terms for sums."""
+    eps = torch.finfo(found.dtype).eps if found.dtype != torch.float32 else 1e-5
+    scale = expected.float().nan_to_num().abs().max().item() if steps > 1 else 0.1
+    expected = expected.float()
+    torch.testing.assert_close(found.float(), expected, rtol=eps, atol=steps * eps * max(scale, 0.1), equal_nan=True)
+
+
+def assert_cast(pair: CastPair, of: Tensor, noted: Tensor, order: CastOrder) -> None:
+    """The casts are those of what the kernel rounded, but for numbers next to a tie."""
+    expected, amax = cast_transpose_with_amax_twin(of, order.multiplier, order.wanted, order.dtype)
+    torch.testing.assert_close(noted, torch.maximum(torch.tensor(0.25), amax), rtol=2**-7, atol=0, equal_nan=True)
+    for one, two in zip(pair, expected, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None and one.ndim == 2:
+            assert one.shape == two.shape and one.is_contiguous()
+            differ = one.float().nan_to_num(500.0) != two.float().nan_to_num(500.0)
+            assert differ.float().mean() <= 0.01 and differ.sum() <= max(3, 0.004 * differ.numel())
+            torch.testing.assert_close(one.float(), two.float(), rtol=0.3, atol=1e-3, equal_nan=True)
+        elif one is not None and two is not None:
+            assert same_bits(one, two)
+
+
+def check_norms() -> None:
+    """The twin is what autograd and a cast make, and the kernel the twin, but for the order of sums."""
+    round_to_fp8_as_torch()
+    for operator in (twins._norm_cast, twins._norm_gradients):
+        operator.register_kernel("cpu", operator._init_fn)
+    twins.region = lambda function, compiled, static: function
+    for number, case in enumerate(cases()):
+        total, normed, gradients = plain(case)
+        dtype, wanted = FORMATS[number % 2], WANTED[number % 3]
+        for triton in (False, True):
+            twins.runs_triton = lambda x, triton=triton: triton
+            order = CastOrder(torch.tensor(3.7), torch.tensor(0.25), wanted, dtype)
+            settings = case.weight, case.bias, EPS, case.bias is not None, case.one_plus
+            found = twins.norm_cast(case.x, case.update, *settings, order)
+            assert same_bits(found.total, total) and (case.update is None) == (found.total is case.x)
+            assert_cast(found.pair, normed, order.noted, order)
+            for sums, casts in ((True, True), (True, False), (False, True)):
+                order = CastOrder(torch.tensor(3.7), torch.tensor(0.25), wanted, dtype)
+                operands = case.of_total, case.of_normed, case.weight, found.statistics, case.one_plus, sums
+                of_total, of_parameters, row_sum, pair = twins.norm_gradients(
+                    total, *operands, order if casts else None
+                )
+                close(of_total, gradients[0])
+                for one, two in zip(of_parameters, gradients[1:], strict=True):
+                    close(one, two, steps=2)
+                assert (row_sum is None) == (not sums) and (pair is None) == (not casts)
+                if row_sum is not None:
+                    close(row_sum, of_total.float().sum(0).to(row_sum.dtype), steps=2)
+                if pair is not None:
+                    assert_cast(pair, gradients[0], order.noted, order)
+
+
+def test_interpreted_norms_are_those_of_autograd() -> None:
+    run_apart(check_norms, interpret=True)
+
+
+def check_compiled() -> None:
+    from triton import language as tl
+
+    from megatron.core.kernels import norms_triton as kernels
+
+    types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
+    types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts"), "*fp32")
+    types |= {"part_amax": "*i32", "eps": "fp32", **dict.fromkeys(("n", "h", "steps", "count", "width"), "i32")}
+    both = {"ADDS": True, "ONE_PLUS": False, "ROWS": True, "COLUMNS": True, "LARGEST": 448.0}
+    for capability, name, dtype in ((80, "fp8e5", tl.float8e5), (90, "fp8e4nv", tl.float8e4nv)):
+        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
+        constants = both | {"FORMAT": dtype, "CENTERED": capability == 80}
+        options = {"num_warps": kernels.WARPS}
+        of_forward = constants | kernels.tile_of(4096) | {"BIAS": capability == 80}
+        forward = compiled(kernels.norm_cast_rows, types | outputs, of_forward, capability, **options)
+        of_backward = constants | kernels.tile_of(4096, kernels.ELEMENTS // 2) | {"SUMS": True, "CASTS": True}
+        backward = compiled(kernels.norm_gradient_rows, types | outputs, of_backward, capability, **options)
+        # A thread has 64 elements of each operand, in a backward 32: loads of 8 elements.
+        for built, expected in ((forward, 16), (backward, 12)):
+            loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
+            assert expected <= loads <= expected + 4, loads
+            assert "st.global.b8" not in built.asm["ptx"] and "ld.global.b16" not in built.asm["ptx"]
+        parts = {"SUMMED": kernels.SUMMED, "PARTS": kernels.SUMMED_PARTS}
+        assert compiled(kernels.add_parts, types, parts, capability).asm["cubin"]
+
+
+def test_norms_compile_to_wide_loads() -> None:
+    run_apart(check_compiled, interpret=False)
