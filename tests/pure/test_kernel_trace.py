@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import megatron.core.kernels.norms  # noqa: F401  (its operators)
 from megatron.planner.device_file import read_device
 from tools.bench.gpu_bytes import parts_of, whole_step
 from tools.bench.kernel_groups import (
@@ -104,6 +105,20 @@ def test_additions_to_gradient_buffers_have_a_group_of_their_own() -> None:
     for fp8, group in ((False, "weight-gradient sums"), (True, "fp8 weight-gradient adds")):
         (kernel,) = kernels_of(lambda: buffer.narrow(0, 0, 32).add_(grad), (buffer,), fp8)
         assert (kernel.group, kernel.read, kernel.written) == (group, 256, 128)
+
+
+def test_kernels_of_our_own_count_their_last_small_ones() -> None:
+    x, weight, inverse = made(256, 64), made(64), made(256, 1, dtype=FP32)
+    whole, small = 256 * 64 * 2, 64 * 2
+    gradients = torch.ops.megatron.norm_gradients
+    operands = x, made(256, 64), made(256, 64), weight, [inverse], False, True
+    first, last = kernels_of(lambda: gradients(*operands, None, None, False, False, torch.float8_e5m2))
+    assert (first.group, first.read, first.written) == ("norm", 3 * whole + small + 256 * 4, whole + 2 * small)
+    assert (last.group, last.launches, last.read + last.written) == ("norm", 1, 0)
+    scale = made(dtype=FP32)
+    first, last = kernels_of(lambda: gradients(*operands, scale, None, True, True, torch.float8_e5m2))
+    assert first.group == last.group == "fp8 casts" and first.written == 2 * whole + 2 * small + 4
+    assert last.launches == 2, "sums and maxima"
 
 
 def test_attention_counts_half_of_the_square_and_five_products_backward() -> None:
