@@ -27,7 +27,14 @@ from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCo
 from .common import add_extension_flag, run_tool
 
 COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b", Kind.FB: "#b279a2"}
-INCHES_PER_ACTION = 0.28
+NAMES = {
+    Kind.F: "F: forward",
+    Kind.B: "B: backward",
+    Kind.I: "I: backward, gradient of the input",
+    Kind.W: "W: backward, gradient of the weights",
+    Kind.FB: "FB: forward and backward in turns",
+}
+INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,37 +155,57 @@ def summary_of(found: Simulation) -> str:
 
 
 def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> None:
-    """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch where it fits."""
+    """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch. At the right the idle
+    share of each rank. Of a long schedule the beginning and the end, where ranks differ: the middle repeats itself."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    shortest = min(entry.stop - entry.start for timeline in found.timeline for entry in drawn(timeline))
-    width = min(60.0, max(6.0, INCHES_PER_ACTION * found.makespan / shortest))
-    figure, axes = pyplot.subplots(figsize=(width, 1.5 + 0.4 * layout.pp))
-    labelled = width / (found.makespan / shortest) > 0.15
-    for rank, timeline in enumerate(found.timeline):
-        for entry in drawn(timeline):
-            _draw_bar(axes, rank, entry, layout, labelled)
-    shown = {entry.action.kind for timeline in found.timeline for entry in drawn(timeline)}
-    kinds = sorted(shown, key=lambda kind: kind.value)
-    axes.legend(handles=[Patch(color=COLOURS[k], label=k.value) for k in kinds], loc="upper right", ncols=len(kinds))
-    axes.set(title=title, xlabel="time", ylabel="pipeline rank", xlim=(0, found.makespan), yticks=range(layout.pp))
-    axes.set_ylim(layout.pp - 0.5, -1.6)
-    figure.tight_layout()
+    bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
+    unit = min(entry.stop - entry.start for _, entry in bars)
+    windows = windows_of(found.makespan, unit * MOST_INCHES / INCHES_PER_ACTION)
+    width = max(6.0, sum(stop - start for start, stop in windows) / unit * INCHES_PER_ACTION)
+    figure, panels = pyplot.subplots(
+        1, len(windows), sharey=True, squeeze=False, figsize=(width, 1.7 + 0.3 * layout.pp), layout="constrained"
+    )
+    for axes, (start, stop) in zip(panels[0], windows, strict=True):
+        for rank, entry in bars:
+            if entry.start < stop and entry.stop > start:
+                _draw_bar(axes, rank, entry, layout)
+        axes.set(xlim=(start, stop), yticks=range(layout.pp), xlabel="time")
+    first, last = panels[0][0], panels[0][-1]
+    first.set(ylabel="pipeline rank", ylim=(layout.pp - 0.5, -0.5))
+    idle = last.secondary_yaxis("right")
+    shares = [f"{1 - busy / found.makespan:.1%}" for busy in found.busy]
+    idle.set_yticks(range(layout.pp), labels=shares)
+    idle.set_ylabel("idle")
+    left_out = f"; time {windows[0][1]:.0f} to {windows[1][0]:.0f} left out" if len(windows) > 1 else ""
+    kinds = sorted({entry.action.kind for _, entry in bars}, key=lambda kind: kind.value)
+    figure.suptitle(title + left_out)
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        loc="outside lower center",
+        ncols=len(kinds),
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout, labelled: bool) -> None:
+def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
+    """The parts of a schedule that are drawn: all of it, or its two ends, `most` long together."""
+    if makespan <= most:
+        return [(0.0, makespan)]
+    return [(0.0, most / 2), (makespan - most / 2, makespan)]
+
+
+def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout) -> None:
     action, start, stop = entry
     opacity = 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks
     look = {"color": COLOURS[action.kind], "alpha": opacity, "edgecolor": "black", "linewidth": 0.4}
     axes.barh(rank, stop - start, left=start, height=0.85, **look)
-    if labelled:
-        axes.text((start + stop) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+    axes.text((start + stop) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
 
 
 if __name__ == "__main__":

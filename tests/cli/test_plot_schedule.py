@@ -1,9 +1,11 @@
 """The schedule plotter's text, picture and errors."""
 
+import struct
+
 import pytest
 
 from megatron.core.parts import PIPELINE_SCHEDULES
-from tools.plot_schedule import main
+from tools.plot_schedule import main, windows_of
 
 
 def test_text_is_to_scale(capsys):
@@ -19,6 +21,15 @@ def test_a_picture_of_every_schedule(schedule, tmp_path):
     path = tmp_path / "schedule.png"
     assert main(["--pipeline-schedule", schedule, "--messages", "--output", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_a_long_schedule_the_two_ends_are_drawn(tmp_path):
+    path = tmp_path / "schedule.png"
+    assert main(["--pp", "16", "--num-microbatches", "192", "--output", str(path)]) == 0
+    width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    assert width <= 2400 and height <= 1000
+    assert windows_of(10, 20) == [(0, 10)]
+    assert windows_of(100, 20) == [(0, 10), (90, 100)]
 
 
 def test_a_schedule_of_an_extension(tmp_path, capsys):

@@ -157,6 +157,9 @@ def test_a_missing_file_is_named_with_what_is_there(tmp_path):
     write(tmp_path / "other", DOCUMENTS)
     with pytest.raises(ValueError, match=r"there is no file .*x\.idx; .* has other"):
         IndexedDataset(str(tmp_path / "x"))
+    (tmp_path / "notes.md").write_text("# Notes")
+    with pytest.raises(ValueError, match=r"no indexed dataset; text is known by its ending, such as \.txt"):
+        IndexedDataset(str(tmp_path / "notes.md"))
 
 
 def test_verify_finds_a_wrong_offset(tmp_path):

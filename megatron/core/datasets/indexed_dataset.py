@@ -194,6 +194,9 @@ def _open(path: str, given: str) -> BinaryIO:
         return open(path, "rb")
     except FileNotFoundError:
         folder = Path(path).parent
+        if os.path.isfile(given):
+            remedy = "text is known by its ending, such as .txt or .jsonl; rename the file, or make a dataset of it"
+            raise ValueError(f"dataset {given}: a file that is no indexed dataset; {remedy}") from None
         near = sorted(file.name[:-4] for file in folder.glob("*.idx")) if folder.is_dir() else []
         raise ValueError(
             f"dataset {given}: there is no file {path}; use the prefix of the dataset, without .bin or .idx"
