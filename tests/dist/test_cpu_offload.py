@@ -62,33 +62,33 @@ def different(a: Snapshot, b: Snapshot) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
+    ("ranks", "flags", "fraction"),
     [
-        (1, "--bf16"),
-        (2, "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000"),
-        (2, "--fp32 --no-use-distributed-optimizer --no-pin-cpu-grads"),
-        (2, f"--fp16 --initial-loss-scale 128 {ZERO2} --param-group 'fc1 lr_mult=0.1 weight_decay=0.3'"),
-        (2, f"--bf16 {ZERO3} --decoupled-lr 1e-3 --no-pin-cpu-params"),
-        (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2"),
-        (2, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16 --disable-bias-linear"),
-        (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16"),
+        (2, "--bf16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4000", 0.4),
+        (1, "--fp32 --no-use-distributed-optimizer --no-pin-cpu-grads", 0.5),
+        (2, f"--fp16 --initial-loss-scale 128 {ZERO2} --param-group 'fc1 lr_mult=0.1 weight_decay=0.3'", 1),
+        (2, f"--bf16 {ZERO3} --decoupled-lr 1e-3 --no-pin-cpu-params", 0.7),
+        (2, "--fp32 --optimizer sgd --clip-grad 0 --tp 2", 1),
+        (1, f"--bf16 {AWARE}--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", 0.6),
+        (1, f"--fp16 --initial-loss-scale 128 {AWARE}--main-params-dtype fp16 --exp-avg-dtype fp16", 1),
+        (2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --seq-length 16", 0.6),
     ],
-    ids=["bf16", "overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16"],
+    ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "fp8"],
 )
-def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str) -> None:
+def test_an_update_on_the_host_has_the_bits_of_one_on_the_device(ranks: int, flags: str, fraction: float) -> None:
     """Both are the same kernels on a CPU: loss, gradients, weights, main parameters and moments of two steps."""
-    plain, part, whole = (
-        train_in_world(ranks, shlex.split(f"{MODEL}{flags} {more}")) for more in ("", f"{OFFLOAD}0.4", f"{OFFLOAD}1")
+    plain, offloaded = (
+        train_in_world(ranks, shlex.split(f"{MODEL}{flags} {more}")) for more in ("", f"{OFFLOAD}{fraction}")
     )
-    assert len(plain.tensors) > 50 and different(plain, part) == [] and different(plain, whole) == []
+    assert len(plain.tensors) > 50 and different(plain, offloaded) == []
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16"])
+@pytest.mark.parametrize("flags", ["--fp32", f"--bf16 {AWARE}--exp-avg-dtype fp16"])
 def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.visit("half", 2, parse(f"{flags} {OFFLOAD}0.5"), train=True)
     checkpoints.visit("none", 1, parse(flags), train=True)
-    for ranks, more in ((2, f"{OFFLOAD}1 {ZERO3}"), (1, f"{OFFLOAD}0.3"), (2, "--tp 2")):
+    for ranks, more in ((2, f"{OFFLOAD}0.9 {ZERO3}"), (1, "")):
         found = checkpoints.visit("loaded", ranks, parse(f"{flags} {more}"), ["half", "none"])
         assert found == {"half": [], "none": []}, more
 
@@ -125,9 +125,8 @@ def merged(run: TrainingRun) -> list[OptimizerPiece]:
     ]
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--fp32 --optimizer sgd"])
-def test_a_resumed_run_makes_the_same_step_at_every_fraction(flags: str, tmp_path: Path) -> None:
-    assert run_world(1, _continue_elsewhere, str(tmp_path), flags) == [[]]
+def test_a_resumed_run_makes_the_same_step_at_every_fraction(tmp_path: Path) -> None:
+    assert run_world(1, _continue_elsewhere, str(tmp_path), "--bf16") == [[]]
 
 
 def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
@@ -154,7 +153,7 @@ def held(run: TrainingRun) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {AWARE}--main-params-dtype fp16"], ids=["fp32", "packed"])
 def test_a_step_that_is_skipped_changes_nothing_on_the_host(flags: str) -> None:
-    run_world(2, _skip_a_step, f"{flags} {OFFLOAD}0.5 --disable-bias-linear")
+    run_world(1, _skip_a_step, f"{flags} {OFFLOAD}0.5 --disable-bias-linear")
 
 
 def test_states_are_placed_by_the_fraction_and_in_order() -> None:

@@ -173,11 +173,7 @@ LAYOUT_FACTORS: dict[str, dict[str, str]] = {
         "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
     },
     "instances": {"1": "", "2": "--num-distributed-optimizer-instances 2"},
-    "offload": {
-        "none": "",
-        "half": "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
-        "all": "--optimizer-cpu-offload",
-    },
+    "offload": {"none": "", "part": "--optimizer-cpu-offload --optimizer-offload-fraction 0.7"},
     "recompute": {
         "none": "",
         "selective": "--recompute-granularity selective",
@@ -399,12 +395,11 @@ NAMED = {
     "hybrid sharding of states": Combination.of(world="4", cp="2ring", optimizer="overlapped", instances="2"),
     "overlapped gather of parameters": Combination.of(world="4", optimizer="overlapped", recompute="full uniform"),
     "states on the host beside sharded parameters": Combination.of(
-        world="4", pp="2", optimizer="parameters", offload="half", groups="own", style="llama"
+        world="4", pp="2", optimizer="parameters", offload="part", groups="own", style="llama"
     ),
-    "all states on the host, with experts": Combination.of(
-        world="8", tp="2sp", mlp="moe", ep="2", optimizer="overlapped", offload="all"
+    "states in 16 bits on the host, of experts too": Combination.of(
+        world="4", mlp="moe", ep="2", offload="part", states="bf16", optimizer="overlapped"
     ),
-    "states in 16 bits on the host": Combination.of(world="4", tp="2", offload="half", states="bf16", instances="2"),
     "latents under tensor parallelism": Combination.of(world="4", tp="2", pp="2", heads="mla", style="llama"),
     "latents under sequence and context parallelism": Combination.of(
         world="8", tp="2sp", cp="2ulysses", heads="mla", style="llama", mlp="moe", ep="2", recompute="latents"

@@ -709,19 +709,19 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     ),
     "parameters not copied back from the host": (
         [(HostUpdate, "_start_params", _nothing)],
-        [Combination.of(offload="half"), Combination.of(world="2", optimizer="parameters", offload="all")],
+        [Combination.of(offload="part"), Combination.of(world="2", optimizer="parameters", offload="part")],
     ),
     "states on the host updated with the gradient of the step before": (
         [(HostUpdate, "_start_grads", _gradients_of_the_step_before)],
-        [Combination.of(offload="half"), Combination.of(world="2", optimizer="gradients", offload="half")],
+        [Combination.of(offload="part"), Combination.of(world="2", optimizer="gradients", offload="part")],
     ),
     "states on the host updated with the gradient of another chunk": (
         [(HostUpdate, "_start_grads", _gradients_of_another_chunk)],
-        [Combination.of(world="2", offload="all")],
+        [Combination.of(world="2", offload="part")],
     ),
     "gradients on the host not clipped": (
         [(HostUpdate, "update", _without_the_factor)],
-        [Combination.of(world="2", offload="half"), Combination.of(offload="all", states="bf16")],
+        [Combination.of(world="2", offload="part"), Combination.of(offload="part", states="bf16")],
     ),
     "rotary keys' gradient not summed over tp": (
         [(latent_attention, "copy_to", _unchanged)],
