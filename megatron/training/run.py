@@ -19,6 +19,7 @@ from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
+from megatron.training.layer_stats.statistics import LayerStatistics
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.user_metrics import UserMetrics
@@ -53,6 +54,7 @@ class TrainingRun:
 
     experts: ExpertLoad
     sums: ModelSums
+    layer_stats: LayerStatistics
     saver: RunSaver
     guard: StepGuard
     clock: PhaseClock

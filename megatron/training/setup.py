@@ -39,6 +39,7 @@ from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
+from megatron.training.layer_stats.statistics import LayerStatistics
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
@@ -237,6 +238,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         progress=progress,
         experts=experts,
         sums=ModelSums(config.logging, optimizer, stages, state, runtime.device),
+        layer_stats=LayerStatistics(config, state, stages, optimizer, runtime.device),
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         clock=clock,

@@ -134,6 +134,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             record = summarize(run, interval)
             run.measured["lm_loss"] = record["lm_loss"]
             give_back_memory(runtime.device)
+            log.report_layers(interval.layers)
             log.report(record)
             for line in run.data.epochs.ended(progress.consumed_samples):
                 runtime.say(f" {line}")
@@ -222,8 +223,10 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
 def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Callable[[], None] | None) -> None:
     with run.clock("data"):
         batches = run.data.read_batches(step, log=True)
+    run.layer_stats.begin(step.iteration)
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     if settle(run):
+        run.layer_stats.begin(step.iteration)
         sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     with run.clock(GRAD_SYNC):
         factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
@@ -234,6 +237,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     samples = run.progress.scheduled_samples  # settled: whether the step before counts is known
     lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
     weight_decay = run.scheduler.weight_decay_at(samples)
+    run.layer_stats.before_update(factor)
     with run.clock("optimizer"):
         result = run.optimizer.step(
             lr,
@@ -244,6 +248,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
             factor,
             on_update=run.forward_backward.end_step,
         )
+    run.layer_stats.after_update()
     run.guard.watch(step, result)
     run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
     interval.results.append(result)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
+from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.training import train
 from tests.harness import run_world
 
@@ -39,6 +45,72 @@ def test_steps_and_ranks_of_a_profile(tmp_path: Path) -> None:
 def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
     run_world(1, profiled, RUN + "--profile-step-end 30", str(tmp_path))
     assert updates(tmp_path / "profile" / "rank-0.json") == 3
+
+
+def test_a_trace_that_perfetto_opens(tmp_path: Path) -> None:
+    """Chrome's trace format: complete events with place, time and duration, those of a thread one within the other."""
+    run_world(1, profiled, RUN + "--profile-step-end 2 --pytorch-profiler-collect-shapes", str(tmp_path))
+    trace = json.loads((tmp_path / "profile" / "rank-0.json").read_text())
+    threads: dict[tuple[object, object], list[tuple[float, float]]] = {}
+    names = set()
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XMifsE" and "pid" in event and "name" in event
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["ts"] >= 0
+            names.add(event["name"])
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -event["dur"]))
+    for spans in threads.values():
+        open_until: list[float] = []
+        for start, length in sorted(spans):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or start - length <= open_until[-1] + 1.0  # microseconds, rounded
+            open_until.append(start - length)
+    assert "F(stage 0, microbatch 0)" in names
+    assert any("Input Dims" in event.get("args", {}) for event in trace["traceEvents"])
+
+
+def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    made = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr("megatron.training.diagnosis.profiler.profile", lambda **how: asked.append(how) or made)
+    run: Any = SimpleNamespace(optimizer=SimpleNamespace(ddp=SimpleNamespace(device=torch.device("cpu"))))
+    for more in ("", " --pytorch-profiler-collect-shapes", " --pytorch-profiler-collect-callstack"):
+        Profiler(resolve(parse_args((RUN + more).split()), 1))._start(run)
+    assert [(how["record_shapes"], how["with_stack"]) for how in asked] == [(False, False), (True, False), (False, True)]
+
+
+def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, of which the calls are noted here."""
+    calls: list[str] = []
+
+    class Ranges(AbstractContextManager):
+        def __init__(self, record_shapes: bool) -> None:
+            calls.append(f"ranges {record_shapes}")
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("no ranges")
+
+    runtime = SimpleNamespace(cudaProfilerStart=lambda: "start", cudaProfilerStop=lambda: "stop")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", calls.append)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda: calls.append("history"))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    observers: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr("megatron.training.diagnosis.profiler.emit_nvtx", Ranges)
+    flags = RUN + "--profile-step-end 3 --record-shapes --record-memory-history --memory-snapshot-path m"
+    profiler = Profiler(resolve(parse_args(flags.split()), 1))
+    device = SimpleNamespace(device=torch.device("cuda"))
+    run: Any = SimpleNamespace(optimizer=SimpleNamespace(ddp=device), progress=SimpleNamespace(iteration=0))
+    profiler.on_start(run)
+    for run.progress.iteration in range(1, 5):
+        calls.append(f"after {run.progress.iteration}")
+        profiler.on_step_end(run)
+    observers[0]("out of memory, after it was written")
+    profiler.on_end(run)
+    steps = ["history", "after 1", "start", "ranges True", "after 2", "after 3", "stop", "no ranges", "m.rank0"]
+    assert calls == [*steps, "after 4"]
 
 
 def test_rules() -> None:

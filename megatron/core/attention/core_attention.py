@@ -110,6 +110,7 @@ class CoreAttention(nn.Module):
         self.of_tiles = config.attends_in_tiles
         self.always_tiles = self.of_tiles or unequal or backend == "unfused"
         self.max_logits: Tensor | None = None
+        self.dtype, self.device = ctx.dtype, ctx.device
 
     def record_max_logits(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes forward passes in training note the largest logit of each head in `max_logits` [heads/tp]: the scaled
@@ -117,6 +118,14 @@ class CoreAttention(nn.Module):
         self.max_logits = torch.full((self.local_heads,), float("-inf"), dtype=dtype, device=device)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self._note)
         self.always_tiles = True
+
+    def note_max_logits(self) -> bool:
+        """As `record_max_logits`, but only where plain torch computes attention anyway: whether it does. The logits are
+        those of the softmax then, with biases and caps."""
+        in_torch = self.always_tiles and isinstance(self.kernel, TorchKernel)
+        if self.max_logits is None and in_torch and isinstance(self.varlen_kernel, TorchKernel):
+            self.record_max_logits(torch.promote_types(self.dtype, torch.float32), self.device)
+        return self.max_logits is not None
 
     def _note(self, largest: Tensor) -> None:
         """`largest` [heads] of the heads that this rank computes."""

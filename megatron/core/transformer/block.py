@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -53,6 +53,9 @@ class TransformerBlock(nn.Module):
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
+        self.watch: dict[int, Callable[[Stream], None]] = {}
+        """By id of a layer: called with the residual stream behind it, in each pass. A hook on the layer would make it
+        add its last update itself."""
 
     def set_positions(self, config: TransformerConfig) -> None:
         """Replaces the tables by those of `config`, whose layers must share rotations as the built ones do."""
@@ -99,6 +102,8 @@ class TransformerBlock(nn.Module):
                 stream = layer(stream, context)
             else:
                 stream = Stream(layer(stream.added(), context))
+            if (watch := self.watch.get(id(layer))) is not None:
+                watch(stream)
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:

@@ -158,6 +158,14 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient."""
 
+    log_layer_stats: int = 0
+    """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
+    logits, routers; 0: none."""
+
+    layer_growth_threshold: float = 1.2
+    """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
+    the last 10 records while others' does not; 0: never."""
+
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files."""
 
@@ -186,8 +194,8 @@ class LoggingConfig:
     """--log-straggler: ranks reported for each phase."""
 
     profile: bool = False
-    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces to the folder profile in
-    --tensorboard-dir or --save."""
+    """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
+    profile in --tensorboard-dir or --save."""
 
     profile_step_start: int = 10
     """--profile: iterations before the profile starts."""
@@ -201,8 +209,18 @@ class LoggingConfig:
     use_pytorch_profiler: bool = False
     """--profile: use torch's profiler on GPUs too."""
 
+    pytorch_profiler_collect_shapes: bool = False
+    """--profile: traces of torch's profiler hold the shapes of operands."""
+
+    pytorch_profiler_collect_callstack: bool = False
+    """--profile: traces of torch's profiler hold the Python stack of each operation."""
+
+    record_shapes: bool = False
+    """--profile: ranges for nsys hold the shapes of operands."""
+
     record_memory_history: bool = False
-    """GPUs: record allocations, and write them at --profile-step-end for torch's memory viewer."""
+    """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
+    shorter run, and when memory runs out."""
 
     memory_snapshot_path: str = "snapshot.pickle"
     """--record-memory-history: file to write; the rank is appended."""

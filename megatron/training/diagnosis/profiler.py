@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.training.config.run_config import RunConfig
@@ -16,8 +17,8 @@ from megatron.training.hooks import Callback, RunView
 class Profiler(Callback):
     """Starts after --profile-step-start iterations and stops after --profile-step-end, on the ranks of --profile-ranks.
 
-    On CPUs, and with --use-pytorch-profiler, it writes a trace that Perfetto and Chrome open; otherwise it marks the
-    range for `nsys profile --capture-range=cudaProfilerApi`.
+    On CPUs, and with --use-pytorch-profiler, it writes a trace that Perfetto and Chrome open; otherwise it starts and
+    stops `nsys profile --capture-range=cudaProfilerApi`, with a range of NVTX for each operation and action.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -25,10 +26,15 @@ class Profiler(Callback):
         self.options = config.logging
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._profile: profile | None = None
+        self._ranges: emit_nvtx | None = None
+        self._recording = False
 
     def on_start(self, run: RunView) -> None:
-        if self._memory(run):
+        if self.options.record_memory_history and run.optimizer.ddp.device.type == "cuda":
             torch.cuda.memory._record_memory_history()
+            observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+            observe(lambda *facts: self._write_memory())
+            self._recording = True
         self._turn(run)
 
     def on_step_end(self, run: RunView) -> None:
@@ -37,6 +43,7 @@ class Profiler(Callback):
     def on_end(self, run: RunView) -> None:
         """Ends a profile that the run was too short for."""
         self._stop(run)
+        self._write_memory()
 
     def _turn(self, run: RunView) -> None:
         iteration, options = run.progress.iteration, self.options
@@ -44,33 +51,45 @@ class Profiler(Callback):
             self._start(run)
         if iteration == options.profile_step_end:
             self._stop(run)
-            if self._memory(run):
-                torch.cuda.memory._dump_snapshot(f"{options.memory_snapshot_path}.rank{self.rank}")
+            self._write_memory()
 
     def _start(self, run: RunView) -> None:
-        cuda = run.optimizer.ddp.device.type == "cuda"
-        if cuda and not self.options.use_pytorch_profiler:
+        cuda, options = run.optimizer.ddp.device.type == "cuda", self.options
+        if cuda and not options.use_pytorch_profiler:
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            self._ranges = emit_nvtx(record_shapes=options.record_shapes)
+            self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # A pass that runs in turns with another one has a thread of its own.
         threads = _ExperimentalConfig(profile_all_threads=self.config.parallel.overlap_moe_expert_parallel_comm)
-        self._profile = profile(activities=activities, record_shapes=True, experimental_config=threads)
+        self._profile = profile(
+            activities=activities,
+            record_shapes=options.pytorch_profiler_collect_shapes,
+            with_stack=options.pytorch_profiler_collect_callstack,
+            experimental_config=threads,
+        )
         self._profile.start()
 
     def _stop(self, run: RunView) -> None:
         running, self._profile = self._profile, None
+        ranges, self._ranges = self._ranges, None
         if running is not None:
             running.stop()
             path = trace_path(self.config, self.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(path))
             run.say(f" profile of rank {self.rank}: {path}")
-        elif self.options.profile and not self.options.use_pytorch_profiler and torch.cuda.is_initialized():
+        if ranges is not None:
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+            ranges.__exit__(None, None, None)
 
-    def _memory(self, run: RunView) -> bool:
-        return self.options.record_memory_history and run.optimizer.ddp.device.type == "cuda"
+    def _write_memory(self) -> None:
+        """Writes the allocations recorded so far, once: at the end of the profile or of the run, or when memory runs
+        out."""
+        recording, self._recording = self._recording, False
+        if recording:
+            torch.cuda.memory._dump_snapshot(f"{self.options.memory_snapshot_path}.rank{self.rank}")
 
 
 def trace_path(config: RunConfig, rank: int) -> Path:

@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.planner.flops import flops_per_token
 from megatron.training.diagnosis.step_guard import is_nan
 from megatron.training.diagnosis.straggler import straggler_record
+from megatron.training.layer_stats.records import LayerRecord
 from megatron.training.metrics.mfu import peak_tflops
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
@@ -38,6 +39,8 @@ class Interval:
     """Seconds spent on anything but training, such as evaluation."""
     learning_rate: float = 0.0
     decoupled_lr: float | None = None
+    layers: list[LayerRecord] = field(default_factory=list)
+    """Statistics of layers, once the interval has been summarized."""
     batch_size: int = 0
     samples: int = 0
 
@@ -70,13 +73,14 @@ def summarize(run: TrainingRun, interval: Interval) -> Record:
         run.experts.take(),
         run.user_metrics.take(),
         run.sums.take(),
+        run.layer_stats.take(),
+        of_ranks.flatten(),
     ]
-    gathered.append(of_ranks.flatten())
     summed = all_reduce_(torch.cat(gathered), runtime.state.world)
-    table, further, by_source, expert_load, user_metrics, sums, of_ranks = summed.split(
-        [part.numel() for part in gathered]
-    )
+    parts = summed.split([part.numel() for part in gathered])
+    table, further, by_source, expert_load, user_metrics, sums, layers, of_ranks = parts
     table, of_ranks = table.view(-1, 2)[:-1], of_ranks.view(world, -1)
+    interval.layers = run.layer_stats.records(layers)
     steps = len(interval.results)
     skipped = [result.skipped for result in interval.results]
     counted = table[[not skip for skip in skipped]]

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.training.layer_stats.records import layer_scalars
+
 Record = dict[str, Any]
 
 TAGS = {
@@ -29,7 +31,10 @@ OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-no
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
-    """(tag, value, step) of each number of a record. What Megatron-LM does not log keeps our name."""
+    """(tag, value, step) of each number of a record. What Megatron-LM does not log keeps our name; values of layers
+    have the layer's number behind it."""
+    for tag, value in layer_scalars(record.get("layers") or {}):
+        yield tag, value, record["iteration"]
     for key, value in record.items():
         if key in ("iteration", "schema") or isinstance(value, bool) or not isinstance(value, int | float):
             continue

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
 from megatron.training.diagnosis.straggler import straggler_line
+from megatron.training.layer_stats.alarms import LayerAlarms
+from megatron.training.layer_stats.records import LayerRecord
 from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.run import TrainingRun
@@ -39,6 +42,9 @@ class RunLog:
         self._hosts = gather(socket.gethostname(), runtime.state.world) if config.logging.log_straggler else []
         self._sinks: list[Sink] = []
         self._bar: Any = None  # tqdm's
+        self._alarms = LayerAlarms(config.logging.layer_growth_threshold)
+        if (notice := run.layer_stats.notice()) is not None:
+            runtime.say(f" {notice}")
         if not runtime.is_main:
             return
         save = config.checkpoint.save
@@ -62,16 +68,28 @@ class RunLog:
         for sink in self._sinks:
             sink.write(stamped)
 
+    def report_layers(self, records: Sequence[LayerRecord]) -> None:
+        """Writes the statistics of layers, and prints what is out of line in them."""
+        for record in records if self._runtime.is_main else ():
+            lines = self._alarms.judge(record)
+            self.write(record.as_json() | ({"layer_alarms": lines} if lines else {}))
+            for line in lines:
+                self._say(f" {line}")
+
     def report(self, record: Record) -> None:
         """Writes the record of an interval and prints it."""
         self.write(record)
         line = "\n".join([self._line(record), *straggler_line(record, self._hosts)])
+        self._say(line)
+        if self._bar is not None and record["lm_loss"] is not None:
+            self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+
+    def _say(self, line: str) -> None:
+        """Prints a line, above the progress bar if there is one."""
         if self._bar is None:
             self._runtime.say(line)
-            return
-        self._bar.write(line)
-        if record["lm_loss"] is not None:
-            self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
+        else:
+            self._bar.write(line)
 
     def _line(self, record: Record) -> str:
         if self._options.log_format == "megatron":

@@ -1,10 +1,11 @@
-"""Rules of checkpoints, skipped steps, profiles and garbage collection."""
+"""Rules of checkpoints, skipped steps, profiles, statistics of layers and garbage collection."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from megatron.training.config.flags import dashed
+from megatron.training.config.flags import dashed, field_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
@@ -64,8 +65,27 @@ def garbage(c: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem.no_effect(name, value, "--manual-gc")
 
 
+def layer_statistics(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    flag = field_table()["layer_growth_threshold"]
+    threshold = c.logging.layer_growth_threshold
+    if threshold != flag.default and not c.logging.log_layer_stats:
+        yield Problem.no_effect(flag.name, threshold, "--log-layer-stats")
+    if threshold and not 1 < threshold < math.inf:
+        yield Problem(flag.name, threshold, "must be 0 or above 1", f"the default is {flag.default}")
+
+
 def profiles(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.logging
+    by_torch = o.profile and (o.use_pytorch_profiler or c.parallel.cpu)
+    for field, needed, present in (
+        ("use_pytorch_profiler", "--profile", o.profile),
+        ("pytorch_profiler_collect_shapes", "--profile --use-pytorch-profiler", by_torch),
+        ("pytorch_profiler_collect_callstack", "--profile --use-pytorch-profiler", by_torch),
+        ("record_shapes", "--profile on GPUs", o.profile and not by_torch),
+        ("record_memory_history", "GPUs", not c.parallel.cpu),
+    ):
+        if getattr(o, field) and not present:
+            yield Problem.no_effect(dashed(field), None, needed)
     if not (o.profile or o.record_memory_history):
         return
     if o.profile_step_end <= o.profile_step_start:

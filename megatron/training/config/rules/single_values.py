@@ -31,6 +31,7 @@ MAY_BE_ZERO = {
     "exit_interval",
     "exit_margin_in_mins",
     "init_method_std",
+    "layer_growth_threshold",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
     "mtp_loss_scaling_factor",

@@ -1,0 +1,114 @@
+"""Norms of weights, gradients and updates, parameter by parameter and tensor-parallel rank by rank.
+
+Each data-parallel rank adds up the squares of its own shard, whatever the sharding strategy is, so a plain sum over the
+world counts each element of the model once for each tensor-parallel rank that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.param_layout import ALIGNMENT, Piece
+from megatron.core.host_to_device import integers_on
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Shard
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+
+QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
+"""Of the weights after a step, of the gradient before it is clipped, and of the change of the weights."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank adds up of one bucket: elements [start, stop) of the optimizer's shard of it."""
+
+    shard: Shard
+    start: int
+    stop: int
+    pieces: tuple[tuple[str, int, int], ...]
+    """(name, start, stop) of each parameter that counts, in elements from `start` on. Both are multiples of
+    `ALIGNMENT`: the padding behind a parameter is zero."""
+
+
+class ParameterSquares:
+    """Sums of squares [tp, parameters, quantities] float64 of one rank; the rows of other tensor-parallel ranks are 0.
+
+    Of a parameter that is not cut over tensor-parallel ranks every one of them adds its own copy, so that copies can be
+    compared. Of other replicas, as those of a tied embedding, the first one counts. Frozen parameters do not.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer, state: ParallelState, rows: Mapping[str, int]) -> None:
+        """`rows`: the row of each trained parameter of the model."""
+        self.tp, self.device = state.tp, optimizer.ddp.device
+        self.shape = state.tp.size, len(rows), len(QUANTITIES)
+        parts = (_part(shard, state) for shard in optimizer.shards)
+        self._parts = [part for part in parts if part.pieces]
+        found = (rows[name] for part in self._parts for name, _, _ in part.pieces)
+        self._rows = integers_on(self.device, found)
+        self._before: list[Tensor] = []
+        self._gradients: Tensor | None = None
+
+    @torch.no_grad()
+    def before_update(self, factor: Tensor) -> None:
+        """Measures the gradients, which the optimizer is to multiply by `factor`, and keeps a copy of the main
+        parameters of this rank until `after_update`."""
+        grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
+        self._gradients = self._squares(grads) * factor.square()
+        self._before = [part.shard.read_main(part.start, part.stop).clone() for part in self._parts]
+
+    @torch.no_grad()
+    def after_update(self) -> Tensor:
+        """The table of this step, flat."""
+        assert self._gradients is not None, "before_update has not been called"
+        after = [part.shard.read_main(part.start, part.stop) for part in self._parts]
+        if after:
+            torch._foreach_sub_(self._before, after)
+        columns = self._squares(after), self._gradients, self._squares(self._before)
+        self._before, self._gradients = [], None
+        table = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+        table[self.tp.rank].index_copy_(0, self._rows, torch.stack(columns, dim=1))
+        return table.flatten()
+
+    def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sums of squares of all pieces, in order: 1-D float64. `tensors` holds those of each part."""
+        found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+        for part, values in zip(self._parts, tensors, strict=True):
+            found.append(_squares_of(part, values).to(self.device, non_blocking=True))
+        return torch.cat(found)
+
+
+def _squares_of(part: _Part, values: Tensor) -> Tensor:
+    """Sums of squares of the pieces of a part: 1-D float64, where the values are."""
+    if values.is_cuda:
+        views = [values[start:stop] for _, start, stop in part.pieces]
+        return torch.stack(torch._foreach_norm(views, 2, torch.float64)).square()
+    # As `clip_grads.sum_of_squares`, and one pass for all parameters of a bucket.
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    squares = torch.linalg.vector_norm(values.view(-1, ALIGNMENT), dim=1, dtype=dtype).double().square_()
+    return torch.stack([squares[start // ALIGNMENT : stop // ALIGNMENT].sum() for _, start, stop in part.pieces])
+
+
+def _part(shard: Shard, state: ParallelState) -> _Part:
+    bucket, first = shard.bucket, shard.bucket.owned_range[0]
+    start, stop = (end - first for end in bucket.shard_range)
+    pieces = bucket.layout.pieces(*bucket.shard_range) if bucket.copies.first else ()
+    counted = tuple(_placed(piece, start + first) for piece in pieces if _counts(piece.meta, state))
+    return _Part(shard, start, stop, counted)
+
+
+def _placed(piece: Piece, first: int) -> tuple[str, int, int]:
+    start = piece.offset - first
+    numel = -(-(piece.stop - piece.start) // ALIGNMENT) * ALIGNMENT
+    return piece.meta.name, start, start + numel
+
+
+def _counts(meta: ParamMeta, state: ParallelState) -> bool:
+    """Whether this rank adds its replica, or its copy among the tensor-parallel ranks."""
+    if meta.expert:
+        return meta.is_first_replica(state.coords)
+    return not meta.shared_stages or state.pp.rank == 0
