@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.tokenizers import build_tokenizer
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.eval_tasks.generation import continue_prompts
-from megatron.training.eval_tasks.in_loop import scorer_of
-from megatron.training.eval_tasks.scoring import next_tokens
+from megatron.training.eval_tasks.in_loop import generation_of, scorer_of
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
@@ -34,13 +30,8 @@ EXPERTS = LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
 def task_results(run: TrainingRun) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """(scores by name, what each document came out as) of a run's tasks."""
     assert run.eval_tasks is not None
-    config = run.config
-    tokenizer, scorer = build_tokenizer(config.tokenizer, config.model.vocab_size), scorer_of(run)
     with run.pipeline.evaluation_mode():
-        results = run.eval_tasks.evaluate(
-            scorer,
-            lambda prompts, limits: continue_prompts(prompts, limits, tokenizer, partial(next_tokens, scorer)),
-        )
+        results = run.eval_tasks.evaluate(scorer_of(run), generation_of(run))
     return {score.key: score.value for score in results.scores}, results.samples
 
 

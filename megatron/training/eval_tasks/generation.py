@@ -1,8 +1,8 @@
-"""Greedy continuations of prompts by forward passes over whole texts, which every layout can compute."""
+"""Where greedy continuations of prompts end, and those that are computed by forward passes over whole texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,26 +56,28 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, limits: Limits, longest: int)
     return tokens[-room:], max(0, len(tokens) - room)
 
 
+def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens by which the model ends a text."""
+    return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
+
+
 def continue_prompts(
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[Limits],
-    tokenizer: Tokenizer,
-    next_tokens: Continue,
+    prompts: Sequence[Sequence[int]], limits: Sequence[Limits], tokenizer: Tokenizer, next_tokens: Continue
 ) -> list[str]:
     """The most likely continuation of each prompt, until one of its strings, an end-of-document token, or its number
-    of tokens."""
-    ends: Collection[int] = {token for token in (tokenizer.eod, tokenizer.eos) if token is not None}
+    of tokens. All texts grow together, by one forward pass over each for each token: any layout can compute that."""
+    ends = eos_ids(tokenizer)
     new: list[list[int]] = [[] for _ in prompts]
-    is_open = [limit.max_tokens > 0 for limit in limits]
-    while any(is_open):
-        numbers = [number for number, each in enumerate(is_open) if each]
-        for number, token in zip(
-            numbers, next_tokens([[*prompts[number], *new[number]] for number in numbers]), strict=True
-        ):
+    growing = [number for number, limit in enumerate(limits) if limit.max_tokens > 0]
+    while growing:
+        texts = [[*prompts[number], *new[number]] for number in growing]
+        still = []
+        for number, token in zip(growing, next_tokens(texts), strict=True):
             if token in ends:
-                is_open[number] = False
                 continue
             new[number].append(token)
             ended = limits[number].reached(tokenizer.detokenize(new[number]))
-            is_open[number] = not ended and len(new[number]) < limits[number].max_tokens
+            if not ended and len(new[number]) < limits[number].max_tokens:
+                still.append(number)
+        growing = still
     return [limit.cut(tokenizer.detokenize(tokens)) for limit, tokens in zip(limits, new, strict=True)]

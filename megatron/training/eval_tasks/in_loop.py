@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron.core.tokenizers import build_tokenizer
+from megatron.training.eval_tasks.cached_generation import CachedGeneration
 from megatron.training.eval_tasks.generation import continue_prompts
 from megatron.training.eval_tasks.report import record_of, table
 from megatron.training.eval_tasks.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
-from megatron.training.eval_tasks.suite import Results
+from megatron.training.eval_tasks.suite import ContinuePrompts, Results
 from megatron.training.metrics.run_log import RunLog
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
@@ -24,14 +25,9 @@ def evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
     assert run.eval_tasks is not None
     runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
     start = time.perf_counter()
-    scorer = scorer_of(run)
-    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     try:
         with run.pipeline.evaluation_mode():
-            results = run.eval_tasks.evaluate(
-                scorer,
-                lambda prompts, limits: continue_prompts(prompts, limits, tokenizer, partial(next_tokens, scorer)),
-            )
+            results = run.eval_tasks.evaluate(scorer_of(run), generation_of(run))
     except Stopped:
         return
     record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
@@ -56,6 +52,19 @@ def scorer_of(run: TrainingRun) -> Scorer:
         device=runtime.device,
         go_on=partial(runtime.watchdog.requests.tick, save_later=True),
     )
+
+
+def generation_of(run: TrainingRun) -> ContinuePrompts:
+    """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
+    which has no such cache, by passes over whole texts."""
+    config, state, pipeline = run.config, run.runtime.state, run.pipeline
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    scorer = scorer_of(run)
+    if state.cp.size > 1:
+        return partial(continue_prompts, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
+    ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]
+    together = state.axis("ep").size > 1 or config.ddp.shards_parameters
+    return CachedGeneration(run.stages, state, ranks, tokenizer, scorer.budget, together)
 
 
 def _write_samples(folder: Path, iteration: int, results: Results) -> None:
