@@ -301,7 +301,8 @@ def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool,
                 f"--seed is {saved.training.seed} in the checkpoint and {config.training.seed} in the run, which gives "
                 "other dropout and data order: give the checkpoint's, or --no-load-rng to go on under the new one"
             )
-        other = options.override_data_fingerprint or options.reset_iteration  # other data are no matter
+        # Other data are no matter where none are trained on, or from the start.
+        other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem)
     if load_optimizer and not any(key.startswith(OPTIMIZER) for key in checkpoint.tensors):

@@ -26,13 +26,13 @@ class Limits:
     max_tokens: int
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], default_until: str) -> Limits:
+    def of(cls, options: Mapping[str, Any], default_until: str, most_tokens: int = MOST_TOKENS) -> Limits:
         """From generation_kwargs of lm-evaluation-harness."""
         until = options.get("until", [default_until])
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
         given = [options[name] for name in names if options.get(name) is not None]
         listed = [until] if isinstance(until, str) else list(until or [])
-        return cls(tuple(each for each in listed if each), int(given[0]) if given else MOST_TOKENS)
+        return cls(tuple(each for each in listed if each), int(given[0]) if given else most_tokens)
 
     def cut(self, text: str) -> str:
         """Up to the first of the strings."""

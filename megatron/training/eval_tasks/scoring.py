@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,14 @@ from torch import Tensor
 from megatron.core.attention.partition import sequence_divisor
 from megatron.core.batch import Batch
 from megatron.core.collectives import all_reduce_
+from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.eval_tasks.batches import Round, batch_lengths, plan_rounds
 from megatron.training.eval_tasks.tokens import Row
 
@@ -116,3 +122,21 @@ def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
     """The most likely token after each text, of the longest part of it that the model can read. Collective."""
     rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
     return [score.next_token for score in scorer(rows)]
+
+
+def stage_scores(
+    stages: Mapping[int, GPTModel], model: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState
+) -> Callable[[list[Batch]], list[Tensor]]:
+    """`Scorer.forward` of a rank's stages that no training run holds; as `Pipeline.token_scores` is that of a run's."""
+    layout, parameter = pipeline_layout(model, parallel), next(next(iter(stages.values())).parameters())
+    shards = state.tp.size if parallel.sequence_parallel else 1
+    p2p = PipelineP2P(state.pp, (0, 0, model.hidden_size), parameter.dtype, parameter.device, lanes=state.lanes)
+    executor = PipelineExecutor(stages, layout, p2p)
+
+    def forward(batches: list[Batch]) -> list[Tensor]:
+        b, s = batches[0].tokens.shape
+        lists = pipeline_lists(parallel.schedule, state.pp.size, len(batches), layout.chunks, True)
+        with p2p.shaped((s // shards, b, model.hidden_size)):
+            return executor.run(lists[state.pp.rank], batches, last_forward=GPTModel.token_scores)
+
+    return forward

@@ -1,0 +1,127 @@
+"""The class that lm-evaluation-harness calls. It gives every rank all requests, which the ranks score together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.inference.model import LoadedModel, loaded_model
+from megatron.training.eval_tasks.cached_generation import CachedGeneration
+from megatron.training.eval_tasks.generation import Limits, prompt_tokens
+from megatron.training.eval_tasks.scoring import Scorer, lengths_of_batches, stage_scores
+from megatron.training.eval_tasks.tokens import Row, continuation_row, rolling_rows
+from megatron.training.reliability.launch import Launch
+
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+@register_model("megatron")
+class CheckpointLM(LM):
+    """A checkpoint, saved at any layout, over the ranks that torchrun or srun started, or in one process.
+
+    `checkpoint` is a folder of checkpoints or one of them. `tp`, `pp` and `ep` cut the model over the ranks.
+    `max_length` is the number of tokens that the model reads, by default --seq-length of its run; `batch_tokens` those
+    of a forward pass. The tokenizer's fields (`tokenizer_type` and so on) replace those of the run. `batch_size` and
+    `max_batch_size`, which the harness passes, have no meaning for batches that are counted in tokens.
+    Raises ValueError with what is wrong with them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int = 8192,
+        max_gen_toks: int = 256,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__()
+        unknown = [name for name in fields if name not in TOKENIZER]
+        problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
+        if checkpoint is None or not Path(checkpoint).exists():
+            problems.append(f"--model_args checkpoint={checkpoint}: there is no such folder; give that of a run's --save")
+        if problems:
+            raise ValueError("\n".join(problems))
+        from torch.cuda import is_available
+
+        self.resources = ExitStack()
+        layout = ModelParallelConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+        )
+        place = (device or ("cuda" if is_available() else "cpu")).partition(":")[0]
+        given = TokenizerConfig(**fields) if fields else None
+        loading = loaded_model(str(checkpoint), layout, place, Launch.from_environment(), given)
+        self.loaded: LoadedModel = self.resources.enter_context(loading)
+        longest = max_length or self.loaded.config.model.seq_length
+        limit = self.loaded.config.model.max_positions
+        if not 1 <= longest <= limit:
+            raise ValueError(f"--model_args max_length={longest}: the model has {limit} positions; nearest: {limit}")
+        runner, state, tokenizer = self.loaded.runner, self.loaded.state, self.loaded.tokenizer
+        self.scorer = Scorer(
+            forward=stage_scores(runner.stages, runner.config, self.loaded.layout, state),
+            lengths=lengths_of_batches(longest, self.loaded.layout),
+            budget=batch_tokens,
+            state=state,
+            device=runner.device,
+        )
+        self.max_gen_toks = max_gen_toks
+        self.generation = CachedGeneration(runner.stages, state, runner.stage_ranks, tokenizer, batch_tokens, True)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.loaded.tokenizer_config.tokenizer_type)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is greedy) of each continuation."""
+        rows = [continuation_row(self.loaded.tokenizer, *each.args[:2], self.scorer.longest)[0] for each in requests]
+        found = self._scores(rows)
+        results = [(found[row].log_likelihood, found[row].is_greedy) for row in rows]
+        for each, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", each.args, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each text."""
+        texts = [list(rolling_rows(self.loaded.tokenizer, each.args[0], self.scorer.longest)) for each in requests]
+        found = self._scores([row for rows in texts for row in rows])
+        results = [sum(found[row].log_likelihood for row in rows) for rows in texts]
+        for each, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", each.args, result)
+        return results
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The most likely continuation of each context. Raises ValueError for generation_kwargs that ask for sampling."""
+        prompts, limits = [], []
+        for each in requests:
+            context, options = each.args[0], dict(each.args[1])
+            if options.get("do_sample") or float(options.get("temperature") or 0) > 0:
+                raise ValueError("generation_kwargs ask for sampling, and decoding is greedy: remove do_sample")
+            options.setdefault("until", [])
+            limit = Limits.of(options, "", self.max_gen_toks)
+            prompts.append(prompt_tokens(self.loaded.tokenizer, context, limit, self.scorer.longest)[0])
+            limits.append(limit)
+        results = self.generation(prompts, limits)
+        for each, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("generate_until", each.args, result)
+        return results
+
+    def _scores(self, rows: Sequence[Row]) -> dict[Row, Any]:
+        """The score of each row, computed once for equal ones."""
+        different = list(dict.fromkeys(rows))
+        return dict(zip(different, self.scorer(different), strict=True))
