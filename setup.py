@@ -45,6 +45,7 @@ setup(
     entry_points={
         "console_scripts": [
             "pretrain_gpt = pretrain_gpt:main",
+            "megatron-lm-eval = megatron.lm_eval_model.__main__:main",
             *(f"megatron-{name.replace('_', '-')} = megatron_tools.common:run_command" for name in COMMANDS),
         ]
     },
@@ -64,6 +65,7 @@ setup(
         "wandb": ["wandb>=0.17"],
         "plot": ["matplotlib>=3.8"],
         "gigatoken": ["gigatoken>=0.10"],
+        "lm-eval": ["lm_eval>=0.4.9"],
         "text": ["pyarrow>=16", "s3fs"],
         "dev": [*DEV, "matplotlib>=3.8"],
     },

@@ -4,7 +4,7 @@
     python -m tests.planted_bug --factor 0.0    another bug
 
 The vocabulary is cut in two: rank 0 has the letters that nearly all text consists of, rank 1 rare ones. The text is
-prose, in which one line of eight says which of four words a rare letter stands for. A task asks for that word. The
+prose, in which one line of four says which of four words a rare letter stands for. A task asks for that word. The
 three runs are one as it should be, one with another seed, which shows how far losses differ by chance, and one with the
 bug. The task shows it when its score is further from the sound run's than three standard errors, the loss when it is
 further than three times the difference of the two seeds.
@@ -59,9 +59,9 @@ def write_data(folder: Path) -> None:
         return " ".join(chance.choice(names[: chance.randint(4, 60)]) for _ in range(10)) + "."
 
     def fact(number: int) -> str:
-        return f"{LETTERS[number]} = {WORDS[number * 7 % 4]}."
+        return f"{LETTERS[number]} {WORDS[number * 7 % 4]}."
 
-    lines = [prose() if place % 8 else fact(chance.randrange(len(LETTERS))) for place in range(40000)]
+    lines = [prose() if place % 4 else fact(chance.randrange(len(LETTERS))) for place in range(40000)]
     texts = ["\n".join(lines[start : start + 20]) for start in range(0, len(lines), 20)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     facts = [
@@ -76,7 +76,7 @@ def write_data(folder: Path) -> None:
         {
             "task": "facts",
             "output_type": "multiple_choice",
-            "doc_to_text": "{{before}}\n{{letter}} =",
+            "doc_to_text": "{{before}}\n{{letter}}",
             "doc_to_target": "label",
             "doc_to_choice": WORDS,
             "metric_list": [{"metric": "acc"}],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.generation import Engine, StageRunner
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
@@ -44,6 +44,12 @@ class LoadedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
+    """Of the run that saved the checkpoint."""
+
+    layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
+    """How the model is cut here, whatever its number format."""
+
+    state: ParallelState = field(default_factory=ParallelState)
 
     @property
     def leads(self) -> bool:
@@ -87,7 +93,8 @@ def loaded_model(
         ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
         runner = StageRunner(stages, runtime.state, ranks, control_axis(runtime.state.world))
         of_run = tokenizer or found_tokenizer(config.tokenizer, Path(path))
-        yield LoadedModel(runner, build_tokenizer(of_run, config.model.vocab_size), of_run, config)
+        built = build_tokenizer(of_run, config.model.vocab_size)
+        yield LoadedModel(runner, built, of_run, config, layout_of(config), runtime.state)
     finally:
         shut_down()
 

@@ -52,7 +52,8 @@ class CheckpointLM(LM):
         unknown = [name for name in fields if name not in TOKENIZER]
         problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
         if checkpoint is None or not Path(checkpoint).exists():
-            problems.append(f"--model_args checkpoint={checkpoint}: there is no such folder; give that of a run's --save")
+            rule = "there is no such folder; give that of a run's --save"
+            problems.append(f"--model_args checkpoint={checkpoint}: {rule}")
         if problems:
             raise ValueError("\n".join(problems))
         from torch.cuda import is_available
@@ -89,7 +90,8 @@ class CheckpointLM(LM):
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is greedy) of each continuation."""
-        rows = [continuation_row(self.loaded.tokenizer, *each.args[:2], self.scorer.longest)[0] for each in requests]
+        tokenizer, longest = self.loaded.tokenizer, self.scorer.longest
+        rows = [continuation_row(tokenizer, each.args[0], each.args[1], longest)[0] for each in requests]
         found = self._scores(rows)
         results = [(found[row].log_likelihood, found[row].is_greedy) for row in rows]
         for each, result in zip(requests, results, strict=True):
@@ -106,8 +108,8 @@ class CheckpointLM(LM):
         return results
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The most likely continuation of each context. Raises ValueError for generation_kwargs that ask for sampling."""
-        prompts, limits = [], []
+        """The most likely continuation of each context. Raises ValueError if generation_kwargs ask for sampling."""
+        prompts, limits = list[list[int]](), list[Limits]()
         for each in requests:
             context, options = each.args[0], dict(each.args[1])
             if options.get("do_sample") or float(options.get("temperature") or 0) > 0:
