@@ -1,11 +1,12 @@
 """The six tasks of tests/fixtures in the loop, against lm-evaluation-harness on the exported Hugging Face model.
 
-    python -m tests.lm_eval_oracle                    where lm_eval is installed: pip install .[lm-eval] transformers
+    python -m tests.lm_eval_oracle                    where lm_eval is: pip install .[lm-eval] transformers accelerate
     python -m tests.lm_eval_oracle --lm-eval PYTHON   with the interpreter of another environment, which has it
 
 Trains a small model on text like the tasks', evaluates it in the loop at TP 2 PP 2 and in one process, exports it, and
-runs the harness on the export. Counts of right answers must be equal, and log-likelihoods within rounding. Exits with 0
-and the reason if lm_eval is not installed.
+runs the harness on the export, and on the checkpoint itself by its model "megatron", in one process and at TP 2 PP 2.
+Counts of right answers and generated texts must be equal, and log-likelihoods within rounding. Exits with 0 and the
+reason if lm_eval is not installed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ MODEL = (
 HARNESS = """
 import json, logging, os, sys
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": sys.argv[4], "TOKENIZERS_PARALLELISM": "false"}
+if sys.argv[5] == "megatron":
+    import megatron.lm_eval_model.model
 import lm_eval
 from lm_eval.tasks import TaskManager
 logging.disable(logging.WARNING)
 manager = TaskManager(include_path=".", include_defaults=False)
 found = lm_eval.simple_evaluate(
-    model="hf", model_args=sys.argv[1], tasks=sys.argv[2].split(), task_manager=manager, batch_size=4, device="cpu",
-    log_samples=True, bootstrap_iters=2000, verbosity="ERROR",
+    model=sys.argv[5], model_args=sys.argv[1], tasks=sys.argv[2].split(), task_manager=manager, batch_size=4,
+    device="cpu", log_samples=True, bootstrap_iters=2000, verbosity="ERROR",
 )
+if found is None:  # not the first rank
+    sys.exit()
 samples = {
     task: [
         {
@@ -66,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=150, help="of training (default: 150)")
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     args = parser.parse_args(argv)
-    known = subprocess.run([args.lm_eval, "-c", "import lm_eval, transformers"], capture_output=True, text=True)
+    known = subprocess.run(
+        [args.lm_eval, "-c", "import lm_eval, transformers, accelerate"], capture_output=True, text=True
+    )
     if known.returncode:
-        print(f"skipped: {known.stderr.strip().splitlines()[-1]}; pip install .[lm-eval] transformers")
+        print(f"skipped: {known.stderr.strip().splitlines()[-1]}; pip install .[lm-eval] transformers accelerate")
         return 0
     with tempfile.TemporaryDirectory(prefix="lm-eval-oracle-") as name:
         return compare(args.folder or Path(name), args.lm_eval, args.iterations)
@@ -89,13 +96,26 @@ def compare(folder: Path, python: str, iterations: int) -> int:
     pretrain(4, base + f"{layout} --save {folder / 'four'} --eval-tasks-samples {folder / 'four'}", folder)
     convert = [sys.executable, "tools/convert_checkpoint.py", "--input", save, "--output", hf, "--dtype", "float32"]
     checked([*map(str, convert)], ROOT)
-    out = folder / "harness.json"
-    options = f"pretrained={hf},dtype=float32,max_length=128"
-    checked([python, "-c", HARNESS, options, " ".join(NAMES), str(out), str(folder / "datasets")], TASKS)
-    harness = json.loads(out.read_text())
+    harness = run_harness(python, folder / "hf.json", "hf", f"pretrained={hf},dtype=float32,max_length=128")
+    ours = f"checkpoint={save}"
+    classes = {
+        "megatron": run_harness(python, folder / "class.json", "megatron", ours),
+        "megatron 2x2": run_harness(python, folder / "class4.json", "megatron", f"{ours},tp=2,pp=2", ranks=4),
+    }
     sides = {"one process": own(folder / "one"), "TP 2 PP 2": own(folder / "four")}
     differ = [report(name, scores, documents, harness) for name, (scores, documents) in sides.items()]
+    differ += [class_differs(name, found, harness) for name, found in classes.items()]
     return int(any(differ))
+
+
+def run_harness(python: str, out: Path, model: str, options: str, ranks: int = 1) -> Any:
+    """Scores and documents of lm_eval with one of its models."""
+    script = out.with_suffix(".py")
+    script.write_text(HARNESS)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    words = [options, " ".join(NAMES), str(out), str(out.parent / "datasets"), model]
+    checked([python, *launch, str(script), *words], TASKS, PYTHONPATH=str(ROOT))
+    return json.loads(out.read_text())
 
 
 def write_text(path: Path) -> None:
@@ -133,8 +153,9 @@ def pretrain(ranks: int, flags: str, folder: Path) -> None:
     )
 
 
-def checked(command: Sequence[str], cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+def checked(command: Sequence[str], cwd: Path, **environ: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)[:300]}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
@@ -185,6 +206,36 @@ def documents_differ(name: str, documents: Sequence[Mapping[str, Any]], samples:
         f"greedy flags that differ: {greedy}; generated texts that differ: {texts}"
     )
     return largest > 1e-4 or greedy > 0 or texts > 0
+
+
+def class_differs(name: str, found: Any, harness: Any) -> bool:
+    """Prints how far the harness' samples with its model "megatron" are from those with the exported model."""
+    largest, others, compared = 0.0, 0, 0
+    for task in NAMES:
+        for one, two in zip(found["samples"][task], harness["samples"][task], strict=True):
+            for mine, theirs in zip(one["responses"], two["responses"], strict=True):
+                pairs = zip(
+                    mine[0] if isinstance(mine[0], list) else mine,
+                    theirs[0] if isinstance(theirs[0], list) else theirs,
+                    strict=True,
+                )
+                for a, b in pairs:
+                    compared += 1
+                    if isinstance(a, float) and isinstance(b, float):
+                        largest = max(largest, abs(a - b) / max(1.0, abs(a)))
+                    else:
+                        others += str(a) != str(b)
+    right = sum(
+        value != harness["results"][task][key]
+        for task in NAMES
+        for key, value in found["results"][task].items()
+        if key.startswith(("acc", "exact_match")) and "stderr" not in key
+    )
+    print(
+        f"{name:12} {compared} responses: largest relative difference {largest:.1e}; flags and texts that differ: "
+        f"{others}; accuracies that differ: {right}"
+    )
+    return largest > 1e-4 or others > 0 or right > 0
 
 
 if __name__ == "__main__":

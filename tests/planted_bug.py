@@ -1,13 +1,13 @@
 """A bug that the loss does not show and the tasks do: one tensor-parallel rank's embeddings are scaled from some step.
 
-    python -m tests.planted_bug                 three runs of 240 steps at TP 2, a table, and what was seen when
+    python -m tests.planted_bug                 three runs of 280 steps at TP 2, a table, and what was seen when
     python -m tests.planted_bug --factor 0.0    another bug
 
 The vocabulary is cut in two: rank 0 has the letters that nearly all text consists of, rank 1 rare ones. The text is
-prose, in which one line of four says which of four words a rare letter stands for. A task asks for that word. The
+prose, in which one line of eight says which of four words a rare letter stands for. A task asks for that word. The
 three runs are one as it should be, one with another seed, which shows how far losses differ by chance, and one with the
 bug. The task shows it when its score is further from the sound run's than three standard errors, the loss when it is
-further than three times the difference of the two seeds.
+further than three times the median difference of the two seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 import torch
@@ -61,7 +62,7 @@ def write_data(folder: Path) -> None:
     def fact(number: int) -> str:
         return f"{LETTERS[number]} {WORDS[number * 7 % 4]}."
 
-    lines = [prose() if place % 4 else fact(chance.randrange(len(LETTERS))) for place in range(40000)]
+    lines = [prose() if place % 8 else fact(chance.randrange(len(LETTERS))) for place in range(40000)]
     texts = ["\n".join(lines[start : start + 20]) for start in range(0, len(lines), 20)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     facts = [
@@ -120,11 +121,11 @@ def run(rank: int, world_size: int, flags: str, every: int, start: int | None, f
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--factor", type=float, default=0.1, help="of rank 1's embeddings (default: 0.1)")
-    parser.add_argument("--iterations", type=int, default=240, help="steps of each run (default: 240)")
+    parser.add_argument("--factor", type=float, default=0.01, help="of rank 1's embeddings (default: 0.01)")
+    parser.add_argument("--iterations", type=int, default=280, help="steps of each run (default: 280)")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations (default: 20)")
     args = parser.parse_args(argv)
-    start = args.iterations // 2 + 1
+    start = args.iterations // 7 + 1
     with tempfile.TemporaryDirectory(prefix="planted-bug-") as name:
         folder = Path(name)
         write_data(folder)
@@ -141,7 +142,7 @@ def report(sound: Sequence[Point], other: Sequence[Point], bad: Sequence[Point],
     print(f"{'step':>5}  {'loss':^26}  {'facts (acc)':^26}  {'prose (bits per byte)':^26}")
     print(f"{'':5}" + 3 * f"  {'sound':>8} {'seed 5':>8} {'bug':>8}")
     pairs = list(zip(sound, other, bad, strict=True))
-    noise = max(abs(one[1] - two[1]) for one, two, _ in pairs if one[0] >= start)
+    noise = median(abs(one[1] - two[1]) for one, two, _ in pairs if one[0] >= start)
     seen: dict[str, int] = {}
     for one, two, three in pairs:
         values = [(each[1], each[2]["facts"][0], each[2]["prose"][0]) for each in (one, two, three)]
@@ -153,7 +154,7 @@ def report(sound: Sequence[Point], other: Sequence[Point], bad: Sequence[Point],
         error = sum(each[2]["facts"][1] ** 2 for each in (one, three)) ** 0.5
         if abs(three[2]["facts"][0] - one[2]["facts"][0]) > 3 * error:
             seen.setdefault("facts", three[0])
-    print(f"losses of two seeds differ by up to {noise:.4f} after step {start}")
+    print(f"losses of two seeds differ by {noise:.4f} after step {start}, in the median")
     for name in ("loss", "facts"):
         print(f"{name}: " + (f"shows the bug at step {seen[name]}" if name in seen else "does not show the bug"))
     return int("facts" not in seen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
+from contextlib import redirect_stdout
 
 from megatron.training.reliability.launch import Launch
 
@@ -29,25 +29,8 @@ def main() -> None:
     if launch.rank == 0:
         cli_evaluate()
         return
-    with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory() as folder:
-        sys.stdout = nowhere
-        sys.argv = _elsewhere(sys.argv, folder)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         cli_evaluate()
-
-
-def _elsewhere(argv: list[str], folder: str) -> list[str]:
-    """The arguments of a rank whose results nobody reads."""
-    out = []
-    words = iter(argv)
-    for word in words:
-        if word in ("--output_path", "-o"):
-            next(words, None)
-            out += [word, folder]
-        elif word.startswith("--output_path="):
-            out.append(f"--output_path={folder}")
-        else:
-            out.append(word)
-    return out
 
 
 if __name__ == "__main__":
