@@ -65,7 +65,7 @@ setup(
         "wandb": ["wandb>=0.17"],
         "plot": ["matplotlib>=3.8"],
         "gigatoken": ["gigatoken>=0.10"],
-        "lm-eval": ["lm_eval>=0.4.9"],
+        "lm-eval": ["lm_eval"],
         "text": ["pyarrow>=16", "s3fs"],
         "dev": [*DEV, "matplotlib>=3.8"],
     },
