@@ -246,5 +246,6 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         user_metrics=UserMetrics(parts.metrics, runtime.device),
         view=RunView(config, stages, optimizer, progress, runtime.say),
     )
-    enter_stage(run, plan.number_at(progress.consumed_samples))
+    # What is only evaluated is evaluated on the data of the stage that it was trained in.
+    enter_stage(run, plan.number_at(progress.consumed_samples - config.training.skip_train))
     return run

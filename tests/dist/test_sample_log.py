@@ -54,8 +54,7 @@ def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
 LAYOUTS = [
     (1, "--micro-batch-size 6 --num-workers 0"),
     (3, "--micro-batch-size 1 --num-workers 1"),
-    (4, "--tp 2 --pp 2 --micro-batch-size 2 --num-workers 2"),
-    (4, "--cp 2 --micro-batch-size 3 --num-workers 3"),
+    (4, "--pp 2 --cp 2 --micro-batch-size 2 --num-workers 2"),
 ]
 
 
@@ -79,14 +78,12 @@ def losses(folder: Path) -> list[tuple[float, float]]:
 
 
 def test_a_longer_plan_goes_on_in_the_order_that_was_begun(tmp_path: Path, data: list[str]) -> None:
-    """Megatron-LM's order of 48 samples is not the beginning of its order of 240, which are more epochs."""
+    """48 samples are less than an epoch of each source, 240 are several: Megatron-LM would begin another order."""
     flags = "--micro-batch-size 3 --num-workers 0"
     begun = log_of(tmp_path / "run", data, 1, flags).read_text()
-    other = log_of(tmp_path / "other", data, 1, f"{flags} --train-samples 240").read_text()
-    assert begun.splitlines()[0] != other.splitlines()[0]
     resumed = f"--load {tmp_path / 'run'}"
     log_of(tmp_path / "run", data, 2, f"{flags} --tp 2 --train-samples 96 {resumed} --exit-interval 7")
-    whole = log_of(tmp_path / "run", data, 2, f"{flags} --micro-batch-size 1 --train-samples 240 {resumed}").read_text()
+    whole = log_of(tmp_path / "run", data, 1, f"{flags} --micro-batch-size 6 --train-samples 240 {resumed}").read_text()
     assert whole.startswith(begun)
     records = [json.loads(line) for line in whole.splitlines()]
     assert [record["samples"][0] for record in records] == [0, 6, *range(12, 240, 12)]
@@ -108,5 +105,5 @@ def test_resuming_is_exact(tmp_path: Path, data: list[str]) -> None:
     assert one is not None and two is not None and one.payload["iteration"] == two.payload["iteration"] == 5
     assert first_difference(one, two) is None
     elsewhere = log_of(tmp_path / "elsewhere", data, 1, "--micro-batch-size 3 --num-workers 1 --exit-interval 2")
-    log_of(tmp_path / "elsewhere", data, 4, f"--tp 2 --micro-batch-size 1 --load {tmp_path / 'elsewhere'}")
+    log_of(tmp_path / "elsewhere", data, 2, f"--tp 2 --micro-batch-size 1 --load {tmp_path / 'elsewhere'}")
     assert elsewhere.read_bytes() == whole.read_bytes()

@@ -35,7 +35,7 @@ ITERATIONS = 12
 MODEL = (
     "--cpu --fp64 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 64 "
     "--make-vocab-size-divisible-by 8 --position-embedding-type rope --lr 1e-2 --lr-warmup-iters 2 --split 1,0,0 "
-    f"--global-batch-size 8 --train-iters {ITERATIONS} --log-interval 1 --eval-iters 0 --save-interval 1 --keep-last 3 "
+    f"--global-batch-size 8 --train-iters {ITERATIONS} --log-interval 1 --eval-iters 0 --save-interval 2 --keep-last 3 "
     "--num-workers 1 --log-source-loss"
 ).split()
 LAYOUTS = (
@@ -85,20 +85,26 @@ def write_stages(folder: Path, change: int) -> Path:
     return path
 
 
-def killed_and_resumed(random: Random, folder: Path) -> Outcome:
-    """Raises RuntimeError if a run ends early by itself, TimeoutError if one hangs."""
+def killed_and_resumed(
+    random: Random, folder: Path, kills: int = 1, layouts: Sequence[tuple[int, str]] = LAYOUTS
+) -> Iterator[Outcome]:
+    """So many runs of one random change of stage, each of which is killed once.
+
+    Raises RuntimeError if a run ends early by itself, TimeoutError if one hangs."""
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
     change = random.randrange(9, 40)
     stages = write_stages(folder, change)
     step = -(-change // 8)  # steps of 8 before the change
-    first, second = random.sample(LAYOUTS, 2)
-    target = min(max(1, step + random.randint(-2, 2)), ITERATIONS - 1)
-    alone, save = folder / "alone", folder / "save"
+    alone = folder / "alone"
     run_forked(1, _flags(alone, stages, LAYOUTS[0][1]), folder / "screen")
-    killed = _start_and_kill(first, _flags(save, stages, first[1]), save, target, random, folder / "screen")
-    run_forked(second[0], _flags(save, stages, second[1]), folder / "screen")
-    return Outcome(change, killed, (first[1], second[1]), tuple(_differences(save, alone, change)))
+    for number in range(kills):
+        first, second = random.sample(layouts, 2)
+        target = min(max(1, step + random.randint(-2, 2)), ITERATIONS - 1)
+        save = folder / f"save-{number}"
+        killed = _start_and_kill(first, _flags(save, stages, first[1]), save, target, random, folder / "screen")
+        run_forked(second[0], _flags(save, stages, second[1]), folder / "screen")
+        yield Outcome(change, killed, (first[1], second[1]), tuple(_differences(save, alone, change)))
 
 
 def _flags(save: Path, stages: Path, layout: str) -> list[str]:
@@ -114,7 +120,7 @@ def _start_and_kill(
         while len(_records(save)) < target:
             if any(process.exitcode is not None for process in ranks) or time.monotonic() > limit:
                 raise RuntimeError(f"no {target} iterations were logged:\n{screen.read_text()[-4000:]}")
-            time.sleep(0.002)
+            time.sleep(0.01)
         time.sleep(random.uniform(0, 0.05))
         killed = len(_records(save))
         os.kill(random.choice(ranks).pid, signal.SIGKILL)
@@ -159,11 +165,6 @@ def _differences(save: Path, alone: Path, change: int) -> Iterator[str]:
                 yield f"iteration {expected['iteration']}: {key} {found[key]} and not {expected[key]}"
 
 
-def campaign(kills: int, seed: int, folder: Path) -> list[Outcome]:
-    random = Random(seed)
-    return [killed_and_resumed(random, folder / f"{number}") for number in range(kills)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     random, wrong = Random(args.seed), 0
     with tempfile.TemporaryDirectory(prefix="stages-") as name:
         for number in range(args.kills):
-            outcome = killed_and_resumed(random, Path(name) / f"{number}")
+            (outcome,) = killed_and_resumed(random, Path(name) / f"{number}")
             wrong += bool(outcome.wrong)
             shown = "; ".join(outcome.wrong) or "equal"
             began, resumed = outcome.layouts

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets.build import parse_blend
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run import batch_lines, data_lines
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.stages.history import History, continued
 from megatron.training.config.stages.plan import StagePlan, plan_stages, stage_plan
@@ -267,3 +271,42 @@ def test_flags_that_make_a_run_longer_are_told() -> None:
         "changed since the checkpoint: --lr-decay-iters not given -> 9, --train-iters 9 -> 20; samples go on in the "
         "order that was begun"
     )
+
+
+def test_a_plan_prints_each_stage(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        with IndexedDatasetBuilder(str(tmp_path / name), np.dtype("<u2")) as builder:
+            builder.add_document(np.arange(1000))
+    (tmp_path / "book.txt").write_text("a text")
+    web, code, book = (tmp_path / name for name in ("web", "code", "book.txt"))
+    text = f"""
+- {{data-path: 3 {web} 1 {code}}}
+- {{name: long, from-samples: 80, seq-length: 64, global-batch-size: 4, data-path: [1, {web}, 1, {book}], lr: 1e-4}}
+"""
+    more = "--train-iters 20 --tokenizer-type ByteTokenizer --vocab-size 2000 --split 1,0,0"
+    plan = plan_of(tmp_path / "s.yaml", text, more)
+    dims = ParallelDims.from_config(plan.base.parallel, 1)
+    lines = [line for stage in plan.stages for line in data_lines(plan, stage)] + list(batch_lines(plan, dims))
+    for part in (
+        "stage 0: from sample 0, iteration 1, token 0: 80 samples of 16, 1,280 tokens, 10 iterations; global batch 8",
+        f"{web}: 1 documents, 1,000 tokens; 0.96 epochs",
+        "stage long: from sample 80, iteration 11, token 1,280: 40 samples of 64, 2,560 tokens, 10 iterations",
+        "learning rate, its own (linear): 0.0001, 5.5e-05, 1e-05 at its beginning, middle and end",
+        f"{book}: text, 1 files, 0.0 MB, tokenized when the run starts",
+        f"{web}: 1 documents, 1,000 tokens; 1.28 epochs",
+        "stage long: global batch 4 = micro-batch 1 x 4 micro-batches x 1 replicas; 256 tokens a step",
+        "20 iterations, 120 samples, 3,840 tokens,",
+    ):
+        assert any(part in line for line in lines), (part, lines)
+
+
+def test_the_stages_of_a_published_recipe_are_legal() -> None:
+    path = Path(__file__).parents[2] / "scripts" / "recipes" / "smollm3_stages.yaml"
+    more = "--seq-length 4096 --global-batch-size 576 --train-iters 4747000 --vocab-size 128256"
+    config = parse_args(flags(path, more))
+    assert not validate(config, 1)
+    plan = stage_plan(resolve(config, 1))
+    assert [round(stage.first_token / 1e12, 3) for stage in plan.stages] == [0, 8, 10]
+    for stage in plan.stages:
+        blend = parse_blend("--data-path", stage.config.data.data_path or ())
+        assert blend.weights is not None and sum(blend.weights) == pytest.approx(1)

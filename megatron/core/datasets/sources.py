@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.core.config.data import DatasetConfig
 from megatron.core.datasets.blended import normalise
@@ -33,10 +33,15 @@ def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | No
     return found
 
 
-def source_lines(config: DatasetConfig, samples: int | None, seq_length: int) -> Iterator[str]:
+def source_lines(
+    config: DatasetConfig, samples: int | None, seq_length: int, other: Callable[[str], str | None] = lambda path: None
+) -> Iterator[str]:
     """A line for each data set of the training split, of a run of `samples` samples; None: one epoch. What cannot be
-    opened is said."""
+    opened is said. `other` may return the line of a path that is no indexed dataset."""
     for prefix, of_documents, of_samples in training_sources(config):
+        if line := other(prefix):
+            yield line
+            continue
         try:
             dataset = IndexedDataset(prefix)
         except (OSError, ValueError) as error:

@@ -61,30 +61,33 @@ def print_plan(config: RunConfig, world_size: int, plan_file: str | None = None)
 
 def data_lines(stages: StagePlan, stage: RunStage) -> Iterator[str]:
     """The data sets of the training split in a stage as they are on this machine."""
-    from megatron.core.datasets.sources import source_lines, training_sources
-    from megatron.core.text_files.inputs import find_inputs
-    from megatron.core.text_files.tokenized import is_text
+    from megatron.core.datasets.sources import source_lines
 
     config, data = stage.config, stage.config.data
     yield from stage_lines(stages, stage)
     if data.dataset != "gpt":
         yield "synthetic" if data.dataset == "mock" else f"--dataset-type {data.dataset}"
         return
-    text = [path for path, _, _ in training_sources(data) if is_text(path)]
-    for path in text:
-        try:
-            files = find_inputs([path], "--data-path")
-        except ValueError as error:
-            yield str(error)
-        else:
-            size = sum(file.size for file in files)
-            yield f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
-    if not text:
-        samples = None
-        if stage.end is not None:
-            end = stages.sizes.samples(stages.iterations) if stage == stages.stages[-1] else stage.end
-            samples = end - stage.first_sample
-        yield from source_lines(data, samples, config.model.seq_length)
+    samples = None
+    if stage.end is not None:
+        end = stages.sizes.samples(stages.iterations) if stage == stages.stages[-1] else stage.end
+        samples = end - stage.first_sample
+    yield from source_lines(data, samples, config.model.seq_length, _text_line)
+
+
+def _text_line(path: str) -> str | None:
+    """What is said of text files, which have no tokens yet; None for an indexed dataset."""
+    from megatron.core.text_files.inputs import find_inputs
+    from megatron.core.text_files.tokenized import is_text
+
+    if not is_text(path):
+        return None
+    try:
+        files = find_inputs([path], "--data-path")
+    except ValueError as error:
+        return str(error)
+    size = sum(file.size for file in files)
+    return f"{path}: text, {len(files)} files, {size / 1e6:,.1f} MB, tokenized when the run starts"
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:

@@ -61,8 +61,7 @@ def continued(plan: StagePlan, history: History | None) -> StagePlan:
 
 
 def _changes(plan: StagePlan, history: History) -> Iterator[str]:
-    path, consumed = plan.base.data.data_stages, history.consumed_samples
-    file = f"--data-stages {path}" if path else "--data-stages"
+    file, consumed = "--data-stages", history.consumed_samples
     remedy = f"give the stages that have begun as they were; new ones may begin from sample {consumed} on"
     if len(plan.stages) < len(history.stages):
         missing = ", ".join(str(saved["name"]) or "0" for saved in history.stages[len(plan.stages) :])
