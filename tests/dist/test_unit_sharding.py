@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megatron.core import compiled_regions
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.config.parallel import ModelParallelConfig
@@ -103,7 +105,11 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
     backward reads no parameters: 3 Psi less these (arXiv 1910.02054, section 7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
-        assert found["units"] == ["output_layer", *(f"decoder.layers.{i}" for i in (3, 2, 1, 0)), "embedding.word_embeddings"]
+        assert found["units"] == [
+            "output_layer",
+            *(f"decoder.layers.{i}" for i in (3, 2, 1, 0)),
+            "embedding.word_embeddings",
+        ]
         ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
         assert bytes_of(found, "all_gather") == MICROBATCHES * (2 * found["psi"] - ends)
         assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]
@@ -117,6 +123,25 @@ def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
     (found, _) = run_world(2, steps, flags)
     ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
     assert bytes_of(found, "all_gather") == 2 * found["psi"] - ends
+
+
+def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
+    """Whether each layer leaves its last addition to the next norm, and the most units that are whole at once."""
+    with local_run(config(flags, world_size), rank, world_size) as run:
+        train_step(run, Interval())
+        watch = Watch(run)
+        train_step(run, Interval())
+        layers: Any = run.stages[0].decoder.layers  # type: ignore[union-attr]
+        streams = [layer.takes_stream() for layer in layers]
+        layers[0].register_forward_hook(lambda *seen: None)
+        return [*streams, layers[0].takes_stream()], (watch.params, watch.grads)
+
+
+def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
+    """The backward of a layer with two inputs and outputs begins and ends where that of a tensor does."""
+    with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
+        found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
+    assert found == [([True] * 4 + [False], (2, 2))] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
@@ -158,7 +183,9 @@ def test_rules() -> None:
 
     three = sharding("optim_grads_params")
     assert problems(three) == problems(sharding("no_shard")) == ""
-    assert "cannot be combined with --no-use-distributed-optimizer" in problems(f"{three} --no-use-distributed-optimizer")
+    assert "cannot be combined with --no-use-distributed-optimizer" in problems(
+        f"{three} --no-use-distributed-optimizer"
+    )
     assert not config(f"--global-batch-size 2 {sharding('no_shard')}", 2).optimizer.use_distributed_optimizer
     told = notices(parse_args(f"{MODEL} --global-batch-size 2 {three} --overlap-grad-reduce".split()), 2)
     assert any("--overlap-grad-reduce" in str(notice) for notice in told)

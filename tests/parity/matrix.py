@@ -7,6 +7,7 @@ run as they are written: tests/pure/test_regions.py compares them with what a co
 
     python -m tests.parity.matrix             the whole matrix, a line each, and a summary
     python -m tests.parity.matrix --list      what it would run
+    python -m tests.parity.matrix --with optimizer=gradients,parameters instances=2    those with one of these choices
 
 CI runs a part, see test_matrix.py.
 """
@@ -474,11 +475,29 @@ def compared(combination: Combination) -> tuple[str | None, float]:
     return wrong, max(error for _, error in found)
 
 
+def choices_of(text: str) -> list[tuple[str, str]]:
+    """[("optimizer", "gradients"), ("optimizer", "parameters")] of "optimizer=gradients,parameters"."""
+    name, _, choices = text.partition("=")
+    wrong = [choice for choice in choices.split(",") if choice not in FACTORS.get(name, {})]
+    if wrong:
+        known = f"of {name}: {', '.join(FACTORS[name])}" if name in FACTORS else f"factors: {', '.join(FACTORS)}"
+        raise argparse.ArgumentTypeError(f"{text} names no choice of the matrix; {known}")
+    return [(name, choice) for choice in choices.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--list", action="store_true", help="print the combinations and run none")
+    parser.add_argument(
+        "--with",
+        dest="choices",
+        nargs="+",
+        type=choices_of,
+        help="combinations with any of these: FACTOR=CHOICE,...",
+    )
     args = parser.parse_args(argv)
-    wanted = whole_matrix()
+    chosen = {pair for pairs in args.choices or () for pair in pairs}
+    wanted = [each for each in whole_matrix() if not chosen or any(each[name] == choice for name, choice in chosen)]
     began, failures, largest = time.perf_counter(), [], 0.0
     for number, combination in enumerate(wanted, 1):
         line = f"{number:4d}/{len(wanted)} {combination}"

@@ -120,7 +120,9 @@ class UnitSharding:
                 seen.add(id(module))
                 self.units.append(unit := Unit(module, needed, len(self.units)))
                 module.register_forward_pre_hook(partial(self._before_forward, unit))
-                module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
+                after = partial(self._after_forward, unit)
+                after.takes_stream = True  # type: ignore[attr-defined]
+                module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
         """The unit whose backward adds to a bucket last: of those that run here, the first in the model."""
 
@@ -182,21 +184,30 @@ class UnitSharding:
     def _watch_backward(self, unit: Unit, args: tuple[Any, ...], output: Any) -> None:
         """Finds both ends of the unit's backward.
 
-        It begins when the gradient of the output is known, and has ended when that of the input is: autograd runs first
+        It begins when the gradient of an output is known, and has ended when that of the input is: autograd runs first
         what was recorded last, so nothing of the unit is left then. Without an input that an operation has made, it has
-        ended with the whole backward pass.
+        ended with the whole backward pass. A layer may leave its last addition to the next norm, and has two outputs
+        then, one of which was made in its middle: of outputs the first gradient counts, of inputs that made last.
         """
-        result = next(_differentiable(output), None)
-        if result is None or result.grad_fn is None:
+        made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
+        if not made_by:
             return
         for bucket in unit.buckets:
             self._last_users[bucket] = min(unit.number, self._last_users.get(bucket, unit.number))
-        given = next((x for x in _differentiable(args) if x.grad_fn is not None), None)
-        at_end = given is None
-        if given is not None:
-            given.register_hook(lambda grad: self._after_backward(unit))
-            del given  # a hook would keep it
-        result.grad_fn.register_prehook(lambda grads: self._before_backward(unit, at_end))
+        inputs = [x for x in _differentiable(args) if x.grad_fn is not None]
+        at_end = not inputs
+        if inputs:
+            last = max(inputs, key=lambda x: x.grad_fn._sequence_nr())  # type: ignore[union-attr]
+            last.register_hook(lambda grad: self._after_backward(unit))
+        begun: list[bool] = []
+
+        def begin(grads: Any) -> None:  # keeps no tensor
+            if not begun:
+                begun.append(True)
+                self._before_backward(unit, at_end)
+
+        for node in made_by:
+            node.register_prehook(begin)
 
     def _before_backward(self, unit: Unit, at_end: bool) -> None:
         if self.shards_params and getattr(unit.module, "backward_reads_parameters", True):
@@ -242,7 +253,8 @@ def _apart_from(unit: Unit, output: Any) -> Any:
         memory = output.untyped_storage()._cdata
         return output.clone() if any(memory == b.params.untyped_storage()._cdata for b in unit.buckets) else output
     if isinstance(output, tuple):
-        return tuple(_apart_from(unit, part) for part in output)
+        parts = [_apart_from(unit, part) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
     return output
 
 

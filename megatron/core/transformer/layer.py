@@ -103,11 +103,13 @@ class TransformerLayer(nn.Module):
         return wants() if wants is not None and not (self.recompute_norms and self.training) else None
 
     def takes_stream(self) -> bool:
-        """Whether `forward` may be given a `Stream`: where a norm adds the update in its kernels. Hooks see the sum."""
+        """Whether `forward` may be given a `Stream`: where a norm adds the update in its kernels. Hooks see the sum,
+        but for those that say that they take a stream."""
         own, norm = type(self).forward is TransformerLayer.forward, self.input_layernorm
-        return (
-            own and isinstance(norm, LayerNorm) and norm.fuses() and not (self._forward_hooks or self._backward_hooks)
+        observed = self._backward_hooks or not all(
+            getattr(hook, "takes_stream", False) for hook in self._forward_hooks.values()
         )
+        return own and isinstance(norm, LayerNorm) and norm.fuses() and not observed
 
     def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
         y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
