@@ -214,6 +214,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         problems.append(f"{' and '.join(ways)} cannot be combined: keep one of them")
     needs = [("--output", args.output), ("--logprobs", args.logprobs is not None), ("--token-ids", args.token_ids)]
     problems += [f"{flag} needs --jsonl beside it" for flag, given in needs if given and not args.jsonl]
+    files = [Path(path) for path in (args.jsonl, args.output) if path and Path(path).exists()]
+    if len(files) == 2 and files[0].samefile(files[1]):
+        problems.append(f"--output {args.output} is the file of --jsonl: choose another one")
     if args.system is not None and not args.chat:
         problems.append("--system needs --chat beside it; in JSON lines it is a message of the role system")
     problems += model_flag_problems(args)

@@ -122,4 +122,9 @@ def parsed(data: bytes) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, not {shown(value)}")
+    if b"\\u" in data:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has an escape such as \\ud83d that is half of a character") from None
     return value

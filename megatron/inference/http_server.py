@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,6 +126,13 @@ class Handler(BaseHTTPRequestHandler):
                 raise ApiError(503 if self.server.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError as error:
             self._refuse(error, close=error.status in (408, 411, 413))
+            return
+        except OSError:  # the client has gone
+            self.close_connection = True
+            return
+        except Exception as error:  # a mistake of this program: the client is told, and the log
+            self.log_message("%s", "".join(traceback.format_exception(error)))
+            self._refuse(ApiError(500, f"{type(error).__name__}: {error}"), close=True)
             return
         try:
             self._stream(call, job) if call.stream else self._answer(call, job)

@@ -186,11 +186,15 @@ class OpenAIApi:
         }
         if fields.problems:
             return []
-        return [
-            Request(prompt, seed=base if choice == 0 else site_key(base, f"choice {choice}"), **values)
-            for prompt in map(self._tokens, prompts)
-            for choice in range(n)
-        ]
+        try:
+            return [
+                Request(prompt, seed=base if choice == 0 else site_key(base, f"choice {choice}"), **values)
+                for prompt in map(self._tokens, prompts)
+                for choice in range(n)
+            ]
+        except ValueError as error:  # of a tokenizer
+            fields.refuse("prompt", str(error))
+            return []
 
     def _prompts(self, fields: Fields) -> list[Any]:
         """Texts or lists of token ids."""

@@ -109,19 +109,30 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert found == expected
 
 
-def test_a_layout_that_does_not_fit_is_refused_once(checkpoint: str, tmp_path: Path) -> None:
+def test_flags_that_do_not_fit_are_refused_once(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
         ("--tensor-model-parallel-size 4", "must be 4: PP 1 times TP 4"),
         ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
-        ("--context-parallel-size 2", "unrecognized arguments: --context-parallel-size"),
     ):
         screen = run_forked(
             2, [*argv, *flags.split()], tmp_path / "screen", 2, main=lambda argv: run_tool(partial(main, argv))
         )
         assert message in screen
-        assert screen.count("error: ") == (2 if "context" in flags else 1), screen
+        assert screen.count("error: ") == 1, screen
+    for flags, message in (
+        (["--context-parallel-size", "2"], "unrecognized arguments: --context-parallel-size"),
+        (["--jsonl", "x", "--chat", "--system", "s"], "--jsonl and --chat cannot be combined"),
+        (["--token-ids"], "--token-ids needs --jsonl"),
+    ):
+        with pytest.raises(SystemExit):
+            run_tool(lambda flags=flags: main(["--load", checkpoint, *flags]))
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is the file of --jsonl"):
+        main(["--load", checkpoint, "--jsonl", __file__, "--output", __file__])
 
 
 def test_chat(

@@ -36,10 +36,9 @@ def continued(model: GPTModel, prompt: list[int], count: int) -> list[int]:
 def test_greedy_text_of_prompts_of_different_lengths(style: str) -> None:
     model = model_of(style)
     prompts = [*PROMPTS, [8, 8, 9], [4, 5]]
-    found = generate(model, prompts, 8)
+    found = generate(model, prompts, 8, rows=3)
     assert found == [continued(model, prompt, 8) for prompt in prompts]
     assert len({token for tokens in found for token in tokens}) > 4
-    assert generate(model, prompts, 8, rows=2) == found
 
 
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", "latent", "delta-net", "moe"])

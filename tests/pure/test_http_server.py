@@ -170,6 +170,11 @@ def test_chat(served: Served) -> None:
 
 
 def test_ends_of_texts(served: Served) -> None:
+    assert (
+        served.ask(COMPLETIONS, {"prompt": "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")})[0] == 200
+    )
+    odd = {"top_k": 10**30, "temperature": 1e308, "repetition_penalty": 1e308, "stop_token_ids": [-1, 10**30]}
+    assert served.ask(COMPLETIONS, {"prompt": "a"} | odd)[0] == 200
     body = {"prompt": "ab", "temperature": 0, "max_tokens": 10**9}
     free = served.ask(COMPLETIONS, body)[1]
     (choice,) = free["choices"]
@@ -197,6 +202,9 @@ def test_models_and_health(served: Served) -> None:
         (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body is not UTF-8: byte 12"),
         (COMPLETIONS, b"[" * 15_000, 400, "nested too deeply"),
         (COMPLETIONS, b"[]", 400, "must be a JSON object"),
+        (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "half of a character"),
+        (COMPLETIONS, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
+        (COMPLETIONS, {"prompt": "a", "seed": 2**65, "top_k": -2}, 400, "top_k: must be a whole number"),
         (COMPLETIONS, b"x" * 20_001, 413, "has 20001 bytes; this server reads at most 20000"),
         (COMPLETIONS, {"prompt": "a" * 64}, 400, "the prompt has 64 tokens, and the model reads at most 64"),
         (COMPLETIONS, {"prompt": [1, 257]}, 400, "tokens are from 0 to 256"),

@@ -57,7 +57,8 @@ class Sampling:
         wide = wide - wide.amax(-1, keepdim=True)  # so that a temperature next to 0 divides no infinity
         values, tokens = (wide / self.temperature).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
-            values, tokens = values[:, : self.top_k], tokens[:, : self.top_k]
+            kept = min(self.top_k, values.shape[-1])
+            values, tokens = values[:, :kept], tokens[:, :kept]
         probabilities = values.softmax(-1)
         if self.min_p is not None:
             unlikely = probabilities < self.min_p * probabilities[:, :1]
