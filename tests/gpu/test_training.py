@@ -57,6 +57,15 @@ def test_graphs_change_no_bit(flags: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "graphs.jsonl", 1, *shared, "--cuda-graph-impl", "local") == plain
 
 
+@pytest.mark.parametrize(
+    ("flags", "tolerance"), [("--fp32", 1e-4), ("--bf16", 1e-2), ("--bf16 --use-precision-aware-optimizer", 1e-2)]
+)
+def test_states_in_host_memory_train_alike(flags: str, tolerance: float, tmp_path: Path) -> None:
+    plain = losses(tmp_path / "plain.jsonl", 1, *flags.split())
+    offload = [*flags.split(), "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.6"]
+    assert losses(tmp_path / "offload.jsonl", 1, *offload) == pytest.approx(plain, rel=tolerance)
+
+
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-ffn-hidden-size 256"
 ).split()

@@ -9,7 +9,7 @@ differs, where, and with which values.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
     """
     optimizer.finish_param_sync()
     replicas = list(replicas_of(modules, optimizer, state))
-    hashes = [bit_hash(replica.values) for replica in replicas]
+    device = optimizer.ddp.device  # of collectives; states may lie in host memory
+    hashes = [bit_hash(replica.values).to(device) for replica in replicas]
     message = None
     for name in sorted({axis for replica in replicas for axis in replica.axes}):
         along = [i for i, replica in enumerate(replicas) if name in replica.axes]
         different = _different(torch.stack([hashes[i] for i in along]), state.axis(name))
         if different is not None and message is None:
-            message = _describe(replicas[along[different]], name, state)
+            replica = replicas[along[different]]
+            message = _describe(replace(replica, values=replica.values.to(device)), name, state)
     if messages := [found for found in gather(message, state.world) if found is not None]:
         raise ReplicaError(messages[0])
     return len(replicas)
