@@ -112,6 +112,10 @@ class Summary:
         return "\n".join(lines)
 
 
+def _named(inputs: Sequence[TextFile]) -> str:
+    return inputs[0].path if len(inputs) == 1 else f"{inputs[0].path} and {len(inputs) - 1} further files"
+
+
 class Progress:
     """A bar on a terminal, else a line each `interval` documents. Both show documents/s and MB/s."""
 
@@ -165,7 +169,7 @@ def preprocess(
             progress.update(chunk, summary)
         if not summary.tokens:
             raise ValueError(
-                f"--input: no document with text in {len(inputs)} files ({summary.num_bad} bad lines, "
+                f"--input: no document with text in {_named(inputs)} ({summary.num_bad} bad lines, "
                 f"{summary.empty_documents} empty documents, {summary.blank_lines} blank lines): nothing written"
             )
     summary.seconds = time.monotonic() - progress.start

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.config.data import DatasetConfig
+from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -168,3 +170,6 @@ def test_verify_finds_a_wrong_offset(tmp_path):
     struct.pack_into("<q", index, HEADER.size + 4 * 3 + 8, 4)
     (tmp_path / "x.idx").write_bytes(index)
     assert IndexedDataset(prefix).verify() == ["sequence 1 starts at byte 4, not after the one before it"]
+    config = DatasetConfig(data_path=(prefix,), split="1,0,0", data_cache_path=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"x\.idx: damaged: sequence 1 starts at byte 4.*write or copy"):
+        build_datasets(config, seq_length=2, seed=0, sizes=(1, 0, 0), eod=None, vocab_size=None)

@@ -151,6 +151,10 @@ def test_hugging_face_file_and_folder(folder, gpt2_files):
     assert configured.vocab_size == tokenizer.get_vocab_size()
     assert configured.tokenize(TEXT) == tokenizer.encode(TEXT).ids
     assert configured.detokenize(configured.tokenize(TEXT)) == TEXT
+    for damaged in (b'{"eos_token": ', b"\xff", b"[1]", b"[" * 100_000):
+        (home / "tokenizer_config.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json is not .*JSON.*get the file again"):
+            build("HuggingFaceTokenizer", tokenizer_model=str(home))
 
 
 def test_hugging_face_name_in_the_cache(tmp_path, gpt2_files, monkeypatch):

@@ -215,7 +215,7 @@ class GPTDataset(TextDataset):
             GPTIndex._fields,
             f"GPTDataset-{split}",
             order,
-            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed),
+            lambda: gpt_index_parts(lengths, numbers, self.plan, format.seq_length, seed) if indexed.checked else (),
         )
         self.index = GPTIndex(*arrays)
         self.fingerprint = content_hash({"order": order, "tokens": self._probe()})

@@ -123,6 +123,23 @@ class IndexedDataset:
 
     def verify(self) -> list[str]:
         """Lists all contradictions within the index and with the data. Reads the whole index."""
+        found = self._wrong_sequences()
+        bounds = self.document_boundaries
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
+            found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
+        return found
+
+    @cached_property
+    def checked(self) -> bool:
+        """True. Reads lengths and places of all sequences, and raises ValueError if they contradict one another."""
+        if wrong := self._wrong_sequences():
+            raise ValueError(
+                f"{self.prefix}.idx: damaged: {'; '.join(wrong)}; write or copy the dataset again "
+                "(tools/inspect_dataset.py describes it)"
+            )
+        return True
+
+    def _wrong_sequences(self) -> list[str]:
         found = []
         if len(self) and int(self.lengths.min()) < 0:
             found.append(f"sequence {int(self.lengths.argmin())} has length {int(self.lengths.min())}")
@@ -136,9 +153,6 @@ class IndexedDataset:
                 found.append(f"sequence {at} starts at byte {self.offsets[at]}, not after the one before it")
                 break
             expected = int(ends[-1])
-        bounds = self.document_boundaries
-        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(self) or (np.diff(bounds) < 0).any():
-            found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")
         return found
 
     def _read_header(self) -> tuple[np.dtype, int, int]:

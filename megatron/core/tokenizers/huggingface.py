@@ -135,8 +135,19 @@ def _special_names(folder: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).is_file():
-            for role, token in json.loads((folder / file).read_text()).items():
+            for role, token in _object(folder / file).items():
                 content = token.get("content") if isinstance(token, dict) else token
                 if role in ("bos_token", "eos_token") and isinstance(content, str):
                     names[role] = content
     return names
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError that names it if there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not JSON ({error}); get the file again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--tokenizer-model {file.parent}: {file} is not a JSON object; get the file again")
+    return found

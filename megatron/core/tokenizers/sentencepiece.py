@@ -14,7 +14,7 @@ def _load(model: str) -> Any:
 
     try:
         return SentencePieceProcessor(model_file=model)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the package quotes what it cannot read
         raise ValueError(
             f"--tokenizer-model {model}: not a SentencePiece model ({error}); "
             "train one with tools/train_tokenizer.py, or use another --tokenizer-type"
