@@ -117,6 +117,82 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
         assert found["held"] == 0
 
 
+def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
+    """("gather" | "reduce", unit) where a collective is started, ("reduced", unit) where it is waited for, ("add", unit)
+    where a backward has computed a first gradient, and ("begin" | "end", unit) of each pass of a unit's module."""
+    found: list[tuple[str, str]] = []
+    with local_run(config(flags, world_size), rank, world_size) as run:
+        for unit in run.ddp.units.units:
+            name = unit_of(unit.buckets[0].layout.params[0].meta.name)
+            hooks = {
+                "begin": (unit.module.register_forward_pre_hook, unit.module.register_full_backward_pre_hook),
+                "end": (unit.module.register_forward_hook, unit.module.register_full_backward_hook),
+            }
+            for event, kinds in hooks.items():
+                for register in kinds if "embedding" not in name else kinds[:1]:  # whose input has no gradient
+                    first = {"prepend": True} if event == "begin" else {}  # before what the unit's own hooks start
+                    register(lambda *_, event=event, name=name: found.append((event, name)), **first)
+        for name, buckets in units(run).items():
+            for bucket in buckets:
+                watch_collectives(bucket, name, found)
+        for _ in range(2):
+            train_step(run, Interval())
+        found.clear()
+        train_step(run, Interval())
+    return found
+
+
+def watch_collectives(bucket: UnitBucket, name: str, found: list[tuple[str, str]]) -> None:
+    gather, reduce, reduced, opened = (
+        bucket.start_gather,
+        bucket.start_grad_sync,
+        bucket.finish_grad_sync,
+        bucket.open_grads,
+    )
+
+    def open_grads() -> None:
+        found.extend([] if bucket.whole_grads else [("add", name)])
+        opened()
+
+    def start_gather() -> None:
+        found.extend([] if bucket.whole_params else [("gather", name)])
+        gather()
+
+    def start_grad_sync() -> None:
+        found.extend([("reduce", name)] if bucket.whole_grads else [])
+        reduce()
+
+    def finish_grad_sync() -> None:
+        found.extend([] if bucket._reduced is None else [("reduced", name)])
+        reduced()
+
+    for method in (start_gather, start_grad_sync, finish_grad_sync, open_grads):
+        setattr(bucket, method.__name__, method)
+
+
+def test_collectives_are_started_while_another_unit_computes() -> None:
+    """By order, not by time. Each gather but the step's first one is started within the pass before the one that needs
+    it, in the forward as in the backward; each reduction but the last one is under way when the next unit computes."""
+    flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
+    first, second = run_world(2, events, flags)
+    assert first == second, "all ranks start collectives in one order"
+    passes = [event for event in first if event[0] in ("begin", "end")]
+    gathers = [place for place, (event, _) in enumerate(first) if event == "gather"]
+    assert len(gathers) == MICROBATCHES * (2 * 6 - 2) and len(passes) == 2 * MICROBATCHES * (2 * 6 - 1)
+    for place in gathers[1:]:
+        before = [event for event in first[:place] if event[0] in ("begin", "end")]
+        after = [unit for event, unit in first[place:] if event == "begin"]
+        kind, computing = before[-1]
+        assert kind == "begin" and computing != first[place][1], f"nothing computes beside {first[place]} at {place}"
+        assert first[place][1] in after[:2], "a unit that is not needed next"
+    reductions = [place for place, (event, _) in enumerate(first) if event == "reduce"]
+    assert len(reductions) == 6 * MICROBATCHES
+    for place in reductions:
+        until = first.index(("reduced", first[place][1]), place)
+        begun = [unit for event, unit in first[place:until] if event in ("begin", "add")]
+        assert begun or place == reductions[-1], f"{first[place]} is waited for before another unit computes"
+
+
 def test_recomputed_layers_are_gathered_once_in_the_backward() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--global-batch-size 2 {sharding('optim_grads_params')} {recompute}"

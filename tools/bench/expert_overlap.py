@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import resolve_legal
 from megatron.training.training import Interval, train_step
 from tools.bench.profile_groups import spans_of
 from tools.bench.side_by_side import machine, positive, say_machine, write_json
@@ -55,7 +55,7 @@ class Shares:
     """Of one profiled step of one rank. Microseconds."""
 
     exchanging: float
-    """Time in which an all-to-all of experts is under way."""
+    """Time in which one of the collectives is under way."""
 
     hidden: float
     """Part of it in which the rank does not wait for one."""
@@ -94,33 +94,56 @@ def length(intervals: Intervals) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def shares_of(trace: dict[str, Any]) -> Shares:
+@dataclass(frozen=True)
+class Pattern:
+    """Names of spans in a trace."""
+
+    collective: str
+    """Pattern of the collectives, on their own thread."""
+
+    wait: str
+    """The range of the program's own in which it waits for one."""
+
+
+ALL_TO_ALLS = Pattern("gloo:all_to_all$", WAIT)
+
+
+def shares_of(trace: dict[str, Any], pattern: Pattern = ALL_TO_ALLS) -> Shares:
     """What a trace of torch's profiler says."""
     spans = spans_of(trace, ("user_annotation",))
     exchanging, waiting, running = (
         union((span.start, span.stop) for span in spans if re.match(pattern, span.name))
-        for pattern in ("gloo:all_to_all$", re.escape(WAIT), r"(F|B|I|W|FB)\(stage")
+        for pattern in (pattern.collective, re.escape(pattern.wait), r"(F|B|I|W|FB)\(stage")
     )
     exposed = common(exchanging, waiting)
     computing = length(running) - common(running, waiting)
     return Shares(length(exchanging), length(exchanging) - exposed, computing, running[-1][1] - running[0][0])
 
 
-def measure(rank: int, world_size: int, flags: str, folder: str) -> list[Shares]:
-    """Of some steps, after one that makes what stays. The last trace is left in `folder`."""
-    config = resolve(parse_args(flags.split()), world_size)
-    if problems := validate(config, world_size):
-        raise ValueError("; ".join(map(str, problems)))
-    path, found = Path(folder) / f"rank-{rank}.json", []
+def profiled_steps(
+    rank: int, world_size: int, flags: str, folder: str, patterns: Mapping[str, Pattern]
+) -> dict[str, list[Shares]]:
+    """Of some steps, after two that make what stays, by kind of collective. The last trace is left in `folder`."""
+    config = resolve_legal(parse_args(flags.split()), world_size)
+    path = Path(folder) / f"rank-{rank}.json"
+    found: dict[str, list[Shares]] = {kind: [] for kind in patterns}
     with local_run(config, rank, world_size) as run:
-        train_step(run, Interval())
+        for _ in range(2):
+            train_step(run, Interval())
         for _ in range(STEPS):
             threads = _ExperimentalConfig(profile_all_threads=True)
             with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiled:
                 train_step(run, Interval())
             profiled.export_chrome_trace(str(path))
-            found.append(shares_of(json.loads(path.read_text())))
+            trace = json.loads(path.read_text())
+            for kind, pattern in patterns.items():
+                found[kind].append(shares_of(trace, pattern))
     return found
+
+
+def measure(rank: int, world_size: int, flags: str, folder: str) -> list[Shares]:
+    """Of the all-to-alls of experts, see `profiled_steps`."""
+    return profiled_steps(rank, world_size, flags, folder, {"all-to-alls": ALL_TO_ALLS})["all-to-alls"]
 
 
 def simulated(schedule: str, microbatches: int, in_turns: bool, ratio: float) -> float:

@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.core.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megatron.core.distributed.param_layout import BucketLayout, BufferLayout, Piece
 from megatron.core.init import is_present, set_present
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.weight_grad import is_stale, mark_stale
+
+WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
+"""Ranges of profiles: the time in which a rank waits and does not compute. On GPUs that of the host, which is none."""
 
 
 class Bucket:
@@ -161,7 +165,8 @@ class UnitBucket(Bucket):
         """Makes the parameters whole for one more pass. Collective where they are not whole."""
         self.users += 1
         self.start_gather()
-        self.finish_param_sync()
+        with record_function(WAIT_GATHERED):
+            self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
         """Ends the use of one pass: after the last one the memory is given back, unless the next pass is to `keep`
@@ -218,7 +223,9 @@ class UnitBucket(Bucket):
     def finish_grad_sync(self) -> None:
         """Waits for `start_grad_sync`, adds its sum to `grad_shard` and gives back the memory of whole gradients."""
         if self._reduced is not None:
-            self.grad_shard.add_(self._reduced.wait())
+            with record_function(WAIT_REDUCED):
+                reduced = self._reduced.wait()
+            self.grad_shard.add_(reduced)
             self._reduced = None
             self.drop_grads()
 
