@@ -66,6 +66,15 @@ def test_states_in_host_memory_train_alike(flags: str, tolerance: float, tmp_pat
     assert losses(tmp_path / "offload.jsonl", 1, *offload) == pytest.approx(plain, rel=tolerance)
 
 
+@pytest.mark.parametrize("flags", ["--fp32", "--bf16 --recompute-granularity selective --recompute-modules layernorm"])
+def test_offloaded_activations_change_no_bit(flags: str, tmp_path: Path) -> None:
+    shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
+    shared += [] if "--fp32" in flags else ["--attention-backend", "flash"]
+    offload = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1024".split()
+    plain = losses(tmp_path / "plain.jsonl", 1, *shared)
+    assert losses(tmp_path / "offloaded.jsonl", 1, *shared, *offload) == plain
+
+
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-ffn-hidden-size 256"
 ).split()
