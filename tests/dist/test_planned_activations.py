@@ -159,7 +159,7 @@ def test_fused_regions(stride: int) -> None:
         assert fused <= plain
 
 
-@one_in(19)
+@one_in(53)
 def test_offload_in_one_process(stride: int) -> None:
     """Of the first layer of a stage, with each kind of recomputation: what stays on the device, and the host's buffers.
     All of a layer's activations leave it but what routing keeps."""
