@@ -47,7 +47,7 @@ def test_the_rest_of_a_stream_is_what_no_sample_had(
     folder = tmp_path_factory.mktemp("rest")
     indexed, cache = source(folder, lengths), IndexCache(str(folder / "c"), "")
     whole = GPTDataset(indexed, range(len(indexed)), samples, SampleFormat(seq_length), seed=1, cache=cache)
-    rest = whole.rest(min(taken, len(whole)))
+    rest = whole.rest(min(taken, len(whole)), cache)
     tokens = Counter(
         token
         for number, start, length in zip(rest.documents, rest.starts, rest.lengths, strict=True)

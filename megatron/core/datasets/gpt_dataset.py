@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.index_cache import IndexCache, array_digest, content_hash
+from megatron.core.datasets.index_cache import IndexCache, content_hash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import GPTIndex, gpt_index_parts, plan_epochs
 
@@ -153,17 +153,15 @@ class Pieces:
     lengths: NDArray[np.int64]
     """[n]: its tokens."""
 
+    digest: str
+    """Hash of what determines the three."""
+
     def __len__(self) -> int:
         return len(self.documents)
 
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
-
-    @property
-    def digest(self) -> str:
-        """Hash of all three."""
-        return array_digest(np.concatenate((self.documents, self.starts, self.lengths)))
 
 
 class GPTDataset(TextDataset):
@@ -243,9 +241,14 @@ class GPTDataset(TextDataset):
             number, offset = int(self.pieces.documents[number]), offset + int(self.pieces.starts[number])
         return f"{Path(self.indexed.prefix).name}:{number}+{offset}"
 
-    def rest(self, taken: int) -> Pieces:
+    def rest(self, taken: int, cache: IndexCache) -> Pieces:
         """The parts of the token stream that are no inputs of the first `taken` samples, as pieces of documents in the
-        order of the stream."""
+        order of the stream. They are index files too, which one process of a node makes."""
+        made_of = {"segment": self.fingerprint, "taken": taken}
+        names = ("documents", "starts", "lengths")
+        return Pieces(*cache.arrays(names, "Pieces", made_of, lambda: self._rest(taken)), content_hash(made_of))
+
+    def _rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
         length, index = self.format.seq_length, self.index
         lengths = self.indexed.lengths if self.pieces is None else self.pieces.lengths
         ends = np.cumsum(lengths[index.document_index], dtype=np.int64)
@@ -262,7 +265,7 @@ class GPTDataset(TextDataset):
         documents, offsets = index.document_index[where].astype(np.int64), starts - begins[where]
         if self.pieces is not None:
             documents, offsets = self.pieces.documents[documents], offsets + self.pieces.starts[documents]
-        return Pieces(documents, offsets, sizes)
+        return documents, offsets, sizes
 
     def _read(self, number: int, start: int, stop: int) -> NDArray:
         """Tokens [start, stop) of a document or piece, at most to its end."""

@@ -80,7 +80,7 @@ class SourceOrder:
         taken = self._taken
         for segment in self._segments:
             if taken < len(segment):
-                return segment.rest(taken) if taken else None
+                return segment.rest(taken, self.cache) if taken else None
             taken -= len(segment)
         return None
 
@@ -126,6 +126,7 @@ def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[boo
     for size in sizes:
         starts, stops = np.maximum(begins, first), np.minimum(ends, first + size)
         some = np.flatnonzero(stops > starts)
-        parts.append(Pieces(some, starts[some] - begins[some], stops[some] - starts[some]))
+        digest = content_hash({"tokens": [first, first + size]})
+        parts.append(Pieces(some, starts[some] - begins[some], stops[some] - starts[some], digest))
         first += size
     return parts

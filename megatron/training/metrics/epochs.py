@@ -11,6 +11,9 @@ from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.staged import sources_of
 from megatron.training.config.stages.plan import StagePlan
 
+PART = 1 << 20
+"""Samples that are counted at a time."""
+
 
 class Epochs:
     """Tokens taken of each source, as a function of consumed samples. `sizes` are the tokens of an epoch."""
@@ -26,9 +29,10 @@ class Epochs:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for stage in self.plan.stages if self.names else ():
             assert stage.end is not None
-            first, stop = max(self._at, stage.first_sample), min(consumed_samples, stage.end)
-            if first < stop:
-                counts = np.bincount(sources_of(self.dataset, range(first, stop)), minlength=len(self.names))
+            begin, end = max(self._at, stage.first_sample), min(consumed_samples, stage.end)
+            for first in range(begin, end, PART):
+                part = range(first, min(first + PART, end))
+                counts = np.bincount(sources_of(self.dataset, part), minlength=len(self.names))
                 self._tokens += counts * stage.config.model.seq_length
         self._at = consumed_samples
         return self._tokens / self.sizes
