@@ -56,6 +56,8 @@ def test_tags_are_megatron_s() -> None:
         *("grad-norm", "grad-norm vs samples"),
     ]
     assert tag_of("valid_perplexity") == "lm loss validation ppl" and tag_of("test_books_loss") == "lm loss test books"
+    assert tag_of("source_web_loss") == "lm loss source web"
+    assert tag_of("valid_source_web_loss") == "lm loss validation source_web"
 
 
 def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
