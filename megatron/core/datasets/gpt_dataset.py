@@ -246,7 +246,8 @@ class GPTDataset(TextDataset):
         order of the stream. They are index files too, which one process of a node makes."""
         made_of = {"segment": self.fingerprint, "taken": taken}
         names = ("documents", "starts", "lengths")
-        return Pieces(*cache.arrays(names, "Pieces", made_of, lambda: self._rest(taken)), content_hash(made_of))
+        documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: self._rest(taken))
+        return Pieces(documents, starts, lengths, content_hash(made_of))
 
     def _rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
         length, index = self.format.seq_length, self.index
