@@ -106,7 +106,7 @@ def _continue_elsewhere(rank: int, world_size: int, folder: str, flags: str) -> 
                 train_step(run, Interval())
                 checkpointer.save(run.progress)
             else:
-                run.progress = checkpointer.load(data_fingerprint=run.data.fingerprint)
+                run.progress = checkpointer.load(data=run.data.fingerprint_at)
             train_step(run, Interval())
             states.append({piece.key + piece.meta.name: piece.data.clone() for piece in merged(run)})
     return [key for key in states[0] for other in states[1:] if not torch.equal(states[0][key], other[key])]
