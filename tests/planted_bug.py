@@ -7,7 +7,7 @@ The vocabulary is cut in two: rank 0 has the letters that nearly all text consis
 prose, in which one line of eight says which of four words a rare letter stands for. A task asks for that word. The
 three runs are one as it should be, one with another seed, which shows how far losses differ by chance, and one with the
 bug. The task shows it when its score is further from the sound run's than three standard errors, the loss when it is
-further than three times the median difference of the two seeds.
+further than three times what the two seeds differ by at this evaluation or the ones beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from unittest import mock
 
 import torch
@@ -142,19 +141,18 @@ def report(sound: Sequence[Point], other: Sequence[Point], bad: Sequence[Point],
     print(f"{'step':>5}  {'loss':^26}  {'facts (acc)':^26}  {'prose (bits per byte)':^26}")
     print(f"{'':5}" + 3 * f"  {'sound':>8} {'seed 5':>8} {'bug':>8}")
     pairs = list(zip(sound, other, bad, strict=True))
-    noise = median(abs(one[1] - two[1]) for one, two, _ in pairs if one[0] >= start)
+    gaps = [abs(one[1] - two[1]) for one, two, _ in pairs]
     seen: dict[str, int] = {}
-    for one, two, three in pairs:
+    for place, (one, two, three) in enumerate(pairs):
         values = [(each[1], each[2]["facts"][0], each[2]["prose"][0]) for each in (one, two, three)]
         print(f"{one[0]:5}" + "".join("  " + " ".join(f"{each[k]:8.4f}" for each in values) for k in range(3)))
         if three[0] < start:
             continue
-        if abs(three[1] - one[1]) > 3 * noise:
+        if abs(three[1] - one[1]) > 3 * max(gaps[max(0, place - 1) : place + 2]):
             seen.setdefault("loss", three[0])
         error = sum(each[2]["facts"][1] ** 2 for each in (one, three)) ** 0.5
         if abs(three[2]["facts"][0] - one[2]["facts"][0]) > 3 * error:
             seen.setdefault("facts", three[0])
-    print(f"losses of two seeds differ by {noise:.4f} after step {start}, in the median")
     for name in ("loss", "facts"):
         print(f"{name}: " + (f"shows the bug at step {seen[name]}" if name in seen else "does not show the bug"))
     return int("facts" not in seen)

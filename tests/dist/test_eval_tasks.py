@@ -9,9 +9,10 @@ import pytest
 from tests.eval_cases import EXPERTS, LLAMA, MODEL, TASKS, assert_same_results, evaluated
 from tests.harness import run_world
 
-FLAGS = f"--eval-tasks {TASKS} --eval-tasks-limit 3 "
+FLAGS = f"--eval-tasks {TASKS} --eval-tasks-limit 2 "
 DROPOUT = "--hidden-dropout 0.2 --attention-dropout 0.2 "
-STYLES = {"gpt": MODEL + DROPOUT, "llama": LLAMA, "experts": EXPERTS}
+FP8 = LLAMA.replace("--fp64", "--bf16 --fp8-format hybrid --fp8-recipe delayed") + "--make-vocab-size-divisible-by 32 "
+STYLES = {"gpt": MODEL + DROPOUT, "llama": LLAMA, "experts": EXPERTS, "fp8": FP8}
 
 PART = [
     ("gpt", 4, "--tp 2 --pp 2 --sequence-parallel"),
@@ -47,7 +48,7 @@ def test_every_layout_scores_as_one_process_does(style: str, world_size: int, la
         assert found[2] == pytest.approx(alone(style)[2], rel=1e-9)
 
 
-@pytest.mark.parametrize("style", ["gpt", "experts"])
+@pytest.mark.parametrize("style", ["gpt", "experts", "fp8"])
 def test_training_does_not_see_the_evaluation(style: str) -> None:
     (_, samples, losses), (_, none, without) = alone(style), run_world(1, evaluated, STYLES[style] + FLAGS, False)[0]
     assert samples and not none

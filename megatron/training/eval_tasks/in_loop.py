@@ -7,7 +7,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from megatron.core.tokenizers import build_tokenizer
 from megatron.training.eval_tasks.cached_generation import CachedGeneration
 from megatron.training.eval_tasks.generation import continue_prompts
 from megatron.training.eval_tasks.report import record_of, table
@@ -57,9 +56,9 @@ def scorer_of(run: TrainingRun) -> Scorer:
 def generation_of(run: TrainingRun) -> ContinuePrompts:
     """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
     which has no such cache, by passes over whole texts."""
+    assert run.eval_tasks is not None
     config, state, pipeline = run.config, run.runtime.state, run.pipeline
-    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
-    scorer = scorer_of(run)
+    tokenizer, scorer = run.eval_tasks.tokenizer, scorer_of(run)
     if state.cp.size > 1:
         return partial(continue_prompts, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
     ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]

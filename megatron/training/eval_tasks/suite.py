@@ -91,6 +91,7 @@ class Suite:
 
     tasks: list[PreparedTask]
     groups: list[Group]
+    tokenizer: Tokenizer
 
     @classmethod
     def load(
@@ -113,7 +114,7 @@ class Suite:
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
-        return cls(prepared, groups)
+        return cls(prepared, groups, tokenizer)
 
     @property
     def notes(self) -> Iterator[str]:
