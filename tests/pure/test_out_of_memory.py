@@ -72,6 +72,16 @@ def test_a_change_is_named_if_it_fits_and_no_cheaper_one_does(change: dict[str, 
     assert expected is not None and f"cheapest change that fits: {expected} (plan: " in found
 
 
+def test_offload_of_activations_is_named_before_recomputation_of_layers() -> None:
+    smallest = "--num-layers 4 --min-offloaded-tensor-size 1"
+    offload = {"cpu_offloading": True, "cpu_offloading_num_layers": 3}
+    found = list(out_of_memory.changes(resolve(parse_args(f"{MODEL} {smallest}".split()), 2)))
+    assert found.index(offload) < found.index(out_of_memory.FULL)
+    assert planned(smallest, offload) < planned(smallest)
+    assert flags_of(offload) == "--cpu-offloading --cpu-offloading-num-layers 3"
+    assert "\nactivations on host" in report(f"{smallest} {flags_of(offload)}")
+
+
 def test_what_others_hold_on_the_device_is_held_after_a_change_too() -> None:
     size = planned("", SHARDED) + 1
     others = 10**6

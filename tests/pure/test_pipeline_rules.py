@@ -37,6 +37,7 @@ def problems(flags: str, world_size: int) -> list[str]:
         ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --grad-reduce-in-bf16 --bf16", 2),
         ("--overlap-grad-reduce --no-use-distributed-optimizer", 2),
         ("--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act", 1),
+        ("--cpu-offloading --cpu-offloading-num-layers 4 --pp 4 --recompute-granularity full", 4),
         (f"{EXPERTS} --moe-layer-freq 2 --recompute-granularity selective --recompute-modules moe_act mlp", 1),
     ],
 )
@@ -47,6 +48,22 @@ def test_legal(flags: str, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
+        (
+            "--cpu-offloading --cpu-offloading-num-layers 15",
+            1,
+            "--cpu-offloading-num-layers 15: must be in [1, 14], the layers of the longest pipeline stage; nearest: 14",
+        ),
+        (
+            "--cpu-offloading",
+            1,
+            "--cpu-offloading-num-layers 0: must be in [1, 14], the layers of the longest pipeline stage; nearest: 1",
+        ),
+        (
+            "--cpu-offloading-num-layers 2",
+            1,
+            "--cpu-offloading-num-layers 2: has no effect without --cpu-offloading; add --cpu-offloading, or remove "
+            "--cpu-offloading-num-layers",
+        ),
         (
             "--pp 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
             2,
