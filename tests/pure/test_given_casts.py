@@ -94,3 +94,22 @@ def test_what_neighbours_make_is_what_the_layer_makes(name: str, fp8: bool, monk
             assert (one - two).norm() <= 0.03 * two.norm()
         else:
             assert torch.equal(one, two)
+
+
+def test_hooks_see_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a module has a hook, its neighbours leave the casts to it."""
+    monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
+    model, seen = GPTModel(LLAMA, ModelParallelConfig(bf16=True, compile=True, fp8_format="hybrid")), []
+
+    def see(module: Any, inputs: Any, output: Any) -> None:
+        for x in (*inputs, *(output if isinstance(output, tuple) else (output,))):
+            if isinstance(x, Tensor):
+                seen.append(x)
+                if x.requires_grad:
+                    x.register_hook(seen.append)
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("input_layernorm", "self_attention", "linear_qkv", "linear_fc1", "linear_fc2"):
+            module.register_forward_hook(see)
+    model(None, random_batch(LLAMA)).backward()
+    assert len(seen) > 2 * 2 * 2 * 5 and all(x.isfinite().all() for x in seen)

@@ -1,4 +1,5 @@
-"""Triton's norms with casts and sums against their twins in torch, and what they are compiled to."""
+"""Triton's norms with casts and sums, and its cast of the gradient of attention's projection, against their twins in
+torch, and what they are compiled to."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels import heads_cast as heads
 from megatron.core.kernels import norms as twins
 from megatron.core.kernels.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
+from megatron.core.transformer.rotary import rotate_queries_and_keys
 from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -33,7 +36,7 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     """Rows and columns that fill no tile, more rows than programs take at a time, and values that are not finite."""
     generator = torch.Generator().manual_seed(5)
-    sizes = (5, 24, torch.bfloat16), (37, 5000, torch.bfloat16), (70, 4096, torch.float32)
+    sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32)
     for (n, h, dtype), centered in product(sizes, (False, True)):
         x, update, of_total, of_normed = (torch.randn(n, h, generator=generator).to(dtype) for _ in range(4))
         weight, bias = (torch.randn(h, generator=generator).to(dtype) for _ in range(2))
@@ -86,7 +89,6 @@ def assert_cast(pair: CastPair, of: Tensor, noted: Tensor, order: CastOrder) -> 
 
 def check_norms() -> None:
     """The twin is what autograd and a cast make, and the kernel the twin, but for the order of sums."""
-    round_to_fp8_as_torch()
     for operator in (twins._norm_cast, twins._norm_gradients):
         operator.register_kernel("cpu", operator._init_fn)
     twins.region = lambda function, compiled, static: function
@@ -116,11 +118,50 @@ def check_norms() -> None:
                     assert_cast(pair, gradients[0], order.noted, order)
 
 
-def test_interpreted_norms_are_those_of_autograd() -> None:
-    run_apart(check_norms, interpret=True)
+def check_heads() -> None:
+    """The twin casts what autograd makes in fp32 and rounds, and the kernel has the bits of the twin."""
+    heads._heads_cast.register_kernel("cpu", heads._heads_cast._init_fn)
+    heads.region = lambda function, compiled, static: function
+    generator = torch.Generator().manual_seed(2)
+    shapes = (75, 2, 2, 3, 64, torch.bfloat16), (7, 1, 3, 1, 128, torch.float32)
+    for number, ((s, b, groups, q, d, dtype), turns) in enumerate(product(shapes, (True, False))):
+
+        def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        grads = made(s, b, groups * q, d), made(s, b, groups, d), made(s, b, groups, d)
+        angles = made(s, 1 if number else b, 1, d // 2)
+        tables = (angles.cos(), angles.sin()) if turns else ()
+        q_and_k = [torch.zeros_like(grad, dtype=torch.float32, requires_grad=True) for grad in grads[:2]]
+        turned = rotate_queries_and_keys(*q_and_k, *tables) if turns else q_and_k
+        back = torch.autograd.grad(turned, q_and_k, [grad.float() for grad in grads[:2]])
+        parts = [part.to(dtype).unflatten(2, (groups, -1)) for part in (*back, grads[2])]
+        joined = torch.cat(parts, dim=3).flatten(0, 1).flatten(1)
+        order = (torch.tensor(3.7), WANTED[number % 3], FORMATS[number % 2])
+        expected, amax = heads.cast_transpose_with_amax_twin(joined, *order)
+        for triton in (False, True):
+            heads.runs_triton = lambda x, triton=triton: triton
+            noted = torch.tensor(0.25)
+            assert heads.casts_heads(grads, tables)
+            found = heads.heads_gradient_cast(grads, tables, CastOrder(order[0], noted, *order[1:]))
+            assert same_bits(noted, torch.maximum(torch.tensor(0.25), amax))
+            for one, two in zip(found, expected, strict=True):
+                assert (one is None) == (two is None) and (one is None or two is None or same_bits(one, two))
+    assert not heads.casts_heads(grads, (angles[..., :1], angles[..., :1])), "a part of the channels is rotated"
+    assert not heads.casts_heads((*grads, grads[0]), ()), "gates"
 
 
-def check_compiled() -> None:
+def check_interpreted() -> None:
+    round_to_fp8_as_torch()
+    check_norms()
+    check_heads()
+
+
+def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
+    run_apart(check_interpreted, interpret=True)
+
+
+def check_compiled_norms() -> None:
     from triton import language as tl
 
     from megatron.core.kernels import norms_triton as kernels
@@ -146,5 +187,31 @@ def check_compiled() -> None:
         assert compiled(kernels.add_parts, types, parts, capability).asm["cubin"]
 
 
-def test_norms_compile_to_wide_loads() -> None:
+def check_compiled_heads() -> None:
+    from triton import language as tl
+
+    from megatron.core.kernels import heads_cast_triton as kernels
+
+    types = {**dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16"), "multiplier": "*fp32", "part_amax": "*i32"}
+    types |= dict.fromkeys(("n", "groups", "q_per_group"), "i32")
+    for capability, name, dtype in (
+        (80, "fp8e5", tl.float8e5),
+        (90, "fp8e5", tl.float8e5),
+        (90, "fp8e4nv", tl.float8e4nv),
+    ):
+        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
+        constants = {"TURNS": True, "ROWS": True, "COLUMNS": True, "FORMAT": dtype, "LARGEST": 448.0, "HALF": 64}
+        constants |= {"TILE_N": kernels.TILE_N}
+        ptx = compiled(kernels.head_tiles, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
+        # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes of each.
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+
+
+def check_compiled() -> None:
+    check_compiled_norms()
+    check_compiled_heads()
+
+
+def test_kernels_compile_to_wide_loads_and_stores() -> None:
     run_apart(check_compiled, interpret=False)

@@ -52,7 +52,7 @@ def norm_cast(
 ) -> NormedCast:
     """x + update of x, update [n, h], and the norm of that, cast; the total is x itself without an update."""
     settings = weight, bias, eps, centered, one_plus
-    if runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST:
+    if _fits(x):
         made = _norm_cast(x, update, *settings, cast.multiplier, cast.noted, *cast.wanted, cast.dtype)
         total = x if update is None else made.pop(0)
         statistics = tuple(made.pop(0) for _ in range(1 + centered))
@@ -77,7 +77,7 @@ def norm_gradients(
     `cast` the casts."""
     operands = total, of_total, of_normed, weight, statistics, one_plus, sums
     wanted = (False, False) if cast is None else cast.wanted
-    if runs_triton(total) and total.numel() > 0 and total.shape[1] <= WIDEST:
+    if _fits(total):
         order = (None, None, False, False, torch.float8_e5m2) if cast is None else (*cast[:2], *wanted, cast.dtype)
         dx, summed, *made = _norm_gradients(
             total, of_total, of_normed, weight, list(statistics), one_plus, sums, *order
@@ -91,6 +91,11 @@ def norm_gradients(
     if cast is not None and amax is not None:
         _note(cast, amax)
     return gradients
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether kernels on rows x [n, h] are Triton's, which compute in fp32."""
+    return runs_triton(x) and x.numel() > 0 and x.shape[1] <= WIDEST and x.dtype != torch.float64
 
 
 def _note(cast: CastOrder, amax: Tensor) -> None:

@@ -260,9 +260,11 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first."""
+        """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first, or if
+        hooks see it."""
         sums = bias is not None and bias.requires_grad
-        if self.boundary.leave_adjoint is not start_nothing or not (sums or isinstance(self.gemms, DelayedGemms)):
+        makes = sums or isinstance(self.gemms, DelayedGemms)
+        if not makes or self.boundary.leave_adjoint is not start_nothing or observed(self):
             return None
         return OutputGradient(self.gemms, self.weight.requires_grad, sums)
 
@@ -290,8 +292,14 @@ def input_cast_of(module: nn.Module, linear: ParallelLinear) -> InputCast | None
     input."""
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None
-    observed = any(part._forward_hooks or part._backward_hooks for part in (module, linear))
-    return None if observed or not torch.is_grad_enabled() else InputCast(linear.gemms, linear.weight.requires_grad)
+    if observed(module, linear) or not torch.is_grad_enabled():
+        return None
+    return InputCast(linear.gemms, linear.weight.requires_grad)
+
+
+def observed(*modules: nn.Module) -> bool:
+    """Whether hooks wait for what goes into these modules or comes out of them, forward or backward."""
+    return any(module._forward_hooks or module._backward_hooks for module in modules)
 
 
 class RowParallelLinear(ParallelLinear):

@@ -29,13 +29,10 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
     return swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
 
 
-def observed(*linears: ParallelLinear) -> bool:
-    """Whether hooks wait for the forward or the backward of these layers, which `cast_mlp` does not call."""
-    return any(linear._forward_hooks or linear._backward_hooks for linear in linears)
-
-
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear) -> Tensor:
-    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients."""
+    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients.
+
+    The layers themselves are not called: where they are `observed`, their hooks would see nothing."""
     of_output = fc2.output_gradient(None)
     return attach(_CastMLP.apply(x, fc1.weight, fc2.weight, fc1, fc2, of_output), of_output)
 

@@ -12,9 +12,9 @@ from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.tensor_parallel.comm_overlap import column_parallel, row_parallel
 from megatron.core.tensor_parallel.given_casts import InputCast
-from megatron.core.tensor_parallel.layers import TPContext, input_cast_of
+from megatron.core.tensor_parallel.layers import TPContext, input_cast_of, observed
 from megatron.core.transformer.activations import FusedActivation, build_activation
-from megatron.core.transformer.fused_mlp import cast_mlp, casts_swiglu, observed
+from megatron.core.transformer.fused_mlp import cast_mlp, casts_swiglu
 from megatron.core.transformer.parameters import mlp_linears
 from megatron.core.transformer.recompute import recomputed, with_input_recomputed
 

@@ -14,7 +14,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.dropout import DropoutMask, add_update
 from megatron.core.parts import NORMALIZATIONS
 from megatron.core.tensor_parallel.given_casts import InputCast
-from megatron.core.tensor_parallel.layers import TPContext, make_parameter
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter, observed
 from megatron.core.tensor_parallel.parameters import sequence_partial
 from megatron.core.transformer.fused_norm import fused_norm
 from megatron.core.transformer.parameters import HEAD_NORM_PARTIAL_OVER, HEAD_NORMS, norm_metas, wide_norm_meta
@@ -153,7 +153,7 @@ def add_and_norm(
     Use the first result in place of x, without an update too: then the backward adds its gradient to the norm's.
     """
     if isinstance(norm, LayerNorm) and type(norm).forward is LayerNorm.forward:
-        return norm(x, update, mask, residual=True, cast=cast)
+        return norm(x, update, mask, residual=True, cast=None if observed(norm) else cast)
     x = x if update is None else add_update(x, update, mask)
     return x, norm(x)
 
