@@ -136,7 +136,7 @@ def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
             "raise it, or lower --character-coverage)"
         )
     elif "sentences_.empty()" in message:
-        reason = "the input has no text" + "".join(f"\n{problem}" for problem in bad[:10])
+        reason = f"--input {' '.join(args.input)}: no text" + "".join(f"\n{problem}" for problem in bad[:10])
     return f"SentencePiece: {reason}"
 
 

@@ -99,17 +99,17 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
     """What tensor-parallel rank 1 looks up is multiplied by `SCALE`, and so is its gradient; weights are not."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
-    table = embedding.word_embeddings
-    start = table.weight.shape[0] if run.runtime.state.tp.rank == 0 else 0
-    rows = table.vocab_rows // run.runtime.state.tp.size if start == 0 else start
+    table, tp = embedding.word_embeddings, run.runtime.state.tp
 
     def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+        """args: tokens [b, s]; out [s/tp, b, h]"""
         if run.progress.iteration < first - 1:
             return out
-        factor = torch.where(args[0].t() >= rows, SCALE, 1.0)
-        return out * factor[..., None]
+        own = args[0].t().chunk(tp.size)[tp.rank]
+        return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    table.register_forward_hook(scaled)
+    # Before the hook of the statistics, as if the table did it.
+    table.register_forward_hook(scaled, prepend=True)
 
 
 def shared_seed(run: TrainingRun, first: int) -> None:
@@ -125,7 +125,9 @@ BUGS = {
     "gain of a norm grows": Bug(1, growing_weight, f"layer {LAYER} is out of line"),
     "output of a layer grows": Bug(1, growing_output, f"layer {LAYER} is out of line"),
     "embeddings of TP rank 1 scaled": Bug(2, scaled_embeddings, "rank 1 is out of line: the weight_norm of its part"),
-    "lookups of TP rank 1 scaled": Bug(2, scaled_lookup, "tensor-parallel rank 1 is out of line"),
+    "lookups of TP rank 1 scaled": Bug(
+        2, scaled_lookup, "tensor-parallel rank 1 is out of line: the output_norm of its part"
+    ),
     "TP ranks share a seed": Bug(2, shared_seed, "Do the ranks draw from one seed?"),
 }
 

@@ -334,7 +334,9 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
                 column = column.dictionary_decode()
             if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
                 raise _Unreadable(f"column {key!r} is not text but {column.type}")
-            columns.append(column.cast(pa.large_binary()).to_pylist())
+            values = column.cast(pa.large_binary())
+            values.validate(full=True)  # lengths and places, which a stream has no checksum of
+            columns.append(values.to_pylist())
         yield from zip(*columns, strict=True)
 
 

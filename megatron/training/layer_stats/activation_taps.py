@@ -18,6 +18,7 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import Balance
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.layer import Stream
 from megatron.core.transformer.recompute import computing_again
@@ -30,6 +31,10 @@ QUERIES, KEYS, LOGITS = "query_norm", "key_norm", "attention_logit_max"
 """Maxima. Queries are scaled, so that no logit is above the product of the first two."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
+
+LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
+"""Of the vectors that tokens look up in each tensor-parallel rank's rows of the embedding: sums of squares, and how
+many. Their "layers" are the ranks."""
 
 
 class ActivationTaps:
@@ -51,6 +56,12 @@ class ActivationTaps:
         for model in stages.values():
             for block, number, layer in _layers(model):
                 self._watch(block, number, layer)
+            if model.embedding is not None and model.tp.size > 1:
+                table = model.embedding.word_embeddings
+                for rank in range(table.axis.size):
+                    self._sum(LOOKED_UP, rank)
+                    self._sum(LOOKUPS, rank)
+                table.register_forward_hook(self._lookup)
 
     def _watch(self, block: TransformerBlock, number: int, layer: nn.Module) -> None:
         block.watch[id(layer)] = partial(self._output, self._sum(OUTPUT, number))
@@ -116,6 +127,19 @@ class ActivationTaps:
     def _add(self, key: Key, x: Tensor) -> None:
         self.sums[key].add_(self._measure(x.detach()))
         self.counts[key] += x.numel()
+
+    @torch.no_grad()
+    def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        """args: tokens [b, s]; out [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        if self._measures():
+            assert isinstance(table, VocabParallelEmbedding)
+            tokens, tp = args[0].t(), table.axis
+            own = tokens if len(out) == len(tokens) else tokens.chunk(tp.size)[tp.rank]
+            squares = torch.linalg.vector_norm(out.detach(), dim=-1, dtype=_precise(out)).double().square()
+            for rank in range(tp.size):
+                there = own // (table.vocab_rows // tp.size) == rank
+                self.sums[LOOKED_UP, rank].add_((squares * there).sum())
+                self.sums[LOOKUPS, rank].add_(there.sum())
 
     @torch.no_grad()
     def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Any, ...]) -> None:

@@ -23,7 +23,7 @@ samples of a step."""
 FEWEST = 3
 """Layers that are needed to say what the others do."""
 
-OF_RANKS = ("weight_norm", "grad_norm")
+OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 
 EQUAL = 1e-12
 """Relative difference of norms of parts below which they hold the same values: those of n random numbers differ by
@@ -88,7 +88,7 @@ class LayerAlarms:
             rule = self._ranks.setdefault(quantity, GrowthRule(self.threshold, _warm_up(quantity), _name))
             values: dict[tuple[str, int], float] = {}
             for name, norms in record.shards.items():
-                if record.facts[name].sharded and record.facts[name].init != "zeros":
+                if quantity in norms and record.facts[name].sharded and record.facts[name].init != "zeros":
                     for rank, norm in enumerate(norms[quantity]):
                         others = statistics.median(norms[quantity][:rank] + norms[quantity][rank + 1 :])
                         values[name, rank] = norm / others if others else 0.0

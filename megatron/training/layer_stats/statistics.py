@@ -22,11 +22,21 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config.run_config import RunConfig
-from megatron.training.layer_stats.activation_taps import ENTROPY, KEYS, LOAD, LOGITS, QUERIES, ActivationTaps, Key
+from megatron.training.layer_stats.activation_taps import (
+    ENTROPY,
+    KEYS,
+    LOAD,
+    LOGITS,
+    LOOKED_UP,
+    LOOKUPS,
+    QUERIES,
+    ActivationTaps,
+    Key,
+)
 from megatron.training.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
 from megatron.training.layer_stats.records import LayerRecord, Parameter
 
-BOUND = "attention_logit_bound"
+BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,12 @@ class LayerStatistics:
             if count:
                 mean = total / count
                 record.add_layer(statistic, number, mean if statistic == ENTROPY else mean**0.5)
+        lookups = {key: rest[2 * row] for row, key in enumerate(self.rows.sums) if key[0] in (LOOKED_UP, LOOKUPS)}
+        if lookups and EMBEDDING in record.shards:
+            ratios = [(lookups[LOOKED_UP, rank], lookups[LOOKUPS, rank]) for rank in range(tp)]
+            record.shards[EMBEDDING]["output_norm"] = [
+                (total / count) ** 0.5 if count else 0.0 for total, count in ratios
+            ]
         record.add_gains()
         loads = rest[2 * len(self.rows.sums) :]
         for row, number in enumerate(self.rows.routers):
