@@ -24,6 +24,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, train_step
 
 NOW = Label(0)
+NOTHING: Mapping[str, Mapping[str, float]] = {}
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(key, offset, shape) of what a rank holds."""
 
@@ -50,7 +51,10 @@ class Visit:
     counters: Counters = (0, 0, 0)
 
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Source -> keys that are not as they were saved."""
+    """Source -> keys that are not as they were saved, or why it was refused."""
+
+    refused: set[str] = field(default_factory=set)
+    """Sources that the run refused."""
 
     boxes: list[Box] = field(default_factory=list)
     """The boxes that this rank compared, of every source."""
@@ -64,18 +68,26 @@ class Checkpoints:
         self.saved: dict[str, Saved] = {}
 
     def visit(
-        self, name: str, world_size: int, config: RunConfig, sources: Sequence[str] = (), train: bool = False
+        self,
+        name: str,
+        world_size: int,
+        config: RunConfig,
+        sources: Sequence[str] = (),
+        train: bool = False,
+        rounded: Mapping[str, Mapping[str, float]] = NOTHING,
     ) -> dict[str, list[str]]:
         """At one layout: with `train`, trains one step and saves it as `name`; then loads the checkpoints `sources`.
 
-        Returns source -> what is not bit-equal after the load. Raises ValueError if the configuration is not legal.
+        Returns source -> what is not bit-equal after the load, or why the run refuses the checkpoint. Kinds of state
+        that a load has `rounded`, by source, may differ by that share of an element and of a thousandth of the largest.
+        Raises ValueError if the configuration is not legal.
         """
         home = self.root / name
         if train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=str(home)))
         config = resolve_legal(config, world_size)
         wanted = {source: self.saved[source] for source in sources}
-        visits: list[Visit] = run_world(world_size, _visit, config, train, wanted)
+        visits: list[Visit] = run_world(world_size, _visit, config, train, wanted, rounded)
         if train:
             truth = assemble([fragment for each in visits for fragment in each.trained])
             assert not truth.replica_errors, truth.replica_errors
@@ -83,12 +95,20 @@ class Checkpoints:
         wrong: dict[str, list[str]] = {}
         boxes = [box for each in visits for box in each.boxes]
         for source in sources:
-            missing = [f"{key} is on no rank" for key in uncovered(self.saved[source].truth, boxes)]
-            wrong[source] = missing + sorted({key for each in visits for key in each.wrong[source]})
+            wrong[source] = sorted({key for each in visits for key in each.wrong[source]})
+            if not any(source in each.refused for each in visits):
+                wrong[source] += [f"{key} is on no rank" for key in uncovered(self.saved[source].truth, boxes)]
         return wrong
 
 
-def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: Mapping[str, Saved]) -> Visit:
+def _visit(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    train: bool,
+    sources: Mapping[str, Saved],
+    rounded: Mapping[str, Mapping[str, float]],
+) -> Visit:
     found = Visit()
     with local_run(config, rank, world_size) as run:
         checkpointer = Checkpointer(config, run.runtime.state, run.stages, run.optimizer)
@@ -100,9 +120,13 @@ def _visit(rank: int, world_size: int, config: RunConfig, train: bool, sources: 
         for name, source in sources.items():
             forget(run)
             loads = replace(config, checkpoint=replace(config.checkpoint, load=str(source.folder)))
-            progress = replace(checkpointer, config=loads).load(data=run.data.fingerprint_at)
-            fragments = state_fragments(run, NOW)
-            found.wrong[name] = [f.key for f in fragments if not torch.equal(f.values, part_of(source.truth, f))]
+            try:
+                progress = replace(checkpointer, config=loads).load(data=run.data.fingerprint_at)
+            except ValueError as error:
+                found.wrong[name], found.refused = [str(error)], found.refused | {name}
+                continue
+            fragments, bounds = state_fragments(run, NOW), rounded.get(name, {})
+            found.wrong[name] = [f.key for f in fragments if not _same(f, source.truth, bounds)]
             counters = (progress.iteration, progress.consumed_samples, run.optimizer.step_count)
             if counters != source.counters:
                 found.wrong[name].append(f"counters {counters}, saved were {source.counters}")
@@ -125,6 +149,18 @@ def forget(run: TrainingRun) -> None:
     run.optimizer.step_count = -1
 
 
+def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
+    """Whether a fragment is bit-equal to what was saved, or of a kind that may be `rounded`, within its bound."""
+    if fragment.key not in truth.tensors:
+        return False
+    saved, kind = part_of(truth, fragment), fragment.key.split()[1]
+    if kind not in rounded:
+        return torch.equal(fragment.values, saved)
+    largest = truth[fragment.key].abs().max().double()
+    allowed = rounded[kind] * (saved.double().abs() + 1e-3 * largest)
+    return bool(((fragment.values.double() - saved.double()).abs() <= allowed).all())
+
+
 def part_of(truth: Snapshot, fragment: Fragment) -> torch.Tensor:
     """The values that `fragment` should have."""
     place = tuple(slice(o, o + n) for o, n in zip(fragment.offset, fragment.values.shape, strict=True))
@@ -135,7 +171,8 @@ def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
     """Tensors of which some element was on no rank."""
     seen = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in truth.tensors.items()}
     for key, offset, shape in boxes:
-        seen[key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
+        if key in seen:
+            seen[key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
     return [key for key, mask in seen.items() if not mask.all()]
 
 

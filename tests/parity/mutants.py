@@ -42,7 +42,7 @@ from megatron.core.moe import dispatcher, experts, router
 from megatron.core.moe import load_balancing as balance
 from megatron.core.offload import saved_activations
 from megatron.core.offload.host_pool import HostBuffer, HostPool
-from megatron.core.optimizer import matrix_exchange, muon, precision_aware, qk_clip
+from megatron.core.optimizer import distrib_optimizer, matrix_exchange, muon, precision_aware, qk_clip
 from megatron.core.optimizer.host_update import HostUpdate
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.parallel_state import Axis, ParallelState
@@ -209,6 +209,12 @@ def _replaced(self: UnitBucket) -> None:
     _true_finish_grad_sync(self)
 
 
+def _updated_twice(*args: Any) -> list[Any]:
+    rules = _true_rules(*args)
+    return [*rules, rules[-1]]
+
+
+_true_rules = distrib_optimizer._build_rules
 _true_open_grads, _true_finish_grad_sync = UnitBucket.open_grads, UnitBucket.finish_grad_sync
 _true_biased_backward = activations._biased_backward
 _true_parts = split_heads._parts
@@ -702,6 +708,14 @@ MUTANTS: dict[str, tuple[list[Patch], list[Combination]]] = {
     "a shard of gradients added twice": (
         [(UnitBucket, "finish_grad_sync", _added_twice)],
         [Combination.of(world="2", optimizer="parameters"), Combination.of(world="2", optimizer="gradients")],
+    ),
+    "a shard updated twice": (
+        [(distrib_optimizer, "_build_rules", _updated_twice)],
+        [
+            Combination.of(world="2", optimizer="parameters"),
+            Combination.of(world="4", optimizer="gradients", instances="2"),
+            Combination.of(world="2", optimizer="parameters", update="muon"),
+        ],
     ),
     "only the last micro-batch in a shard of gradients": (
         [(UnitBucket, "finish_grad_sync", _replaced)],

@@ -92,7 +92,7 @@ def _text_line(path: str) -> str | None:
 
 def model_lines(config: RunConfig) -> Iterator[str]:
     """Shape, parameters and FLOPs of the model."""
-    from megatron.planner.flops import model_flops
+    from megatron.planner.flops import model_flops, orthogonalization_flops
 
     m = config.model
     yield shape_line(m)
@@ -122,6 +122,10 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"FLOPs per token {flops.total:.6g} forward and backward: {flops.matmul:.6g} matrix multiplications "
         f"(6 x {counted}), {flops.attention:.6g} attention (causal: half of the square), counted on fake tensors"
     )
+    if update := orthogonalization_flops(m, config.optimizer):
+        tokens = (config.training.global_batch_size or 1) * m.seq_length
+        part = update / (flops.total * tokens)
+        yield f"FLOPs of Muon's iterations {update:.6g}, {part:.2%} of those of a batch of {tokens:,} tokens"
 
 
 def shape_line(m: TransformerConfig) -> str:
