@@ -1,6 +1,7 @@
 """Kills a rank of a run again and again, and shows that no checkpoint is lost by it.
 
     python -m tests.faults.kill_campaign --kills 50 --seed 1
+    python -m tests.faults.kill_campaign --kills 50 --change-strategy
 
 Eight processes (TP2 PP2 DP2) run `pretrain_gpt.py` and save every other step in the background, keeping the last two.
 At a random moment a random rank gets SIGKILL. The others go on for up to a second before they are killed too, or, one
@@ -8,6 +9,9 @@ time in eight, are left to notice it and end by themselves. The same command is 
 to its end; new runs follow until there were as many kills as asked for. Of every kill a line tells what it hit. Of
 every run the final checkpoint and the logged losses are compared, bit for bit, with those of a run that nobody
 disturbed.
+
+With `--change-strategy` each start has the next --data-parallel-sharding-strategy, so that what one has saved another
+loads, and one micro-batch a step, which leaves nothing for the strategies to round differently but the logged norm.
 
 The ranks are forked instead of started by torchrun, which saves importing torch eight times a start; all else is the
 program's own. One moment in ten counts from the fork on, to hit start-up and loading; the others from the first step.
@@ -28,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -50,6 +55,11 @@ MODEL = (
     "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 4 --log-interval 1 --eval-iters 0 --num-workers 0 "
     "--save-interval 2 --keep-last 2 --tp 2 --pp 2"
 ).split()
+ONE_MICROBATCH = "--micro-batch-size 2 --clip-grad 0"
+STRATEGIES = tuple(
+    f"{ONE_MICROBATCH} --data-parallel-sharding-strategy {name}".split()
+    for name in ("optim_grads_params", "optim", "optim_grads", "no_shard")
+)
 PHASES = ("between saves", "copying", "clearing", "writing", "publishing", "deleting", "loading")
 
 
@@ -176,7 +186,10 @@ def read_latest(save: Path) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
-def differences(save: Path, undisturbed: Path) -> list[str]:
+LOGGED = ("iteration", "consumed_samples", "lm_loss", "grad_norm")
+
+
+def differences(save: Path, undisturbed: Path, keys: Sequence[str] = LOGGED) -> list[str]:
     """In what the ends of two runs differ: tensors, where they stand, and every logged loss. Exact."""
     found, problems = [], []
     for folder in (save, undisturbed):
@@ -189,7 +202,7 @@ def differences(save: Path, undisturbed: Path) -> list[str]:
     for key in ("iteration", "consumed_samples", "skipped_iterations", "data_fingerprint", "optimizer", "rng"):
         if found[0].payload[key] != found[1].payload[key]:
             problems.append(f"{key}: {found[0].payload[key]} and {found[1].payload[key]}")
-    logs = [logged(folder / "metrics.jsonl") for folder in (save, undisturbed)]
+    logs = [logged(folder / "metrics.jsonl", keys) for folder in (save, undisturbed)]
     problems += [f"logged: {one} and {two}" for one, two in zip(*logs, strict=False) if one != two][:3]
     if len(logs[0]) != len(logs[1]):
         problems.append(f"{len(logs[0])} and {len(logs[1])} logged iterations")
@@ -197,11 +210,9 @@ def differences(save: Path, undisturbed: Path) -> list[str]:
     return problems + [f"left behind: {name}" for name in left]
 
 
-def logged(path: Path) -> list[tuple[Any, ...]]:
+def logged(path: Path, keys: Sequence[str]) -> list[tuple[Any, ...]]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        tuple(record[key] for key in ("iteration", "consumed_samples", "lm_loss", "grad_norm")) for record in records
-    ]
+    return [tuple(record[key] for key in keys) for record in records]
 
 
 @dataclass(frozen=True)
@@ -231,13 +242,21 @@ class Kill:
 
 
 def campaign(
-    kills: int, seed: int, iterations: int, folder: Path, say: Callable[[str], None] = print, share: float = 0.2
+    kills: int,
+    seed: int,
+    iterations: int,
+    folder: Path,
+    say: Callable[[str], None] = print,
+    share: float = 0.2,
+    flags: Sequence[Sequence[str]] = ((),),
 ) -> tuple[list[Kill], list[str]]:
-    """(the kills, what was wrong). `share`: a rank is killed in that part of the time that a whole run takes."""
-    random, done, wrong, run = Random(seed), list[Kill](), list[str](), 0
+    """(the kills, what was wrong). `share`: a rank is killed in that part of the time that a whole run takes. `flags`:
+    those of each start, in turn."""
+    random, done, wrong, run, turns = Random(seed), list[Kill](), list[str](), 0, cycle(flags)
+    keys = LOGGED if len(flags) == 1 else LOGGED[:-1]
     undisturbed = folder / "undisturbed"
     undisturbed.mkdir(parents=True)
-    whole = start(undisturbed, iterations, None).after
+    whole = start(undisturbed, iterations, None, next(turns)).after
     say(f"undisturbed: {whole:.1f} s for {iterations} iterations")
     while len(done) < kills:
         run += 1
@@ -246,7 +265,7 @@ def campaign(
         open_kills: list[Kill] = []
         while True:
             moment = Moment.draw(random, share * whole) if len(done) < kills else None
-            started = start(place, iterations, moment)
+            started = start(place, iterations, moment, next(turns))
             wrong += [line for line in started.screen.splitlines() if line.startswith("skipped checkpoint")]
             if started.loaded is not None or not started.killed:
                 for kill in open_kills:
@@ -260,7 +279,7 @@ def campaign(
             assert moment is not None
             open_kills.append(Kill(len(done) + 1, run, moment, started))
             done.append(open_kills[-1])
-        found = differences(place / "save", undisturbed / "save")
+        found = differences(place / "save", undisturbed / "save", keys)
         say(f"run {run}: " + ("; ".join(found) if found else "equal to the undisturbed run, bit for bit"))
         wrong += [f"run {run}: {problem}" for problem in found]
     return done, wrong
@@ -272,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the moments and the victims")
     parser.add_argument("--iterations", type=int, default=40, help="length of each run")
     parser.add_argument("--folder", type=Path, help="where to put the runs; default: a temporary folder")
+    parser.add_argument("--change-strategy", action="store_true", help="another sharding strategy at each start")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -279,7 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     place: AbstractContextManager[Any] = tempfile.TemporaryDirectory(prefix="kills-")
     with place as name:
         kills, wrong = campaign(
-            args.kills, args.seed, args.iterations, args.folder or Path(name), lambda line: print(line, flush=True)
+            args.kills,
+            args.seed,
+            args.iterations,
+            args.folder or Path(name),
+            lambda line: print(line, flush=True),
+            flags=STRATEGIES if args.change_strategy else ((),),
         )
     phases = Counter(kill.hit.phase for kill in kills)
     print(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.kill_campaign import campaign
+from tests.faults.kill_campaign import STRATEGIES, campaign
 from tests.faults.resume_elsewhere import killed_and_resumed
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
-    kills, wrong = campaign(kills=3, seed=5, iterations=12, folder=tmp_path, share=0.5)
+    """Each start has another sharding strategy."""
+    kills, wrong = campaign(kills=3, seed=5, iterations=12, folder=tmp_path, share=0.5, flags=STRATEGIES)
     assert len(kills) == 3 and not wrong, wrong
     assert all(kill.hit.killed for kill in kills) and kills[-1].resumed is not None
 

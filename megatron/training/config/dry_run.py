@@ -124,8 +124,8 @@ def model_lines(config: RunConfig) -> Iterator[str]:
     )
     if update := orthogonalization_flops(m, config.optimizer):
         tokens = (config.training.global_batch_size or 1) * m.seq_length
-        part = update / (flops.total * tokens)
-        yield f"FLOPs of Muon's iterations {update:.6g}, {part:.2%} of those of a batch of {tokens:,} tokens"
+        of_batch = update / (flops.total * tokens)
+        yield f"FLOPs of Muon's iterations {update:.6g}, {of_batch:.2%} of those of a batch of {tokens:,} tokens"
 
 
 def shape_line(m: TransformerConfig) -> str:
