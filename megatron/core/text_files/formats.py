@@ -331,11 +331,13 @@ def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
         for key in reading.keys:
             column = batch.column(batch.schema.names.index(key))
             if pa.types.is_dictionary(column.type):
+                column.validate(full=True)
                 column = column.dictionary_decode()
             if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
                 raise _Unreadable(f"column {key!r} is not text but {column.type}")
-            values = column.cast(pa.large_binary())
-            values.validate(full=True)  # lengths and places, which a stream has no checksum of
+            kind = pa.binary() if pa.types.is_string(column.type) else pa.large_binary()
+            values = pa.Array.from_buffers(kind, len(column), column.buffers(), offset=column.offset)
+            values.validate(full=True)  # lengths and places, of which a stream has no checksum
             columns.append(values.to_pylist())
         yield from zip(*columns, strict=True)
 
