@@ -1,6 +1,7 @@
 """Time of an update by one optimizer beside another's, and of the whole step: ratios of medians, in turns.
 
     python tools/bench/optimizers.py                            # Adam and Muon, on one process
+    python tools/bench/optimizers.py --threads 1 --clock processor      # beside other programs, on CPU
     python tools/bench/optimizers.py --ranks 2 --rounds 7       # ZeRO-1 over two ranks: with the exchange of matrices
     python tools/bench/optimizers.py --optimizers adam "muon --muon-fp32-matmul-prec highest" -- --hidden-size 512
 
@@ -48,9 +49,12 @@ MODEL = (
 PARTS = ("update", "step")
 
 
-def measured(flags: Sequence[str], part: str, steps: int) -> Round:
-    """Updates, or whole steps, per second; the update's time includes the gather of parameters."""
-    run = own_run(flags)
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def measured(flags: Sequence[str], part: str, steps: int, clock: str) -> Round:
+    """Updates, or whole steps, per second of a clock of `CLOCKS`; the update includes the gather of parameters."""
+    run, now = own_run(flags), CLOCKS[clock]
     import torch
 
     from megatron.training.training import Interval, train_step
@@ -62,17 +66,17 @@ def measured(flags: Sequence[str], part: str, steps: int) -> Round:
 
     def note(final: list[float]) -> None:
         wait()
-        final.append(time.perf_counter())
+        final.append(now())
 
     def one_round() -> float:
         seconds = []
         for _ in range(steps):
             wait()
-            began = time.perf_counter()
+            began = now()
             final: list[float] = []
             train_step(run, Interval(), before_update=partial(note, final))
             wait()
-            seconds.append(time.perf_counter() - (final[0] if part == "update" else began))
+            seconds.append(now() - (final[0] if part == "update" else began))
         return 1 / statistics.median(seconds)
 
     return one_round
@@ -109,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=positive, help="of each process (default: the cores, over the ranks)")
     parser.add_argument("--steps", type=positive, default=2, help="of a round, whose median counts")
     parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="processor: on a CPU that others use too")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("flags", nargs="*", help="flags of pretrain_gpt.py, behind --")
     args = parser.parse_args(argv)
@@ -118,12 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine() | {"threads": threads, "ranks": args.ranks}
     say_machine(facts)
     tokens = (config.training.global_batch_size or 0) * config.model.seq_length
-    print(f"{args.ranks} ranks, {threads} threads each, {tokens:,} tokens in a step")
+    print(f"{args.ranks} ranks, {threads} threads each, {tokens:,} tokens in a step, {args.clock} time")
     contestants = [
         Contestant(
             f"{optimizer} {part}",
             measured,
-            ([*flags, "--optimizer", *optimizer.split()], part, args.steps),
+            ([*flags, "--optimizer", *optimizer.split()], part, args.steps, args.clock),
             threads,
             args.ranks,
         )
@@ -131,8 +136,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for optimizer in args.optimizers
     ]
     rows = rows_of(interleaved(contestants, args.rounds), args.optimizers)
+    whole = {row.optimizer: row.milliseconds.median for row in rows if row.part == "step"}
     for row in rows:
-        print(f"{row.part:<7} {row.optimizer:<30} {row.milliseconds:8.1f} ms   {row.ratio:.2f} x {args.optimizers[0]}")
+        print(
+            f"{row.part:<7} {row.optimizer:<30} {row.milliseconds:8.1f} ms   {row.ratio:.2f} x {args.optimizers[0]}",
+            end="",
+        )
+        print(f", {row.milliseconds.median / whole[row.optimizer]:.1%} of its step" if row.part == "update" else "")
     write_json(args.json, facts, rows)
     return 0
 
