@@ -7,14 +7,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.training.config.flags import field_docs, field_table, sections
 from megatron.training.config.output_paths import why_unwritable
 from megatron.training.extensions import ExtensionError, load_extensions
+from megatron.training.reliability.launch import Launch
+
+if TYPE_CHECKING:
+    from megatron.inference.model import LoadedModel
 
 Config = TypeVar("Config")
 
@@ -68,6 +75,21 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
     if not names or args.tokenizer_type:
         return []
     return [f"{', '.join('--' + name.replace('_', '-') for name in names)} needs --tokenizer-type beside it"]
+
+
+def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel | None:
+    """The model that the flags of `add_model_flags` and --load name, until `stack` ends. Where it cannot be loaded the
+    first rank raises ValueError, and the others have None."""
+    from megatron.inference.model import loaded_model
+
+    tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
+    try:
+        layout = config_of(ModelParallelConfig, args)
+        return stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
+    except ValueError:
+        if launch.rank == 0:
+            raise
+        return None
 
 
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:

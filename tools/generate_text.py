@@ -28,31 +28,24 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.config.data import TokenizerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.generation import Engine, Generation, Request, Sampling
 from megatron.core.models.gpt.generation.engine import prompt_seed
 from megatron.inference.chat_template import Message, find_chat_template
 from megatron.inference.jsonl import answers, read_lines, written
-from megatron.inference.model import LoadedModel, loaded_model
+from megatron.inference.model import LoadedModel
 from megatron.inference.terminal import chat, pieces
 from megatron.training.reliability.launch import Launch
 
-from .common import add_extension_flag, add_model_flags, config_of, model_flag_problems, run_tool
+from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     sampling, launch = sampling_of(args), Launch.from_environment()
-    tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     with ExitStack() as stack:
-        try:
-            layout = config_of(ModelParallelConfig, args)
-            model = stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
-        except ValueError:
-            if launch.rank == 0:
-                raise
-            return 2  # the first rank says it
+        model = open_model(args, launch, stack)
+        if model is None:
+            return 2
         if not model.leads:
             model.runner.follow()
             return 0

@@ -28,32 +28,25 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.config.data import TokenizerConfig
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.generation import Engine
 from megatron.inference.chat_template import find_chat_template
 from megatron.inference.http_server import ApiServer, HttpLimits
-from megatron.inference.model import LoadedModel, loaded_model
+from megatron.inference.model import LoadedModel
 from megatron.inference.openai_api import Limits, OpenAIApi
 from megatron.inference.serving import EngineLoop
 from megatron.training.reliability.launch import Launch
 
-from .common import add_extension_flag, add_model_flags, config_of, model_flag_problems, run_tool
+from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: list[str] | None = None) -> int:
     args, launch = parse(argv), Launch.from_environment()
-    tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     with ExitStack() as stack:
-        try:
-            layout = config_of(ModelParallelConfig, args)
-            model = stack.enter_context(loaded_model(args.load, layout, args.device, launch, tokenizer))
-        except ValueError:
-            if launch.rank == 0:
-                raise
-            return 2  # the first rank says it
+        model = open_model(args, launch, stack)
+        if model is None:
+            return 2
         if not model.leads:
             for number in SIGNALS:  # the first rank ends the others
                 signal.signal(number, signal.SIG_IGN)

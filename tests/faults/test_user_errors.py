@@ -86,6 +86,7 @@ def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> Non
     [
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a: must be a whole number; the launcher"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be from 0 to below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port above 0"),
         ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS=x: must be a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=None: must be a whole number"),
     ],

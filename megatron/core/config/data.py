@@ -114,7 +114,7 @@ class DatasetConfig(Section):
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:
-            prefixes = [word for word in self.valid_data_path or () if not _is_number(word)]
+            prefixes = [word for word in self.valid_data_path or () if not is_number(word)]
             given += [
                 ("--valid-data-path", word, word.rstrip("/").rpartition("/")[2].partition(".")[0], word)
                 for word in prefixes
@@ -137,7 +137,8 @@ class DatasetConfig(Section):
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """Whether a word of a list of data is a weight and not a path."""
     try:
         float(word)
     except ValueError:

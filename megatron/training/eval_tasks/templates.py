@@ -45,15 +45,9 @@ def text_of(source: Any, document: Document, has_choices: bool) -> Any:
 
 def target_of(source: Any, document: Document, has_choices: bool) -> Any:
     """doc_to_target: text, the number of a choice, or a list of either."""
-    if callable(source):
-        return source(document)
-    if not isinstance(source, str):
-        return source
-    if source in document:
-        return document[source]
-    text = rendered(source, document)
-    if has_choices and text.isdigit():
-        return int(text)
+    text = text_of(source, document, has_choices)
+    if not isinstance(source, str) or source in document or not isinstance(text, str):
+        return text
     if len(text) >= 2 and text[0] == "[" and text[-1] == "]":
         try:
             return ast.literal_eval(text)

@@ -58,6 +58,10 @@ class Launch:
             raise ValueError(
                 f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
             )
+        if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":  # torchrun --master-port 0 hands it on as it is
+            raise ValueError(
+                "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
+            )
         return launch
 
     def export(self, environ: MutableMapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.data import is_number
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import field_table
@@ -348,17 +349,9 @@ def stage_rules(config: RunConfig, plan: StagePlan | None) -> Iterator[Problem]:
         yield Problem("--decoupled-lr", config.optimizer.decoupled_lr, rule, "use --param-group 'REGEX lr_mult=...'")
     for entry in entries:
         words = entry.value("data_path") or ()
-        if len(words) > 1 and not any(_is_number(word) for word in words):
+        if len(words) > 1 and not any(is_number(word) for word in words):
             rule = "names several data sets without weights, which would be read once"
             yield Problem(f"{entry.where}: data-path", words, rule, "put a weight before each")
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def checked_configs(plan: StagePlan) -> Iterator[tuple[Stage, RunConfig]]:
