@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,7 +16,6 @@ from megatron.training.config.stages.plan import StagePlan
 from megatron.training.data import TrainingData
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
-from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
@@ -26,6 +26,9 @@ from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Progress
 from megatron.training.saving import RunSaver
+
+if TYPE_CHECKING:
+    from megatron.training.eval_tasks.suite import Suite
 
 
 @dataclass

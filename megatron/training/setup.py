@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +36,6 @@ from megatron.training.data import build_data
 from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
-from megatron.training.eval_tasks.suite import Suite
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Parts, RunView
 from megatron.training.initialize import Runtime
@@ -50,6 +50,9 @@ from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
 from megatron.training.stages.change import enter_stage
+
+if TYPE_CHECKING:
+    from megatron.training.eval_tasks.suite import Suite
 
 
 def build_stages(
@@ -160,6 +163,8 @@ def load_tasks(config: RunConfig, runtime: Runtime) -> Suite | None:
     options = config.eval_tasks
     if not options.eval_tasks:
         return None
+    from megatron.training.eval_tasks.suite import Suite  # which needs yaml and jinja2
+
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot
     suite = Suite.load(options.eval_tasks, tokenizer, config.model.seq_length, limit, num_fewshot)

@@ -20,7 +20,6 @@ from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.check_replicas import check_replicas
 from megatron.training.diagnosis.straggler import GRAD_SYNC
-from megatron.training.eval_tasks.in_loop import evaluate_tasks
 from megatron.training.evaluation import evaluate
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
@@ -152,7 +151,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
                 may_stop = True
             if run.eval_tasks is not None and (last or _due(iteration, tasks_interval)):
                 with collection.around_evaluation():
-                    evaluate_tasks(run, log)
+                    _evaluate_tasks(run, log)
                 may_stop = True
             if config.checkpoint.save and _due(iteration, config.checkpoint.save_interval):
                 save(run)
@@ -171,7 +170,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             evaluate(run, "valid", run.data.valid, log)
     if not trained and run.eval_tasks is not None and not requests.stopping:
         with collection.around_evaluation():
-            evaluate_tasks(run, log)
+            _evaluate_tasks(run, log)
     whole = progress.iteration >= run.train_iters or not trained
     if whole and run.data.test is not None and not requests.stopping:
         with collection.around_evaluation():
@@ -185,6 +184,13 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
     if requests.stopping:
         runtime.say(f"exiting at iteration {progress.iteration}: {requests.why}")
     return watchdog.code
+
+
+def _evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
+    """Evaluates --eval-tasks, whose files need yaml and jinja2: runs without tasks do not."""
+    from megatron.training.eval_tasks.in_loop import evaluate_tasks
+
+    evaluate_tasks(run, log)
 
 
 def _end_callbacks(run: TrainingRun) -> str:

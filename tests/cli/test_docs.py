@@ -96,7 +96,12 @@ def test_getting_started(clone: Path) -> None:
     assert six == pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in CHECKED])
+RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
+LONG = {"docs/attention.md", "docs/conversion.md", "docs/mixture_of_experts.md", "docs/multi_token_prediction.md"}
+"""Pages whose commands run by --whole alone: other tests start the same programs."""
+
+
+@pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)
 def test_commands_of_a_page_run(page: str, clone: Path) -> None:
     run_blocks(blocks(page), clone)
 
