@@ -82,6 +82,9 @@ def test_requests_are_those_of_the_harness() -> None:
         ({"metric_list": [{"metric": "bleu"}]}, "'bleu' is no metric of multiple_choice; use one of acc, acc_norm"),
         ({"metric_list": [{"metric": "acc", "aggregation": "sum"}]}, "aggregation 'sum' is unknown"),
         ({"filter_list": [{"name": "x", "filter": [{"function": "rot13"}]}]}, "filter_list: 'rot13' is unknown"),
+        ({"filter_list": 3}, "filter_list 3 must be a list of mappings, each with a list of functions"),
+        ({"dataset_path": [3], "dataset_kwargs": 7}, "dataset_kwargs 7 must be a mapping; correct it"),
+        ({"doc_to_target": "5"}, "doc_to_target 5 is none of the 2 choices, nor the number of one from 0 on"),
         ({"generation_kwargs": {"do_sample": True}}, "decoding is greedy: remove do_sample and temperature"),
         ({"include": "nowhere.yaml"}, "include nowhere.yaml: there is no such file"),
         ({"include": "good.yaml"}, "includes itself"),
@@ -97,7 +100,7 @@ def test_requests_are_those_of_the_harness() -> None:
         ({"doc_to_choice": "{{[a]}}"}, "doc_to_choice ['no'] must be a list of at least two texts"),
         ({"num_fewshot": 7}, "num_fewshot 7: there are 6 documents to draw"),
         (
-            {"documents": [{"q": "long", "a": "x"}], "doc_to_choice": ["y" * 300, "no"]},
+            {"documents": [{"q": "long", "a": "no"}], "doc_to_choice": ["y" * 300, "no"]},
             "301 tokens is longer than the 256",
         ),
     ],

@@ -99,12 +99,15 @@ def group_rule(text: str) -> GroupRule:
         if key not in SETTINGS:
             raise ValueError(f"{where}: {key!r} is none of {', '.join(SETTINGS)}; {example}")
         try:
-            settings[key] = float(value)
+            number = float(value)
         except ValueError:
             raise ValueError(f"{where}: {key} needs a number, not {value!r}; {example}") from None
-        if not isfinite(settings[key]) or settings[key] < 0:
+        if not isfinite(number) or number < 0:
             raise ValueError(f"{where}: {key} must be finite and not negative; {example}")
-    if len(settings) < len(assignments) or {"wd_mult", "weight_decay"} <= settings.keys():
+        if key in settings:
+            raise ValueError(f"{where}: sets {key} twice; keep one")
+        settings[key] = number
+    if {"wd_mult", "weight_decay"} <= settings.keys():
         rule = "sets one thing twice: wd_mult is a factor of the scheduled weight decay, weight_decay replaces it"
         raise ValueError(f"{where}: {rule}; keep one")
     return GroupRule(pattern, settings)

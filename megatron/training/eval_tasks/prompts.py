@@ -70,8 +70,11 @@ def _sample(task: Task, index: int, document: Document, examples: _Examples) -> 
         choices = choices_of(task.doc_to_choice, document)
         delimiter = task.target_delimiter
         if isinstance(text, int):  # the choices are contexts, and doc_to_text says which is right
+            _check_right(text, choices, "doc_to_text")
             requests = [(before + choice, delimiter + str(target)) for choice in choices]
             return Sample(index, tuple(requests), text, tuple(choices))
+        for each in target if isinstance(target, list) else [target]:
+            _check_right(each, choices, "doc_to_target")
         requests = [(before + _text(text, "doc_to_text"), delimiter + choice) for choice in choices]
         if any(metric.name == "acc_mutual_info" for metric in task.metrics):
             requests += [("", delimiter + choice) for choice in choices]
@@ -82,6 +85,12 @@ def _sample(task: Task, index: int, document: Document, examples: _Examples) -> 
     if with_choices:
         target = choices_of(task.doc_to_choice, document)[target]
     return Sample(index, ((context, ""),), target)
+
+
+def _check_right(right: Any, choices: Sequence[str], name: str) -> None:
+    """Raises ValueError unless `right` is the number of a choice, or a choice."""
+    if right not in choices if isinstance(right, str) else not (isinstance(right, int) and 0 <= right < len(choices)):
+        raise ValueError(f"{name} {right!r} is none of the {len(choices)} choices, nor the number of one from 0 on")
 
 
 def _text(value: Any, name: str) -> str:

@@ -266,6 +266,32 @@ def _unknown(path: Path, values: Mapping[str, Any], known: set[str], what: str) 
             yield f"{FLAG} {path}: {key!r} {rule}; {remedy}"
 
 
+def _is_list_of_filters(value: Any) -> bool:
+    """Mappings, each with a list of mappings under filter."""
+    return isinstance(value, list) and all(
+        isinstance(each, dict)
+        and isinstance(each.get("filter") or [], list)
+        and all(isinstance(step, dict) and isinstance(step.get("function"), str) for step in each.get("filter") or [])
+        for each in value
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("dataset_path", "output_type", *SPLITS), (_is_text, "text")),
+    **dict.fromkeys(("dataset_kwargs", "generation_kwargs", "fewshot_config", "metadata"), (_is_mapping, "a mapping")),
+    "filter_list": (_is_list_of_filters, "a list of mappings, each with a list of functions under filter"),
+}
+"""Key -> (whether a value has the kind that it needs, that kind)."""
+
+
 def _task(path: Path, values: dict[str, Any], num_fewshot: int | None, problems: list[str]) -> Task | None:
     before = len(problems)
     problems += _unknown(path, values, KEYS, "a task")
@@ -273,6 +299,11 @@ def _task(path: Path, values: dict[str, Any], num_fewshot: int | None, problems:
     def wrong(rule: str, remedy: str) -> None:
         problems.append(f"{FLAG} {path}: {rule}; {remedy}")
 
+    misshapen = {key for key, (fits, _) in SHAPES.items() if values.get(key) is not None and not fits(values[key])}
+    for key in sorted(misshapen):
+        wrong(f"{key} {values[key]!r} must be {SHAPES[key][1]}", "correct it, or remove it")
+    if misshapen:
+        return None  # what else is wrong cannot be judged
     name, kind = values.get("task"), values.get("output_type", "generate_until")
     if not isinstance(name, str) or not name:
         wrong("has no task", "give it a name: task: NAME")

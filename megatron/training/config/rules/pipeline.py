@@ -183,7 +183,9 @@ def activation_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     try:
         longest = c.model.num_layers // pipeline_layout(c.model, p).num_stages
-        if layers > longest:  # than the average
+        if layers > longest:  # than the average; how long stages are depends on the vocabulary
+            if c.model.vocab_size is None:
+                return  # judged again when the tokenizer is known
             longest = max(len(stage.layers) for stage in pipeline_stages(c.model, p))
     except (ValueError, ZeroDivisionError):
         return  # another rule reports the stages
