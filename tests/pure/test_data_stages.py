@@ -310,3 +310,11 @@ def test_the_stages_of_a_published_recipe_are_legal() -> None:
     for stage in plan.stages:
         blend = parse_blend("--data-path", stage.config.data.data_path or ())
         assert blend.weights is not None and sum(blend.weights) == pytest.approx(1)
+
+
+def test_a_plan_says_which_data_are_missing(tmp_path: Path) -> None:
+    plan = plan_of(
+        tmp_path / "s.yaml", f"- {{data-path: {tmp_path / 'nowhere'}}}\n", "--train-iters 20 --vocab-size 2000"
+    )
+    lines = list(data_lines(plan, plan.stages[0]))
+    assert any(f"there is no file {tmp_path / 'nowhere'}.idx" in line for line in lines), lines

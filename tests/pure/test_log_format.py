@@ -47,6 +47,21 @@ def test_progress_line_of_megatron() -> None:
     assert "grad norm: 1.500 | num zeros: 7.0 | params norm: 2.000 | number of" in line
 
 
+def test_expressions_that_parsers_of_megatrons_logs_use_find_their_numbers() -> None:
+    line = megatron_format.progress_line(RECORD, 100, True, NOW)
+    for expression, found in (
+        (r"iteration\s+(\d+)\s*/\s*(\d+)", ("10", "100")),
+        (r"consumed samples:\s+(\d+)", ("80",)),
+        (r"elapsed time per iteration \(ms\): ([\d.]+)", ("123.5",)),
+        (r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", ("12.3",)),
+        (r"learning rate: ([\d.E+-]+)", ("1.500000E-04",)),
+        (r"lm loss: ([\d.E+-]+)", ("3.250000E+00",)),
+        (r"grad norm: ([\d.]+)", ("1.500",)),
+        (r"number of nan iterations:\s+(\d+)", ("0",)),
+    ):
+        assert re.search(expression, line).groups() == found, expression  # type: ignore[union-attr]
+
+
 def test_an_interval_takes_two_rows_of_a_terminal_at_most() -> None:
     troubled = RECORD | {"skipped_iterations": 3, "nan_iterations": 1, "moe_load_min": 0.5, "moe_load_max": 1.5}
     for width in (40, 60, 80, 120, 200):
