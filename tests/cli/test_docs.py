@@ -97,7 +97,10 @@ def test_getting_started(clone: Path) -> None:
 
 
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
-LONG = {"docs/attention.md", "docs/conversion.md", "docs/mixture_of_experts.md", "docs/multi_token_prediction.md"}
+LONG = {
+    f"docs/{page}.md"
+    for page in ("attention", "conversion", "extending", "mixture_of_experts", "multi_token_prediction")
+}
 """Pages whose commands run by --whole alone: other tests start the same programs."""
 
 

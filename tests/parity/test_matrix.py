@@ -10,7 +10,7 @@ import pytest
 from tests.parity.matrix import FACTORS, NAMED, Combination, difference, legal, pairs_of, pairwise, whole_matrix
 from tests.parity.mutants import MUTANTS, seen
 
-EVERY = 9
+EVERY = 12
 
 
 @pytest.mark.grid("name", list(NAMED)[::3], list(NAMED))
@@ -23,7 +23,7 @@ def test_combination_computes_what_one_process_does(combination: Combination) ->
     assert difference(combination) is None
 
 
-@pytest.mark.grid("name", list(MUTANTS)[::4], list(MUTANTS))
+@pytest.mark.grid("name", list(MUTANTS)[::5], list(MUTANTS))
 def test_matrix_notices_a_broken_reduction(name: str) -> None:
     assert seen(name, MUTANTS[name][1][0]) is not None
 
