@@ -1,0 +1,70 @@
+"""Is the parity matrix able to fail? Each reduction is broken on purpose, and the matrix must go red.
+
+A mutant replaces functions of the product for one comparison; the one-process reference is computed before, from the
+product as it is. Beside each stand combinations of the matrix that exercise what is broken, by subject in the modules
+of this folder.
+
+    python -m tests.parity.mutants            every mutant against its combinations: what was seen, a line each
+    python -m tests.parity.mutants --matrix   every mutant against the matrix until something is red
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+from tests.parity.matrix import Combination, difference, reference
+from tests.parity.mutants import (
+    attention,
+    data_parallel,
+    delta_nets,
+    experts,
+    layers,
+    offload,
+    optimizer,
+    pipeline,
+    tensor_parallel,
+)
+from tests.parity.mutants.common import Mutants, Patch
+
+SUBJECTS = (
+    tensor_parallel,
+    data_parallel,
+    pipeline,
+    attention,
+    layers,
+    delta_nets,
+    experts,
+    optimizer,
+    offload,
+)
+
+MUTANTS: Mutants = {name: mutant for subject in SUBJECTS for name, mutant in subject.MUTANTS.items()}
+
+
+@contextmanager
+def planted(patches: Sequence[Patch]) -> Iterator[None]:
+    """The product with a mutant in it."""
+    from megatron.training import forward_backward as step
+
+    running = []
+    try:
+        for target, name, broken in patches:
+            patcher = mock.patch.object(step if target == "step" else target, name, broken)
+            patcher.start()
+            running.append(patcher)
+        yield
+    finally:
+        for patcher in running:
+            patcher.stop()
+
+
+def seen(name: str, combination: Combination) -> str | None:
+    """What the matrix says of a combination with the mutant planted; None if it notices nothing."""
+    reference(tuple(combination.model_argv))
+    with planted(MUTANTS[name][0]):
+        try:
+            return difference(combination)
+        except (RuntimeError, TimeoutError) as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:160]}"

@@ -1,0 +1,194 @@
+"""Mutants of attention, over a sequence and over its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import collectives as mappings
+from megatron.core.attention import all_gather as gathered
+from megatron.core.attention import core_attention, ring, tile_kernels
+from megatron.core.attention.alibi import alibi_slopes
+from megatron.core.attention.partition import Documents, cut_documents
+from megatron.core.attention.sinks import add_sinks_
+from megatron.core.attention.tiles import Tile
+from megatron.core.config.layers import Rotation
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer import (
+    block,
+    latent_attention,
+    norm,
+    rotary,
+    self_attention,
+)
+from tests.parity.matrix import Combination
+from tests.parity.mutants.common import Mutants
+
+
+def _unchanged(x: Tensor, axis: Axis) -> Tensor:
+    """In place of a pair of collectives: neither of them happens."""
+    return x
+
+
+def _first_sinks(self: core_attention.CoreAttention) -> Tensor:
+    sinks = self.softmax_offset
+    assert sinks is not None
+    return sinks[: len(sinks) // self.cp.size]
+
+
+def _merge_with_a_sink(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    part, part_lse = part.clone(), part_lse.clone()
+    add_sinks_(part, part_lse, torch.zeros(part.shape[2], dtype=part.dtype))
+    _true_merge_(out, lse, part, part_lse, first)
+
+
+_true_merge_ = ring._merge_
+
+
+def _backward_without_a_cap(self: Any, rows: Any, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Any:
+    shown = tile_kernels.TorchKernel(self.scale, self.dropout, self.slopes)
+    shown._scores = self._scores  # type: ignore[method-assign]
+    return _true_tile_backward(shown, rows, q, k, v, tile)
+
+
+def _gated_without_gradient(x: Tensor, gate: Tensor) -> Tensor:
+    return _true_head_gate(x, gate.detach())
+
+
+_true_head_gate = self_attention.head_wise_gated_output
+
+
+def _frequencies_of_other_layers(config: TransformerConfig, rotation: Rotation) -> Tensor:
+    return _true_frequencies(config, config.rotation)
+
+
+_true_frequencies = rotary.rotary_frequencies
+
+_true_tile_backward = tile_kernels.TorchKernel._backward
+
+
+def _latents_without_norms(self: Any, x: Tensor) -> latent_attention.Latents:
+    kv, key = self.linear_kv_down(x).split((self.kv_rank, self.rotary_width), dim=-1)
+    return latent_attention.Latents(self.linear_q_down(x), kv, self.to_heads(key, self.tp).unsqueeze(2))
+
+
+def _scales_of_rows(config: TransformerConfig, positions: Tensor) -> Tensor:
+    return _true_query_scales(config, torch.arange(positions.shape[-1]))
+
+
+_true_query_scales = block.query_scales
+
+
+class _SlopesOfTheFirstRank(list[float]):
+    """In place of the slopes of all heads: any part of them is the first one."""
+
+    def __getitem__(self, part: Any) -> Any:
+        return list(self)[: part.stop - part.start]
+
+
+def _distances_of_rows(tile: Tile, device: torch.device) -> Tensor:
+    return torch.arange(len(tile.queries), device=device)[:, None] - torch.arange(len(tile.keys), device=device)
+
+
+def _chunks_of_own_rows(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
+    """Of two context-parallel ranks: as many chunks as a rank's rows have, not as the sequence has."""
+    return cut_documents(documents, samples, length // 2, longest)
+
+
+def _exchange_of_zeros(real: type) -> Callable[..., Any]:
+    """Gradients of keys and values that are on their way around the ring arrive as zeros."""
+
+    def exchange(x: Tensor, cp: Axis, tag: int) -> Any:
+        return real(torch.zeros_like(x) if tag == 1 else x, cp, tag)
+
+    return exchange
+
+
+def _merge_without_weights(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    if first:
+        out.copy_(part)
+    else:
+        out.add_(part)
+    lse.copy_(part_lse)
+
+
+MUTANTS: Mutants = {
+    "ring attention loses gradients of keys and values": (
+        [(ring, "RingExchange", _exchange_of_zeros(ring.RingExchange))],
+        [Combination.of(world="2", cp="2ring"), Combination.of(world="4", cp="4ring")],
+    ),
+    "ring attention adds parts without their weights": (
+        [(ring, "_merge_", _merge_without_weights)],
+        [Combination.of(world="2", cp="2ring", style="llama")],
+    ),
+    "gathered keys get only their own rank's gradient": (
+        [(gathered, "all_gather_sequence", lambda x, axis: mappings.gather_from(x, axis, dim=0))],
+        [Combination.of(world="2", cp="2gather")],
+    ),
+    "sinks of the first heads, not of this rank's": (
+        [(core_attention.CoreAttention, "_sinks", property(_first_sinks))],
+        [Combination.of(world="2", cp="2ulysses", softmax="sinks")],
+    ),
+    "sinks get no gradient": (
+        [(ring, "sinks_grad", lambda grad, out, lse, sinks: torch.zeros_like(sinks))],
+        [Combination.of(world="2", tp="2", softmax="sinks")],
+    ),
+    "each part of a row has the sink": (
+        [(ring, "_merge_", _merge_with_a_sink)],
+        [Combination.of(world="2", cp="2ring", softmax="off by one")],
+    ),
+    "gates of heads get no gradient": (
+        [(self_attention, "head_wise_gated_output", _gated_without_gradient)],
+        [Combination.of(world="2", tp="2", block="parallel"), Combination.of(world="2", cp="2ring", block="parallel")],
+    ),
+    "layers with windows rotated as other layers": (
+        [(rotary, "rotary_frequencies", _frequencies_of_other_layers)],
+        [Combination.of(world="2", pp="2", style="llama", layers="own heads")],
+    ),
+    "slope of a cap of scores forgotten": (
+        [(tile_kernels.TorchKernel, "_backward", _backward_without_a_cap)],
+        [Combination.of(world="2", softmax="off by one"), Combination.of(world="2", cp="2ring", softmax="off by one")],
+    ),
+    "ALiBi slopes of the first rank's heads": (
+        [(core_attention, "alibi_slopes", lambda heads: _SlopesOfTheFirstRank(alibi_slopes(heads)))],
+        [Combination.of(world="2", tp="2", style="bloom"), Combination.of(world="2", cp="2ulysses", style="bloom")],
+    ),
+    "ALiBi distances of a rank's rows, not of positions": (
+        [(tile_kernels, "distances", _distances_of_rows)],
+        [Combination.of(world="2", cp="2ring", style="bloom"), Combination.of(world="4", cp="4ring", style="bloom")],
+    ),
+    "kinds of layers by place in the stage, not by number": (
+        [(TransformerConfig, "layer", lambda self, number: self.layers[number % 3])],
+        [
+            Combination.of(world="2", pp="2", style="llama", layers="bases"),
+            Combination.of(world="2", pp="2", style="llama", layers="chunks"),
+        ],
+    ),
+    "chunks of a rank's rows, not of the sequence": (
+        [(core_attention, "cut_documents", _chunks_of_own_rows)],
+        [
+            Combination.of(world="2", cp="2gather", layers="chunks"),
+            Combination.of(world="2", cp="2ring", layers="chunks"),
+        ],
+    ),
+    "rotary keys' gradient not summed over tp": (
+        [(latent_attention, "copy_to", _unchanged)],
+        [Combination.of(world="2", tp="2", heads="mla", style="llama")],
+    ),
+    "norms of latents skipped": (
+        [(latent_attention.MultiLatentAttention, "_latents", _latents_without_norms)],
+        [Combination.of(world="2", heads="mla", style="llama")],
+    ),
+    "temperature by a rank's rows, not by positions": (
+        [(block, "query_scales", _scales_of_rows)],
+        [Combination.of(world="2", cp="2ring", style="gptj", layers="tempered")],
+    ),
+    "norms of queries and keys without weights skipped": (
+        [(norm, "_divided_by_root_mean_square", lambda x, eps: x)],
+        [Combination.of(style="gptj", layers="tempered")],
+    ),
+}

@@ -1,0 +1,17 @@
+"""What mutants of several subjects share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.matrix import Combination
+
+Patch = tuple[Any, str, Any]
+"""What to replace of which object, and by what."""
+
+Mutants = dict[str, tuple[list[Patch], list[Combination]]]
+"""By name: the patches, and combinations that exercise what is broken."""
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a reduction: it does not happen."""

@@ -1,0 +1,87 @@
+"""Mutants of gated delta nets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention import ulysses
+from megatron.core.batch import BatchContext
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer import (
+    gated_delta_net,
+)
+from megatron.core.transformer.parameters import DeltaNetParameters
+from tests.parity.matrix import Combination
+from tests.parity.mutants.common import Mutants
+
+
+def _without_decay(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _true_chunks(q, k, v, g * 0, beta, number)
+
+
+def _without_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """In place of the gated delta rule: each chunk of 4 tokens begins with an empty state."""
+    outs, states = zip(
+        *(_true_chunks(*part) for part in zip(*(x.split(4) for x in (q, k, v, g, beta)), strict=True)), strict=True
+    )
+    return torch.cat(outs), states[-1]
+
+
+_true_chunks = gated_delta_net.gated_delta_chunks
+
+
+def _delta_net_norm_not_summed(name: str, config: TransformerConfig) -> DeltaNetParameters:
+    found = _true_delta_net(name, config)
+    return replace(found, out_norm=replace(found.out_norm, partial_over=()))
+
+
+_true_delta_net = gated_delta_net.delta_net_parameters
+
+
+def _first_heads(x: Tensor, axis: Axis) -> Tensor:
+    return x[: len(x) // axis.size]
+
+
+def _documents_of_own_rows(context: BatchContext, length: int, device: torch.device) -> Tensor | None:
+    """As if the documents of whole samples were cut as far as this rank's rows go, time and again."""
+    found = _true_begun(context, length, device)
+    return found if context.places is None or found is None else found[: len(context.places)].repeat(2, 1)
+
+
+_true_begun = gated_delta_net.documents_begun
+
+
+MUTANTS: Mutants = {
+    "decay of gated delta nets ignored": (
+        [(gated_delta_net, "gated_delta_chunks", _without_decay)],
+        [Combination.of(layers="delta nets")],
+    ),
+    "states of gated delta nets not passed from chunk to chunk": (
+        [(gated_delta_net, "gated_delta_chunks", _without_states)],
+        [Combination.of(layers="delta nets")],
+    ),
+    "gradient of a gated delta net's norm not summed over ranks": (
+        [(gated_delta_net, "delta_net_parameters", _delta_net_norm_not_summed)],
+        [Combination.of(world="2", tp="2", layers="delta nets")],
+    ),
+    "gated delta nets with the convolutions and decays of the first context rank": (
+        [(gated_delta_net, "local_slice", _first_heads)],
+        [Combination.of(world="2", cp="2ring", layers="delta nets")],
+    ),
+    "gated delta nets read a sequence in order of ranks": (
+        [(ulysses, "from_rank_order", lambda x, size: x), (ulysses, "to_rank_order", lambda x, size: x)],
+        [Combination.of(world="2", cp="2gather", layers="delta nets")],
+    ),
+    "gated delta nets with the documents of a part of the sequence": (
+        [(gated_delta_net, "documents_begun", _documents_of_own_rows)],
+        [Combination.of(world="2", cp="2ring", layers="delta nets", documents="packed")],
+    ),
+}

@@ -1,0 +1,98 @@
+"""Mutants of states and activations on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.offload import saved_activations
+from megatron.core.offload.host_pool import HostBuffer, HostPool
+from megatron.core.optimizer.host_update import HostUpdate
+from tests.parity.matrix import Combination
+from tests.parity.mutants.common import Mutants, nothing
+
+
+def _gradients_of_the_step_before(self: HostUpdate, chunk: int) -> None:
+    shard: Any = self.shards[chunk]
+    now = shard.device_grads.clone()
+    shard.device_grads.copy_(getattr(shard, "before", now))
+    _true_start_grads(self, chunk)
+    shard.device_grads.copy_(now)
+    shard.before = now
+
+
+def _gradients_of_another_chunk(self: HostUpdate, chunk: int) -> None:
+    earlier = self.shards[max(0, chunk - 1)].device_grads
+    self._grads.start_copy(chunk, lambda slot: self._to_host.copy(earlier, slot[: earlier.numel()]))
+
+
+def _without_the_factor(self: HostUpdate, lr: float, weight_decay: float, *args: Any) -> None:
+    _true_host_update(self, lr, weight_decay, *args[:-1], False)
+
+
+_true_start_grads, _true_host_update = HostUpdate._start_grads, HostUpdate.update
+
+
+def _free_when_taken(self: HostPool, nbytes: int) -> HostBuffer:
+    """In place of a buffer of its own: the next one who asks for as many bytes has it too."""
+    buffer = _true_take(self, nbytes)
+    self.give_back(buffer)
+    return buffer
+
+
+def _sent_noted(self: Any, x: Tensor, buffer: HostBuffer) -> None:
+    _true_send(self, x, buffer)
+    self.__dict__.setdefault("latest", {})[len(x)] = buffer
+
+
+def _latest_fetched(self: Any, buffer: HostBuffer, nbytes: int) -> Any:
+    """What was sent last of that size: another layer's, or another micro-batch's."""
+    return _true_fetch(self, self.latest[nbytes], nbytes)
+
+
+def _moved_as_seen(self: saved_activations.Part, x: Tensor) -> Any:
+    """The second view of memory that travels gets the place of the first one."""
+    view = _true_pack(self, x)
+    return view if isinstance(view, Tensor) else view._replace(offset=0)
+
+
+_true_take, _true_pack = HostPool.take, saved_activations.Part.pack
+
+_true_send, _true_fetch = saved_activations.Copies.send, saved_activations.Copies.fetch
+
+OFFLOADED = Combination.of(world="2", pp="2", activations="2 offloaded", heads="gqa", style="llama")
+
+OFFLOADED_SPLIT = Combination.of(world="2", pp="2", schedule="zb-h1", activations="2 offloaded", recompute="selective")
+
+
+MUTANTS: Mutants = {
+    "a host buffer is taken again before its backward": (
+        [(HostPool, "take", _free_when_taken)],
+        [OFFLOADED, OFFLOADED_SPLIT],
+    ),
+    "the activations of another micro-batch are fetched": (
+        [(saved_activations.Copies, "send", _sent_noted), (saved_activations.Copies, "fetch", _latest_fetched)],
+        [OFFLOADED_SPLIT, OFFLOADED],
+    ),
+    "offloaded views begin where their memory does": (
+        [(saved_activations.Part, "pack", _moved_as_seen)],
+        [OFFLOADED],
+    ),
+    "parameters not copied back from the host": (
+        [(HostUpdate, "_start_params", nothing)],
+        [Combination.of(offload="part"), Combination.of(world="2", optimizer="parameters", offload="part")],
+    ),
+    "states on the host updated with the gradient of the step before": (
+        [(HostUpdate, "_start_grads", _gradients_of_the_step_before)],
+        [Combination.of(offload="part"), Combination.of(world="2", optimizer="gradients", offload="part")],
+    ),
+    "states on the host updated with the gradient of another chunk": (
+        [(HostUpdate, "_start_grads", _gradients_of_another_chunk)],
+        [Combination.of(world="2", offload="part")],
+    ),
+    "gradients on the host not clipped": (
+        [(HostUpdate, "update", _without_the_factor)],
+        [Combination.of(world="2", offload="part"), Combination.of(offload="part", states="bf16")],
+    ),
+}
