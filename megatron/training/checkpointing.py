@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
-from megatron.core.models.hf.config import TRAINING_ONLY
+from megatron.core.models.hf.write_config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages

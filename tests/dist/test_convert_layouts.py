@@ -13,7 +13,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.config import config_from_hf
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.safetensors_file import FileTensor
 from megatron.core.models.hf.weights import HFWeights, shard_of

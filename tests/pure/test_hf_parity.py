@@ -17,9 +17,10 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.config import config_from_hf, config_to_hf, text_model
 from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.read_config import config_from_hf, text_model
 from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, to_hf
+from megatron.core.models.hf.write_config import config_to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.planner.parameters import count_parameters
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, logits_in_parts

@@ -14,8 +14,8 @@ from megatron.core.batch import FUTURE, Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.models.hf.config import config_to_hf
 from megatron.core.models.hf.weights import placements
+from megatron.core.models.hf.write_config import config_to_hf
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
 from megatron.core.pipeline_parallel.layout import multi_token_cost

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.config import config_from_hf, config_to_hf
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
+from megatron.core.models.hf.write_config import config_to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options

@@ -26,8 +26,8 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.models.hf.config import config_from_hf
 from megatron.core.models.hf.folder import index_of, plan_shards
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.core.models.hf.weights import placements
 from megatron.training.conversion.convert import parse_bytes

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.hf.config import config_from_hf, settings_of, text_model
 from megatron.core.models.hf.files import CONFIG, is_hf_folder, read_json, tokenizer_files
+from megatron.core.models.hf.read_config import config_from_hf, text_model
+from megatron.core.models.hf.write_config import settings_of
 from megatron.training.config.flags import all_flags
 from megatron.training.config.problem import Problem
 from megatron.training.config.reading import FlagReader

@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
-from megatron.core.models.hf.config import choose_family
+from megatron.core.models.hf.write_config import choose_family
 from megatron.training.config.run_config import RunConfig
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options

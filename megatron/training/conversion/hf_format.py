@@ -18,11 +18,12 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
-from megatron.core.models.hf.config import choose_family, config_from_hf, config_to_hf
 from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, is_hf_folder, tokenizer_files
 from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
 from megatron.core.models.hf.weights import HFWeights, Placement, copies, multi_token_depths, placements
+from megatron.core.models.hf.write_config import choose_family, config_to_hf
 from megatron.core.parallel_state import Axis
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.huggingface import tokenizer_file

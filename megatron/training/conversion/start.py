@@ -10,9 +10,9 @@ import torch
 
 from megatron.core.dist_checkpointing.state_dict import MODEL, load_targets
 from megatron.core.dist_checkpointing.storage import on_first_rank
-from megatron.core.models.hf.config import config_from_hf
 from megatron.core.models.hf.files import is_hf_folder
 from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.weights import HFWeights
 from megatron.training.checkpointing import Checkpointer, Fingerprint, no_fingerprint
 from megatron.training.conversion.dcp_format import holds_checkpoint

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.models.hf.config import text_model
 from megatron.core.models.hf.files import BIN, BIN_INDEX, CONFIG, SAFE, SAFE_INDEX, read_json
+from megatron.core.models.hf.read_config import text_model
 from megatron.core.models.hf.safetensors_file import Sliceable, TensorSpec, read_header
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
-from megatron.core.models.hf.config import family_of
 from megatron.core.models.hf.families import Family, Rule
 from megatron.core.models.hf.layouts import LAYOUTS, Box, Layout
 from megatron.core.models.hf.mxfp4 import with_mxfp4
+from megatron.core.models.hf.read_config import family_of
 from megatron.core.models.hf.safetensors_file import Sliceable
 from megatron.core.param_meta import ParamMeta
 
