@@ -1,0 +1,397 @@
+"""Hosts of a cluster on one machine: Linux namespaces, joined by veth cables to a bridge.
+
+    with hosts(2, rate="100mbit", cpus=[{0}, {1}]) as box:
+        launchers = box.torchrun(2, "pretrain_gpt.py", *FLAGS, log=folder)
+        box.pull_cable(1)
+        codes = [launcher.wait() for launcher in launchers]
+
+Each host has network, host name, processes, mounts, /dev/shm and, if asked for, a disk and processors of its own; the
+other files are this machine's. Nothing gets a name outside the namespaces, so that several boxes run at once, and all
+is gone with the process that made it, however that process ends. `tc ... tbf` limits the rate of a cable, both ways.
+
+python -m tests.cluster.hosts 2 --rate 1gbit -- COMMAND...      # runs a command on each host, from a shell
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from tests.limits import HANG
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
+"""Programs that a box needs -> Debian's package."""
+
+SEARCHED = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+ENDED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+LAUNCHERS = ("SLURM_", "SBATCH_", "TORCHEL", "PET_")
+"""Beginnings of variables of a launcher around this process, which are not meant for what runs in a box."""
+
+RENDEZVOUS_PORT = 29500
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@cache
+def missing() -> str:
+    """Why this machine cannot make a box; empty if it can."""
+    if os.geteuid() != 0:
+        return "hosts of their own need root"
+    lacking = [f"{name} ({package})" for name, package in PROGRAMS.items() if not shutil.which(name, path=SEARCHED)]
+    if lacking:
+        return f"hosts of their own need {', '.join(lacking)}"
+    probe = "ip link add name one type veth peer name two && ip link add name three type bridge && "
+    probe += "tc qdisc add dev one root tbf rate 1mbit burst 16kb limit 64kb && mount -t tmpfs none /dev/shm"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "sh", "-c", probe],
+        env=os.environ | {"PATH": SEARCHED},
+        capture_output=True,
+        text=True,
+    )
+    return f"hosts of their own: {done.stderr.strip()}" if done.returncode else ""
+
+
+class Process:
+    """A process on a host, with `wait` and `signal`; its output is in the file `log`."""
+
+    def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._entered = subprocess.Popen(words, cwd=cwd, env=environ, stdout=output, stderr=output)
+
+    @property
+    def running(self) -> bool:
+        return self._entered.poll() is None
+
+    @property
+    def screen(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds: float = HANG) -> int:
+        """Exit code; that of a signal is negative. Raises TimeoutError with the output after `seconds`."""
+        try:
+            return self._entered.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"{self._entered.args} still runs; its output ends with\n{self.screen[-3000:]}"
+            ) from None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process itself, not to those that it has started."""
+        for child in _children(self._entered.pid):
+            os.kill(child, number)
+
+
+@dataclass
+class Host:
+    """One host of a box."""
+
+    number: int
+    keeper: subprocess.Popen[str]
+    """`unshare`, whose only child is the host's init."""
+
+    init: int
+    """Process id of the host's init, seen from this machine. All processes of the host end with it."""
+
+    @property
+    def port(self) -> str:
+        """The bridge's end of the cable."""
+        return f"port{self.number}"
+
+
+class Box:
+    """Hosts on one network. Their names are host0, host1, ..., and their addresses 10.77.0.1, 10.77.0.2, ..."""
+
+    def __init__(self, count: int, rate: str | None, cpus: Sequence[Collection[int]] | None, disk: Path | None) -> None:
+        if not 1 <= count <= 200 or (cpus is not None and len(cpus) != count):
+            raise ValueError(
+                f"{count} hosts, processors of {len(cpus or [])}: 1 to 200 hosts, each with its processors"
+            )
+        self.names = [f"host{number}" for number in range(count)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
+        self.folder = Path(tempfile.mkdtemp(prefix="box-", dir="/tmp"))
+        """Of the box's own: disks, logs, files of names."""
+
+        self.disk = disk
+        """Where each host has its own disk: a folder that is empty at first and that no other host sees."""
+
+        (self.folder / "owner").write_text(str(os.getpid()))
+        self._cpus, self._rates = cpus, [rate] * count
+        self._hosts: dict[int, Host] = {}
+        names = zip(self.addresses, self.names, strict=True)
+        (self.folder / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in names)
+        )
+        (self.folder / "resolv.conf").write_text("")
+        script = "ip link set lo up; ip link add bridge type bridge forward_delay 0; ip link set bridge up; echo ready"
+        self._switch = subprocess.Popen(
+            [*ENDED_WITH_PARENT, "unshare", "--net", "sh", "-e", "-c", f"{NO_IPV6}; {script}; exec sleep infinity"],
+            env=os.environ | {"PATH": SEARCHED},
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / "switch.log").open("a"),
+            text=True,
+        )
+        _await_ready(self._switch, self.folder / "switch.log")
+        for number in range(count):
+            self.boot(number)
+
+    # Power
+
+    def boot(self, host: int) -> None:
+        """Starts a host, for the first time or after `kill_host`. What was on its disk is still there."""
+        assert host not in self._hosts, f"host {host} runs"
+        script = f"{NO_IPV6}; hostname {self.names[host]}; ip link set lo up; mount -t tmpfs none /dev/shm; "
+        script += "".join(f"mount --bind {self.folder}/{name} /etc/{name}; " for name in ("hosts", "resolv.conf"))
+        if self.disk is not None:
+            self.disk.mkdir(parents=True, exist_ok=True)
+            self.disk_of(host).mkdir(exist_ok=True)
+            script += f"mount --bind '{self.disk_of(host)}' '{self.disk}'; "
+        # As init it collects processes whose parents have ended.
+        script += "echo ready; exec >/dev/null; while true; do sleep 1000 & wait; done"
+        spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        keeper = subprocess.Popen(
+            [*ENDED_WITH_PARENT, "unshare", *spaces, "bash", "-e", "-c", script],
+            env=os.environ | {"PATH": SEARCHED},
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / f"{self.names[host]}.boot").open("a"),
+            text=True,
+        )
+        _await_ready(keeper, self.folder / f"{self.names[host]}.boot")
+        (init,) = _children(keeper.pid)
+        self._hosts[host] = here = Host(host, keeper, init)
+        self._switch_command(f"ip link add {here.port} type veth peer name eth0 netns {init}")
+        self._switch_command(f"ip link set {here.port} master bridge up")
+        self._host_command(host, f"ip address add {self.addresses[host]}/24 dev eth0")
+        self._host_command(host, "ip link set eth0 up")
+        self._shape(host)
+
+    def kill_host(self, host: int) -> None:
+        """Takes the power from a host: SIGKILL to all its processes, and not a word to the others."""
+        here = self._hosts.pop(host)
+        # The cable first: the kernel would close the connections of killed processes, as a host without power does not.
+        self._switch_command(f"ip link delete {here.port}")
+        os.kill(here.init, signal.SIGKILL)
+        here.keeper.wait()
+
+    def running_hosts(self) -> list[int]:
+        return sorted(self._hosts)
+
+    # Cables
+
+    def pull_cable(self, host: int) -> None:
+        """Both ends lose their carrier."""
+        self._switch_command(f"ip link set {self._hosts[host].port} down")
+
+    def plug(self, host: int) -> None:
+        """Undoes `pull_cable` and `one_way`."""
+        self._switch_command(f"ip link set {self._hosts[host].port} up")
+        self._shape(host)
+
+    def one_way(self, host: int, lost: Literal["out", "in"]) -> None:
+        """Loses without a word what a host sends (`out`) or what is sent to it (`in`)."""
+        if lost == "out":
+            self._host_command(host, "tc qdisc replace dev eth0 root blackhole")
+        else:
+            self._switch_command(f"tc qdisc replace dev {self._hosts[host].port} root blackhole")
+
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Limits a host's cable to a rate of tc (`100mbit`, `1gbit`), each way; None: as fast as the machine is."""
+        self._rates[host] = rate
+        self._shape(host)
+
+    def _shape(self, host: int) -> None:
+        rate = self._rates[host]
+        queue = "noqueue"
+        if rate is not None:
+            bytes_per_second = bits_per_second(rate) / 8
+            # A burst of a millisecond: short beside the messages of a step, and enough for one segment at any rate.
+            burst = int(max(16_384, bytes_per_second / 1000))
+            queue = f"tbf rate {rate} burst {burst} limit {int(burst + bytes_per_second / 20)}"
+        self._host_command(host, f"tc qdisc replace dev eth0 root {queue}")
+        self._switch_command(f"tc qdisc replace dev {self._hosts[host].port} root {queue}")
+
+    # Processes
+
+    def start(
+        self, host: int, command: Sequence[object], log: Path | None = None, cwd: Path = ROOT, **environ: str
+    ) -> Process:
+        """Starts a command on a host; `environ` are further variables. Its output is appended to `log`."""
+        inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
+        inside += ["env", f"--chdir={cwd}", *self._pinned(host), *(str(word) for word in command)]
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        log = log or self.folder / f"{self.names[host]}.log"
+        return Process([*ENDED_WITH_PARENT, *inside], outer | self.environ(host) | environ, cwd, log)
+
+    def run(self, host: int, *command: object, **environ: str) -> str:
+        """Runs a command on a host and returns its output. Raises RuntimeError with it where the command fails."""
+        number, log = tempfile.mkstemp(dir=self.folder)
+        os.close(number)
+        done = self.start(host, command, Path(log), **environ)
+        if code := done.wait():
+            raise RuntimeError(f"{command} on {self.names[host]} exits with {code}:\n{done.screen}")
+        return done.screen
+
+    def torchrun(
+        self,
+        ranks: int,
+        *command: object,
+        log: Path,
+        on: Sequence[int] | None = None,
+        flags: Sequence[str] = (),
+        **environ: str,
+    ) -> list[Process]:
+        """Starts a torchrun with `ranks` ranks on each host (or on those of `on`), which meet at the first one. `flags`
+        are further ones of torchrun. What host 1 prints is in the file `host1.log` of the folder `log`."""
+        on = range(len(self.names)) if on is None else on
+        log.mkdir(parents=True, exist_ok=True)
+        started = []
+        for host in on:
+            words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(on)}", f"--nproc-per-node={ranks}"]
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.names[on[0]]}:{RENDEZVOUS_PORT}", "--rdzv-id=box"]
+            words += [f"--local-addr={self.names[host]}", *flags, *(str(word) for word in command)]
+            started.append(self.start(host, words, log / f"{self.names[host]}.log", **environ))
+        return started
+
+    def enter(self, host: int) -> None:
+        """Moves a fork of this process onto a host: what it does from here on happens there.
+
+        The caller becomes a stand-in that waits for the process on the host and ends like it.
+        """
+        cwd, init = Path.cwd(), self._hosts[host].init
+        spaces = {name: os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")}
+        for name, space in spaces.items():
+            if _libc.setns(space, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {name} of {self.names[host]}")
+            os.close(space)
+        os.chdir(cwd)
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code < 0:
+                signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.environ |= self.environ(host)
+        if self._cpus is not None:
+            os.sched_setaffinity(0, self._cpus[host])
+
+    def environ(self, host: int) -> dict[str, str]:
+        """Variables that programs on a host need to find each other."""
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+        return dict.fromkeys(names, "eth0") | {"OMP_NUM_THREADS": "1", "PATH": SEARCHED, "BOX_HOST": str(host)}
+
+    def disk_of(self, host: int) -> Path:
+        """A host's own disk, seen from this machine."""
+        return self.folder / f"disk{host}"
+
+    def close(self) -> None:
+        """Ends all processes, after which the namespaces are gone with all that was in them."""
+        for here in self._hosts.values():
+            with suppress(ProcessLookupError):
+                os.kill(here.init, signal.SIGKILL)
+            here.keeper.wait()
+        self._hosts.clear()
+        self._switch.kill()
+        self._switch.wait()
+        shutil.rmtree(self.folder)
+
+    def _pinned(self, host: int) -> list[str]:
+        return [] if self._cpus is None else ["taskset", "--cpu-list", ",".join(map(str, sorted(self._cpus[host])))]
+
+    def _switch_command(self, line: str) -> None:
+        _run(["nsenter", "--target", str(self._switch.pid), "--net", *line.split()])
+
+    def _host_command(self, host: int, line: str) -> None:
+        _run(["nsenter", "--target", str(self._hosts[host].init), "--net", *line.split()])
+
+
+PR_SET_PDEATHSIG = 1
+NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"
+"""Half of the programs would try addresses that no host has."""
+
+
+@contextmanager
+def hosts(
+    count: int,
+    rate: str | None = None,
+    cpus: Sequence[Collection[int]] | None = None,
+    disk: Path | None = None,
+) -> Iterator[Box]:
+    """A box of `count` hosts whose cables have the rate `rate` of tc (None: unlimited) and whose processes run on the
+    processors `cpus[host]`. On each, the folder `disk` is a disk of its own. See `missing` for what it needs."""
+    sweep()
+    with closing(Box(count, rate, cpus, disk)) as box:
+        yield box
+
+
+def bits_per_second(rate: str) -> float:
+    """Bits per second of tc's `100mbit`. Raises ValueError for anything else."""
+    match = re.fullmatch(r"([0-9.]+)(k|m|g)?bit", rate)
+    if match is None:
+        raise ValueError(f"rate {rate} is not of the form 100mbit (kbit, mbit or gbit)")
+    return float(match[1]) * {None: 1.0, "k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def sweep() -> None:
+    """Deletes the folders of boxes whose process was killed. Of the rest nothing is left then."""
+    for folder in Path("/tmp").glob("box-*"):
+        with suppress(OSError, ValueError):
+            if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _await_ready(process: subprocess.Popen[str], said: Path) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError(f"a host did not start: {process.args} exits with {process.wait()}: {said.read_text()}")
+
+
+def _run(words: Sequence[str]) -> None:
+    done = subprocess.run(words, env=os.environ | {"PATH": SEARCHED}, capture_output=True, text=True, timeout=HANG)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a command on each of several hosts, and print what it prints.")
+    parser.add_argument("count", type=int, help="number of hosts")
+    parser.add_argument("--rate", help="rate of each cable, such as 100mbit; default: unlimited")
+    parser.add_argument("--pin", action="store_true", help="give each host one processor of its own")
+    parser.add_argument("command", nargs="+", help="after --")
+    args = parser.parse_args()
+    if reason := missing():
+        sys.exit(reason)
+    pinned = [{host % (os.cpu_count() or 1)} for host in range(args.count)] if args.pin else None
+    with hosts(args.count, args.rate, pinned) as box:
+        started = [box.start(host, args.command, cwd=Path.cwd()) for host in range(args.count)]
+        codes = [process.wait(float("inf")) for process in started]
+        for name, process in zip(box.names, started, strict=True):
+            print("".join(f"{name}: {line}\n" for line in process.screen.splitlines()), end="")
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()
