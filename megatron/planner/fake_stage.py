@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import compiled_regions
+from megatron.core import collectives, compiled_regions
 from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
@@ -215,12 +215,14 @@ def _as_on_gpus() -> Iterator[None]:
     """Chooses what runs on GPUs, on fake CPU tensors. Products in fp8 are added to weight gradients where they are
     computed: Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
+    exchanged, collectives.sums_exchanged = collectives.sums_exchanged, lambda x: False
     add, weight_grads.add_product_ = weight_grads.add_product_, lambda *operands: None
     try:
         with _KernelsOfGPUs():
             yield
     finally:
         dispatcher.on_device, weight_grads.add_product_ = asked, add
+        collectives.sums_exchanged = exchanged
 
 
 @contextmanager

@@ -36,9 +36,12 @@ class UnitsInFlight:
     parameters: int = 0
     gradients: int = 0
 
+    reductions: int = 0
+    """What reductions take beside whole gradients: the sum that a rank receives, and a copy rounded for it."""
+
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients
+        return self.parameters + self.gradients + self.reductions
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,12 @@ def _units_in_flight(
     computed and the bucket that is reduced. Exact for one stage a rank without multi-token prediction, one unit too
     few or too many otherwise."""
     sizes: dict[str, list[int]] = {}
+    reductions: dict[str, int] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
     for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
-        sizes.setdefault(unit_of(bucket.params[0].meta.name), []).append(bucket.stop - bucket.start)
+        size, unit = bucket.stop - bucket.start, unit_of(bucket.params[0].meta.name)
+        sizes.setdefault(unit, []).append(size)
+        reductions[unit] = _reduction_bytes(size, bucket.num_shards, parallel, ddp)  # of the last bucket
     if not sizes:
         return UnitsInFlight()
     units, held, first, last = list(sizes), 0, stages[0].first, stages[-1].last
@@ -112,9 +118,20 @@ def _units_in_flight(
     if parallel.pipeline_model_parallel_size > 1 and len(units) > 1:
         pairs.append((len(units) - 1, 0))  # from the end of one forward pass to the next one
     gathered = max([*wholes, *(wholes[a] + wholes[b] for a, b in pairs)]) if ddp.shards_parameters else 0
-    reduced = [sum(sizes[a]) + sizes[b][-1] for a, b in pairwise(backward)]
-    gradients = held + max([*reduced, *(sum(sizes[unit]) for unit in backward)], default=0)
-    return UnitsInFlight(gathered * DTYPE_BYTES[parallel.params_dtype], gradients * DTYPE_BYTES[parallel.main_dtype])
+    wide = DTYPE_BYTES[parallel.main_dtype]
+    reduced = [((sum(sizes[a]) + sizes[b][-1]) * wide, reductions[b]) for a, b in pairwise(backward)]
+    reduced += [(sum(sizes[unit]) * wide, 0) for unit in backward]
+    gradients = max(grads for grads, _ in reduced)
+    with_sums = max(map(sum, reduced))
+    return UnitsInFlight(gathered * DTYPE_BYTES[parallel.params_dtype], held * wide + gradients, with_sums - gradients)
+
+
+def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
+    """Bytes that the reduction of `size` elements takes beside them. Blocks that gloo exchanges are not counted: GPUs
+    have none."""
+    dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
+    rounded = size if dtype != parallel.main_dtype else 0
+    return (rounded + size // num_shards) * DTYPE_BYTES[dtype]
 
 
 def _metas_of(

@@ -22,6 +22,9 @@ core_attn. Differences from it:
   full       The input of the layer alone, as in the formula. With SP a rank has its shard; the formula counts all.
   all        Both norms also save mean and 1/deviation of each token: 8 bytes a token on CPU.
 
+The plan takes the highest points of whole units, of reductions and of activations to be at the same time, and leaves
+out the blocks that gloo receives of a bucket whose gradients are sharded, as large as the bucket: GPUs have none.
+
 The loss is measured by itself: its memory beside the 16-bit logits, relative to logits in fp32 (s b V 4 bytes).
 """
 
@@ -296,10 +299,10 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
     found = []
     for rank, held in enumerate(activations):
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
-        states, units = plan.memory, plan.in_flight.total
+        states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
         optimizer = states.main_parameters + states.moments
         kept = held.peak + held.weight_copies
-        peak, host = held.total + units, states.host + held.host
+        peak, host = held.total + plan.in_flight.total, states.host + held.host
         found.append(Measured(states.parameters, states.gradients, optimizer, kept, peak, 0, units, host))
     return found, activations
 
