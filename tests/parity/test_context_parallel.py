@@ -118,10 +118,12 @@ def assert_same(expected: Snapshot, actual: Snapshot) -> None:
     assert first_difference(expected, actual, TOLERANCE) is None
 
 
-@pytest.mark.parametrize(("style", "world_size", "layout"), LAYOUTS, ids=lambda value: str(value).replace("--", ""))
-def test_layout_computes_what_one_process_does(
-    style: str, world_size: int, layout: str, one_process: Any, odd_documents: str
-) -> None:
+NAMED = {f"{style} {size} {flags.replace('--', '')}": (style, size, flags) for style, size, flags in LAYOUTS}
+
+
+@pytest.mark.grid("name", list(NAMED)[::2], list(NAMED))
+def test_layout_computes_what_one_process_does(name: str, one_process: Any, odd_documents: str) -> None:
+    style, world_size, layout = NAMED[name]
     assert_same(one_process(style), train_in_world(world_size, argv(style, odd_documents, layout)))
 
 
