@@ -19,6 +19,9 @@ from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
 from megatron.core.datasets.staged import From, Renumbered, StagedDataset
 from megatron.core.datasets.whole_batches import WholeBatches
+from megatron.core.dist_checkpointing.shared_folder import ranks_without
+from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
 from megatron.core.text_files.tokenized import TextData, is_text
 from megatron.core.tokenizers import build_tokenizer
@@ -181,6 +184,17 @@ def build_data(plan: StagePlan, runtime: Runtime) -> tuple[TrainingData, StagePl
         sources.names if plan.base.logging.log_source_loss else [],
     )
     return data, plan
+
+
+def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
+    """Raises ValueError, on every rank, if other ranks found other training data under the same paths: a host with a
+    copy of its own may have another version. Collective over `world`."""
+    first = on_first_rank(lambda: fingerprints, world)
+    if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
+        raise ValueError(
+            f"the training data is not the same on all hosts: {different} found other data than rank 0 under the same "
+            "paths; copy one version to all, with its index files, or read it from a file system that they share"
+        )
 
 
 class SourceNames:

@@ -14,6 +14,7 @@ import torch
 from megatron.core.attention.backend_choice import AttentionShape, choose_kernel
 from megatron.core.attention.partition import rank_spans
 from megatron.core.batch_overlap import BatchOverlap
+from megatron.core.dist_checkpointing.shared_folder import check_shared
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.fp8.delayed_scaling import DelayedScaling
 from megatron.core.fp8.recipes import WeightCasts
@@ -32,7 +33,7 @@ from megatron.training.config.stages.history import continued, read_history
 from megatron.training.config.stages.plan import stage_plan
 from megatron.training.config.stages.schedule import whole_schedule
 from megatron.training.conversion.start import load_start
-from megatron.training.data import build_data
+from megatron.training.data import build_data, check_same_data
 from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
@@ -180,6 +181,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         plan = continued(stage_plan(config), read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
+        check_same_data(data.fingerprints, state.world)
     with phases("tasks"):
         eval_tasks = load_tasks(config, runtime)
     with phases("model"):
@@ -211,6 +213,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         optimizer = DistributedOptimizer(config.optimizer, ddp, state, host_threads(runtime.device))
         scheduler = whole_schedule(plan)
     with phases("checkpoint"):
+        if config.checkpoint.save and not config.training.skip_train:
+            check_shared(Path(config.checkpoint.save), "--save", state.world)
         checkpointer = Checkpointer(config, state, stages, optimizer, plan)
         progress = load_start(checkpointer, runtime.say, data.fingerprint_at)
         scaling.refresh()

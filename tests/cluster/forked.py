@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import pretrain_gpt
@@ -20,9 +21,15 @@ from tests.forked import LAUNCHER, _print_to, join
 
 
 def run_on_hosts(
-    box: Box, ranks: int, argv: Sequence[str], folder: Path, main: Callable[[list[str]], int] = pretrain_gpt.main
+    box: Box,
+    ranks: int,
+    argv: Sequence[str],
+    folder: Path,
+    code: int = 0,
+    main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> list[str]:
-    """Runs `ranks` ranks on each host to their end and returns what each host printed. Asserts that all exit with 0."""
+    """Runs `ranks` ranks on each host to their end and returns what each host printed. Asserts that each host's agent
+    exits with `code`: 1 if a rank fails."""
     logs = [folder / f"{name}.log" for name in box.names]
     context = mp.get_context("fork")
     agents: list[Any] = [
@@ -37,7 +44,7 @@ def run_on_hosts(
             agent.kill()
             agent.join()
     texts = [log.read_text() for log in logs]
-    assert codes == [0] * len(codes), "\n".join([str(codes), *(text[-4000:] for text in texts)])
+    assert codes == [code] * len(codes), "\n".join([str(codes), *(text[-4000:] for text in texts)])
     return texts
 
 
@@ -62,6 +69,8 @@ def _agent(box: Box, host: int, ranks: int, argv: list[str], log: Path, main: Ca
     try:
         elastic_launch(config, _rank)(argv, main)
         code = 0
+    except ChildFailedError as error:  # torchrun prints it too
+        print(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,11 +10,17 @@
 # As root or as any user, who then is the one for whom jobs run. Nothing of a SLURM that this machine may belong to is
 # read or touched: ports, key, socket, spool and log are its own. The node has SLURM_CPUS processors (8) however many there
 # are, and memory is not counted. CONFIG adds lines to slurm.conf. Both commands may be given twice.
+#
+# With NODES ("host0=10.77.0.1 host1=10.77.0.2") this host, at ADDRESS, is the controller of these nodes, which see FOLDER:
+#
+#   ADDRESS=10.77.0.9 NODES="..." bash tests/slurm/start_slurm.sh start /tmp/my_slurm
+#   bash tests/slurm/start_slurm.sh node /tmp/my_slurm       # on each of them
+#   bash tests/slurm/start_slurm.sh await /tmp/my_slurm      # returns when all nodes are idle
 set -euo pipefail
 
 command="${1:-}" folder="${2:-}"
-if [[ ! "$command" =~ ^(start|stop)$ || "$folder" != /* ]]; then
-    echo "usage: $0 start|stop FOLDER (absolute; short, as the path of a socket has 108 characters at most)" >&2
+if [[ ! "$command" =~ ^(start|node|await|stop)$ || "$folder" != /* ]]; then
+    echo "usage: $0 start|node|await|stop FOLDER (absolute; short, as the path of a socket has 108 characters at most)" >&2
     exit 2
 fi
 PATH="$PATH:/usr/sbin:/sbin"
@@ -26,8 +32,8 @@ alive() {
     pid="$(cat "$folder/$1.pid" 2>/dev/null)" && tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline" | grep -qF "$folder"
 }
 
-# Waits until a command succeeds: await SECONDS COMMAND...
-await() {
+# Waits until a command succeeds: wait_for SECONDS COMMAND...
+wait_for() {
     local until=$((SECONDS + $1))
     while ! "${@:2}"; do
         if ((SECONDS >= until)); then
@@ -62,15 +68,18 @@ free_port() {
 }
 
 configure() {
-    local user control node
+    local user control node nodes="" each
     user="$(id -un)" control="$(free_port)" node="$(free_port)"
+    for each in ${NODES:-$(hostname -s)=127.0.0.1}; do
+        nodes+="NodeName=${each%=*} NodeAddr=${each#*=} CPUs=${SLURM_CPUS:-8} State=UNKNOWN"$'\n'
+    done
     mkdir -p "$folder/state" "$folder/spool"
     chmod 755 "$folder"
     head -c 1024 /dev/urandom >"$folder/munge.key"
     chmod 400 "$folder/munge.key"
     cat >"$SLURM_CONF" <<END
 ClusterName=tests
-SlurmctldHost=$(hostname -s)(127.0.0.1)
+SlurmctldHost=$(hostname -s)(${ADDRESS:-127.0.0.1})
 SlurmctldPort=$control
 SlurmdPort=$node
 SlurmUser=$user
@@ -79,11 +88,11 @@ AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket=$folder/munge.socket,cred_expire=5
 StateSaveLocation=$folder/state
-SlurmdSpoolDir=$folder/spool
+SlurmdSpoolDir=$folder/spool/%n
 SlurmctldPidFile=$folder/slurmctld.pid
-SlurmdPidFile=$folder/slurmd.pid
+SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
-SlurmdLogFile=$folder/slurmd.log
+SlurmdLogFile=$folder/slurmd-%n.log
 MpiDefault=none
 SwitchType=switch/none
 ProctrackType=proctrack/linuxproc
@@ -103,8 +112,7 @@ OverTimeLimit=0
 MaxTasksPerNode=64
 SlurmctldParameters=node_reg_mem_percent=0
 SlurmdParameters=config_overrides
-NodeName=$(hostname -s) NodeAddr=127.0.0.1 CPUs=${SLURM_CPUS:-8} State=UNKNOWN
-PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+${nodes}PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 ${CONFIG:-}
 END
 }
@@ -127,11 +135,23 @@ start() {
     if ! alive slurmctld; then
         slurmctld -f "$SLURM_CONF"
     fi
-    if ! alive slurmd; then
+    if [[ -z "${NODES:-}" ]]; then
+        node
+        await
+    fi
+}
+
+# The daemon of the node that this host is.
+node() {
+    mkdir -p "$folder/spool/$(hostname -s)"
+    if ! alive "slurmd-$(hostname -s)"; then
         slurmd -f "$SLURM_CONF"
     fi
-    if ! await 30 idle; then
-        echo "the node is not idle after 30 s; sinfo says $(sinfo --noheader --format '%t %E' 2>&1), the logs end with" >&2
+}
+
+await() {
+    if ! wait_for 30 idle; then
+        echo "not all nodes are idle after 30 s; sinfo says $(sinfo --noheader --format '%t %E' 2>&1), the logs end with" >&2
         tail -n 15 "$folder"/*.log >&2
         return 1
     fi
@@ -143,12 +163,12 @@ stop() {
         # With no job and no step left there is no process of theirs left.
         scancel --user "$(id -un)" --signal KILL --full 2>/dev/null || true
         scancel --user "$(id -un)" 2>/dev/null || true
-        await 30 no_jobs || squeue >&2
+        wait_for 30 no_jobs || squeue >&2
     fi
-    for name in slurmd slurmctld munged; do
+    for name in "slurmd-$(hostname -s)" slurmctld munged; do
         if alive "$name"; then
             kill "$(<"$folder/$name.pid")"
-            await 10 gone "$name" || kill -KILL "$(<"$folder/$name.pid")"
+            wait_for 10 gone "$name" || kill -KILL "$(<"$folder/$name.pid")"
         fi
     done
     rm -rf "$folder"

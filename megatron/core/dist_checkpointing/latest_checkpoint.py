@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
+from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
 from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, read_latest
 from megatron.core.dist_checkpointing.storage import gather as gather_over
 from megatron.core.parallel_state import Axis
@@ -52,6 +53,7 @@ def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lamb
     skipped, on every rank. Raises ValueError on every rank if there are checkpoints and none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
+    _check_seen(path, found, world)
     reasons = list(found.remarks)
     for remark in found.remarks:
         say(remark)
@@ -70,6 +72,22 @@ def choose_checkpoint(path: Path, world: Axis, say: Callable[[str], None] = lamb
             "or name another folder"
         )
     return None
+
+
+def _check_seen(path: Path, found: Candidates, world: Axis) -> None:
+    """Raises ValueError, on every rank, if some ranks see checkpoints that others do not: hosts with a disk each. Whole
+    copies of the checkpoints on every host are as good as one folder."""
+    if found.folders:
+        without = ranks_without(any(folder.exists() for folder in found.folders), world)
+        if without:
+            raise ValueError(
+                f"the checkpoints that rank 0 sees in {path} are not there for {without}; {REMEDY}, or copy them whole "
+                "to each host"
+            )
+    elif with_own := ranks_without(not saved_folders(path), world):
+        raise ValueError(
+            f"rank 0 sees no checkpoint in {path} and would start anew, but there are some for {with_own}; {REMEDY}"
+        )
 
 
 def verify(folder: Path, world: Axis) -> list[str]:

@@ -1,0 +1,65 @@
+"""A SLURM over the hosts of a box: the last one is the controller, where jobs are submitted; the others are nodes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cluster.hosts import ROOT, Box, hosts
+from tests.limits import HANG
+from tests.slurm.cluster import ENDED
+
+SCRIPT = ROOT / "tests/slurm/start_slurm.sh"
+
+
+class SlurmBox:
+    """SLURM's nodes are the hosts 0, 1, ... of `box`, without the last."""
+
+    def __init__(self, box: Box) -> None:
+        self.box, self.nodes, self.controller = box, len(box.names) - 1, len(box.names) - 1
+        self.folder = box.folder / "slurm"
+        self.environ = {"SLURM_CONF": f"{self.folder}/slurm.conf"}
+        nodes = " ".join(f"{name}={address}" for name, address in list(zip(box.names, box.addresses, strict=True))[:-1])
+        self._run(self.controller, "start", ADDRESS=box.addresses[-1], NODES=nodes)
+        for node in range(self.nodes):
+            self._run(node, "node")
+        self._run(self.controller, "await")
+
+    def _run(self, host: int, command: str, **environ: str) -> None:
+        self.box.run(host, "bash", SCRIPT, command, self.folder, **environ)
+
+    def command(self, *words: object) -> str:
+        """Output of a command of SLURM."""
+        return self.box.run(self.controller, *words, **self.environ)
+
+    def submit(self, folder: Path, *command: object, nodes: int = 2, gpus: int = 2, **environ: str) -> str:
+        """Submits scripts/train_gpt_slurm.sh with a command and returns the job's number. The job's output is in
+        FOLDER/log, that of node 1 in FOLDER/logs/node-1.log."""
+        folder.mkdir()
+        words = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--cpus-per-task=2", "--time=20"]
+        words += ["--oversubscribe", f"--output={folder}/log", "scripts/train_gpt_slurm.sh", *map(str, command)]
+        inside = {"PYTHON": sys.executable, "GPUS_PER_NODE": str(gpus), "LOG_DIR": f"{folder}/logs", "REPO": str(ROOT)}
+        started = self.box.run(self.controller, *words, **self.environ, **(inside | environ))
+        return started.split()[-1]
+
+    def ended(self, job: str) -> dict[str, str]:
+        """Waits until a job has left the queue, and returns what SLURM knows of it."""
+        limit = time.monotonic() + HANG
+        while (fields := self._fields(job))["JobState"] not in ENDED:
+            assert time.monotonic() < limit, fields
+            time.sleep(0.2)
+        return fields
+
+    def _fields(self, job: str) -> dict[str, str]:
+        words = self.command("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+@contextmanager
+def slurm_box(nodes: int, rate: str | None = None, disk: Path | None = None) -> Iterator[SlurmBox]:
+    """A box of `nodes` nodes and a controller."""
+    with hosts(nodes + 1, rate, disk=disk) as box:
+        yield SlurmBox(box)
