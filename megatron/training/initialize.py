@@ -168,7 +168,9 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     launch.export(os.environ)
     watchdog.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
     watchdog.status.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
-    watchdog.connect(Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch))
+    board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
+    watchdog.connect(board)
+    watchdog.hosts.open(board, config.parallel.host_heartbeat_timeout_seconds)
     if problems := list(unwritable(config)) if launch.rank == 0 else []:
         raise ValueError("\n".join(map(str, problems)))
     deadlines = {}

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from megatron.training.reliability.failure_report import ADVICE, Failure, hung, is_consequence
 from megatron.training.reliability.hang_analysis import Standing, blame
-from megatron.training.reliability.launch import Launch, tell_last, write_error_file
+from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, NoStoreError
 from megatron.training.reliability.run_status import ExitCode, Outcome, code_for_launcher
@@ -31,6 +31,9 @@ GRACE = 3.0
 
 GATHER = 2.0
 """Seconds in which the other ranks say where they were."""
+
+STORE_ANSWER = 1.5
+"""Seconds in which a store that can be reached answers."""
 
 PARTING = 5.0
 """Seconds that a rank waits at most for others to have seen why it leaves."""
@@ -79,13 +82,26 @@ class FailureHandler:
         self._end(failure, silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int) -> NoReturn:
-        """Ends all ranks because the process of another rank of this machine is gone."""
+        """Ends all ranks because the process of another rank is gone."""
         self._only_once()
         board = self._board
         phase = f"{board.last_phase(rank) or 'unknown'}, at its last sign of life"
-        pid, last_words = board.peers[rank].pid, self._stacks.last_words(rank)
-        what = f"process {pid} is gone and left no traceback{last_words}"
+        pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
+        last_words = self._stacks.last_words(rank)
+        what = f"process{pid} is gone and left no traceback{last_words}"
         self._end(Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"]))
+
+    def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
+        """Ends because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store holds it up
+            self._end_alone(failure)
+        if not _within(STORE_ANSWER, lambda: self._board.cause()):
+            self._end_alone(failure)
+        last = threading.Timer(GRACE + PARTING, self._end_alone, [failure])
+        last.daemon = True
+        last.start()
+        self._end(failure, ranks)
 
     def follow(self, cause: Failure) -> NoReturn:
         """Ends because another rank has failed."""
@@ -123,6 +139,15 @@ class FailureHandler:
             board.wait(lambda: board.all_came("leave"), PARTING)
             time.sleep(PERIOD if first else 0.0)
         self._exit(code)
+
+    def _end_alone(self, failure: Failure) -> NoReturn:
+        """Reports for this host and ends, without a word to or from other hosts. Files may lie with them."""
+        _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
+        if self._launch.local_rank == 0:
+            tell_last(failure.text(), now=True)
+        else:
+            write_error_file(failure.line(), 1)
+        self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
         """Ends because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
@@ -224,6 +249,7 @@ class FailureHandler:
             board.wait(lambda: board.report() is not None, GATHER + 2)
             if report := board.report():
                 cause = report
+                self._echo(cause)
             elif self._launch.local_rank == 0:
                 print(cause.text(), file=sys.stderr, flush=True)
             write_error_file(cause.line(), 1)
@@ -234,6 +260,12 @@ class FailureHandler:
         except RuntimeError:
             write_error_file(cause.line(), 1)
         self._exit(cause.code)
+
+    def _echo(self, cause: Failure) -> None:
+        """Prints one line about a report on the screen of another host, where torchrun does not."""
+        elsewhere = cause.reporter not in self._board.neighbours() and self._launch.launcher == "torchrun"
+        if self._launch.local_rank == 0 and elsewhere and restarts_left():
+            print(cause.line(), file=sys.stderr, flush=True)
 
     def _kill_silent(self, cause: Failure) -> None:
         """Kills the processes of this machine that are stopped or stuck and cannot end themselves."""
@@ -257,3 +289,16 @@ class FailureHandler:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code_for_launcher(code))
+
+
+def _within(seconds: float, call: Callable[[], object]) -> bool:
+    """Whether a call that may never return did so in time, and without an error of the store."""
+    done = threading.Event()
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            call()
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.wait(seconds)

@@ -35,6 +35,8 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     launcher: str = "none"
+    several_hosts: bool = False
+    """Whether the launcher has started ranks on more than one host, or as if there were."""
 
     def name(self, host: str, rank: int | None = None) -> str:
         """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""
@@ -53,7 +55,11 @@ class Launch:
 
     @classmethod
     def _read(cls, environ: Mapping[str, str], rank: str, size: str, local: str, launcher: str) -> Launch:
-        launch = cls(_integer(environ, rank), _integer(environ, size), _integer(environ, local, "0"), launcher)
+        world_size = _integer(environ, size)
+        several = _integer(environ, "LOCAL_WORLD_SIZE", str(world_size)) < world_size
+        if launcher == "srun":
+            several = _integer(environ, "SLURM_STEP_NUM_NODES", "1") > 1
+        launch = cls(_integer(environ, rank), world_size, _integer(environ, local, "0"), launcher, several)
         if not 0 <= launch.rank < launch.world_size:
             raise ValueError(
                 f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
@@ -108,9 +114,13 @@ def tell_last(text: str, now: bool = False) -> None:
     """Makes the root cause the last text on the screen: through torchrun, which prints a worker's error file when all
     workers have ended, or directly if torchrun will restart them. `now`: directly too, as torchrun itself is ending."""
     written = write_error_file(text, -10)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-    if not written or restarts or now:
+    if not written or restarts_left() or now:
         print(text, file=sys.stderr, flush=True)
+
+
+def restarts_left() -> bool:
+    """Whether torchrun will start the ranks again; it then prints no error files."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
 
 
 def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

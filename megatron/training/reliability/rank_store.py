@@ -8,6 +8,7 @@ Keys:
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
+    link/R      how the heartbeat of its host reaches R       heartbeats   the name of this start in heartbeats
 No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
 """
 
@@ -140,6 +141,10 @@ class Board:
         """A value, None where there is none yet."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def agree(self, key: str, value: str) -> str:
+        """Sets a value unless there is one; returns what is."""
+        return self._store.compare_set(key, "", value).decode()
+
     def _read(self, key: str, kind: Callable[..., T]) -> T | None:
         text = self.get(key)
         return kind(**json.loads(text)) if text else None
@@ -152,9 +157,13 @@ class Board:
         found = {rank: self.get(key) for rank, key in zip(self.ranks, keys, strict=True)}
         return {rank: value for rank, value in found.items() if value is not None}
 
+    def complete(self, name: str) -> bool:
+        """Whether all ranks have a value."""
+        return self._store.check([f"{name}/{rank}" for rank in self.ranks])
+
     def neighbours(self) -> dict[int, Peer]:
         """The other ranks on this machine, once all have come."""
-        if not self.peers and self._store.check([f"peer/{rank}" for rank in self.ranks]):
+        if not self.peers and self.complete("peer"):
             self.peers = {rank: Peer(**json.loads(text)) for rank, text in self.get_all("peer").items()}
         rank, space = self.launch.rank, self.me.namespace
         return {r: peer for r, peer in self.peers.items() if r != rank and peer.namespace == space and space}

@@ -1,8 +1,8 @@
 """The watchdog of a rank: a thread beside the training that sees signals, requests and the failures of other ranks.
 
 It composes parts with one job each: `RankStatus` knows what this rank is doing, `SignalListener` receives signals,
-`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and `FailureHandler` ends
-the ranks with one report.
+`StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, `HostWatch` notices other
+hosts that are lost, and `FailureHandler` ends the ranks with one report.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.flight_recorder import Entered
+from megatron.training.reliability.hosts.host_watch import HostWatch
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
@@ -38,6 +39,7 @@ class Watchdog:
         """What a callback raised after the run had ended."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
+        self.hosts = HostWatch(self.launch, self.status, self.failures)
         self._board: Board | None = None
         self._conditions = StopConditions({}, [])
         self._meetings = 0
@@ -104,6 +106,7 @@ class Watchdog:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(5)
+        self.hosts.close()
         board.say("over")
         if first:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)
@@ -134,6 +137,7 @@ class Watchdog:
 
     def _look(self, board: Board) -> None:
         board.beat(self.status.phase_and_action())
+        self.hosts.look()
         cause = board.cause()
         if cause is not None and cause.reporter != self.launch.rank:
             self.failures.follow(cause)

@@ -1,0 +1,1 @@
+"""Faults between hosts: heartbeats, and the end of ranks that have lost each other."""

@@ -1,0 +1,222 @@
+"""Heartbeats between hosts over UDP: a small process of each host, beside its ranks.
+
+It imports neither torch nor this package, so no lock of an interpreter, compilation or debugger in a rank holds it up,
+and it needs neither collectives nor the store. Its first rank starts it and it ends with that rank, whose silent death
+it tells the other hosts. What it finds it tells the ranks of its own host, over loopback, again with every beat.
+
+A host is silent when nothing of it has arrived for the timeout, and deaf when its own messages say that it has heard
+nothing from here for as long: what is lost one way only. Time in which this process itself did not run is not counted.
+
+    python -I -S heartbeat.py PARENT RANK TIMEOUT FAMILY      # prints its port; lines of JSON on stdin are its orders
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+BEAT = 0.25
+"""Seconds between two messages to each watched host."""
+
+PAUSE = 1.0
+"""Seconds without a beat of its own after which this process counts as having stood still."""
+
+SLACK = 4 * BEAT
+"""Hosts silent for nearly the timeout are told with those that are: they were lost at one moment."""
+
+FULL_MESH = 16
+"""Up to so many hosts watch all others."""
+
+FAREWELLS = 8
+"""Times that the last message is sent."""
+
+
+def watched(hosts: Iterable[int], here: int) -> set[int]:
+    """The hosts that `here` watches: all of a few, else those at distances 1, 2, 4, ... both ways on a ring, which
+    are 14 of 128. Every host has others that watch it."""
+    ring = sorted({*hosts, here})
+    if len(ring) <= FULL_MESH:
+        return set(ring) - {here}
+    place, distances = ring.index(here), [1 << power for power in range((len(ring) // 2).bit_length())]
+    return {ring[(place + sign * distance) % len(ring)] for distance in distances for sign in (1, -1)} - {here}
+
+
+@dataclass
+class Peer:
+    """Another host, as seen from here. Times are those of this host's clock, in seconds."""
+
+    address: Any
+    since: float
+    """When its address became known."""
+
+    heard: float | None = None
+    """When its last message arrived."""
+
+    hears: float | None = None
+    """Seconds since it heard this host, as it said last."""
+
+    end: str = ""
+    """`bye`: its run has ended; `gone`: its first rank has ended without a word."""
+
+
+class Links:
+    """What this host knows of its links to others. Hosts are called by the number of their first rank."""
+
+    def __init__(self, here: int, timeout: float) -> None:
+        self.here, self.timeout, self.peers = here, timeout, dict[int, Peer]()
+
+    def know(self, host: int, address: Any, now: float) -> None:
+        """Learns where a host is."""
+        if host != self.here and host not in self.peers:
+            self.peers[host] = Peer(address, now)
+
+    def hear(self, message: dict[str, Any], address: Any, now: float) -> None:
+        """Takes in a message of another host."""
+        self.know(message["from"], address, now)
+        peer = self.peers[message["from"]]
+        peer.address, peer.heard, peer.end = address, now, peer.end or message["end"]
+        peer.hears = message["ages"].get(str(self.here))
+
+    def message(self, now: float, end: str = "") -> dict[str, Any]:
+        """What this host says to all others: how long ago it heard each."""
+        ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
+        return {"from": self.here, "ages": ages, "end": end}
+
+    def targets(self, now: float) -> list[Any]:
+        """Addresses to send to: those of the watched hosts and of those that watch this one."""
+        own = watched(self.peers, self.here)
+        return [
+            peer.address
+            for host, peer in self.peers.items()
+            if host in own or (peer.heard is not None and now - peer.heard < self.timeout)
+        ]
+
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This process has not run for so long: neither is what others did not say in that time counted, nor what
+        they said of it."""
+        for peer in self.peers.values():
+            peer.since = min(now, peer.since + seconds)
+            peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
+            peer.hears = None
+
+    def findings(self, now: float) -> dict[str, Any]:
+        """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `gone` and
+        `fine` list hosts. Without a finding `silent`, `deaf`, `unheard` and `gone` are empty."""
+        found: dict[str, Any] = {"silent": {}, "deaf": {}, "unheard": {}, "gone": [], "fine": []}
+        ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
+        for host in sorted(watched(self.peers, self.here)):
+            peer = self.peers[host]
+            if peer.end:
+                found["gone"] += [host] if peer.end == "gone" else []
+            elif peer.heard is None:
+                ages["unheard"][host] = now - peer.since
+            elif now - peer.heard > self.timeout - SLACK:
+                ages["silent"][host] = now - peer.heard
+            elif peer.hears is not None and peer.hears > self.timeout:
+                ages["deaf"][host] = peer.hears
+            else:
+                found["fine"].append(host)
+        if max([*ages["silent"].values(), *ages["deaf"].values()], default=0.0) > self.timeout:
+            found |= {kind: ages[kind] for kind in ("silent", "deaf")}
+        found["unheard"] = {host: age for host, age in ages["unheard"].items() if age > self.timeout}
+        return found
+
+
+class Heartbeat:
+    """The process: sends, receives, and tells the ranks of this host what it finds."""
+
+    def __init__(self, parent: int, links: Links, family: int) -> None:
+        self.parent, self.links = parent, links
+        self.run, self.ears = "", list[int]()
+        self._network = socket.socket(family, socket.SOCK_DGRAM)
+        self._network.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        self._network.bind(("", 0))
+        self._network.setblocking(False)
+        self._loopback = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._orders = b""
+        self.port: int = self._network.getsockname()[1]
+
+    def serve(self) -> None:
+        """Beats until the first rank of this host orders the end, or has ended."""
+        last = time.monotonic()
+        while True:
+            readable = select.select([self._network, 0], [], [], max(0.0, last + BEAT - time.monotonic()))[0]
+            now = time.monotonic()
+            if now - last > PAUSE:
+                self._receive(now)  # what came meanwhile counts as heard now
+                self.links.stood_still(now - last, now)
+            else:
+                self._receive(now)
+            end = self._obey(now) if 0 in readable else ""
+            if os.getppid() != self.parent:
+                end = end or "gone"
+            if end:
+                return self._part(end)
+            if now - last >= BEAT:
+                last = now
+                self._send(self.links.message(now), now)
+                self._tell(self.links.findings(now))
+
+    def _receive(self, now: float) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    data, address = self._network.recvfrom(65536)
+                    message = json.loads(data)
+                    if self.run and message["run"] == self.run:
+                        self.links.hear(message, address, now)
+                except (ConnectionError, KeyError, TypeError, ValueError):
+                    continue  # an address where nobody listens any more; a message that is not ours
+
+    def _obey(self, now: float) -> str:
+        data = os.read(0, 1 << 20)
+        *lines, self._orders = (self._orders + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            self.run, self.ears = order.get("run", self.run), order.get("ears", self.ears)
+            for host, address in order.get("hosts", {}).items():
+                self.links.know(int(host), tuple(address), now)
+            if end := order.get("end"):
+                return str(end)
+        return "" if data else "gone"
+
+    def _send(self, message: dict[str, Any], now: float) -> None:
+        data = json.dumps(message | {"run": self.run}).encode()
+        for address in self.links.targets(now):
+            with suppress(OSError):  # no carrier, no route: the other side notices that nothing comes
+                self._network.sendto(data, address)
+
+    def _tell(self, findings: dict[str, Any]) -> None:
+        if any(findings[kind] for kind in ("silent", "deaf", "unheard", "gone")):
+            data = json.dumps(findings | {"run": self.run}).encode()
+            for port in self.ears:
+                with suppress(OSError):
+                    self._loopback.sendto(data, ("127.0.0.1", port))
+
+    def _part(self, end: str) -> None:
+        for _ in range(FAREWELLS):
+            now = time.monotonic()
+            self._send(self.links.message(now, end), now)
+            time.sleep(0.02)
+
+
+def main() -> None:
+    parent, here, timeout, family = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+    heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(family))
+    print(heartbeat.port, flush=True)
+    heartbeat.serve()
+
+
+if __name__ == "__main__":
+    main()
