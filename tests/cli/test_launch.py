@@ -61,5 +61,10 @@ def test_torchrun_comes_before_slurm() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     assert Launch.from_environment(environ) == Launch(3, 8, 1, "torchrun")
     assert Launch.from_environment({}) == Launch()
+    assert Launch.from_environment(environ | {"LOCAL_WORLD_SIZE": "2"}).several_hosts
+    assert not Launch.from_environment(environ | {"LOCAL_WORLD_SIZE": "8"}).several_hosts
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    assert Launch.from_environment(slurm | {"SLURM_STEP_NUM_NODES": "2"}).several_hosts
+    assert not Launch.from_environment(slurm | {"SLURM_STEP_NUM_NODES": "1"}).several_hosts
     with pytest.raises(ValueError, match="RANK=8"):
         Launch.from_environment({"RANK": "8", "WORLD_SIZE": "8"})

@@ -157,6 +157,7 @@ def test_one_expert_is_a_dense_mlp() -> None:
             "--attention-backend flash3: has no effect beside --attn-logit-softcapping 30.0: plain torch computes capp",
         ),
         ("--lr inf", 1, "--lr inf: must be finite"),
+        ("--host-heartbeat-timeout-seconds 1", 1, "--host-heartbeat-timeout-seconds 1.0: must be 0 or at least 3"),
         ("--clip-grad -1", 1, "--clip-grad -1.0: must not be negative"),
         ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 2^32 - 1]"),
         ("--window-size 0", 1, "--window-size 0: must be above 0"),

@@ -121,7 +121,7 @@ class ModelParallelConfig(PrecisionConfig):
     """Limit of each phase of start-up, including index building and loading, and of the first step."""
 
     host_heartbeat_timeout_seconds: float = 6.0
-    """Seconds without a heartbeat of another host, over UDP, after which the run ends and names it. 0: no heartbeats."""
+    """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
 
     @property
     def offloaded_layers(self) -> int:

@@ -21,7 +21,7 @@ from megatron.training.config.rules.multi_token import multi_token
 from megatron.training.config.rules.optimizer import cpu_offload, optimizer, precision_aware, qk_clip
 from megatron.training.config.rules.pipeline import activation_offload, overlap, pipeline, recomputation, sharding
 from megatron.training.config.rules.precision import fp8, fp8_param_gather, fp8_scaling, fp8_shapes, precision
-from megatron.training.config.rules.world import world
+from megatron.training.config.rules.world import heartbeats, world
 from megatron.training.config.run_config import RunConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -29,6 +29,7 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     world,
+    heartbeats,
     attention,
     attention_kernel,
     tensor_parallel,

@@ -30,6 +30,7 @@ MAY_BE_ZERO = {
     "exit_duration_in_mins",
     "exit_interval",
     "exit_margin_in_mins",
+    "host_heartbeat_timeout_seconds",
     "init_method_std",
     "layer_growth_threshold",
     "lr_wsd_decay_iters",

@@ -149,7 +149,8 @@ class Heartbeat:
         """Beats until the first rank of this host orders the end, or has ended."""
         last = time.monotonic()
         while True:
-            readable = select.select([self._network, 0], [], [], max(0.0, last + BEAT - time.monotonic()))[0]
+            inputs: list[Any] = [self._network, 0]
+            readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
                 self._receive(now)  # what came meanwhile counts as heard now

@@ -190,10 +190,11 @@ class HostWatch:
             return False
         self._excused.add(host)
         if self._launch.local_rank == 0:
+            here = self._links[self._launch.rank]
             print(
-                f"no heartbeat of {self._named(host)} has arrived on {self._host_name(self._launch.rank)} in {age:.0f} s, "
-                f"though it is there: does a firewall block UDP to port {self._links[self._launch.rank].port}? Without "
-                "heartbeats, a lost host is noticed when --distributed-timeout-minutes are over",
+                f"no heartbeat of {self._named(host)} has arrived on {here.host} in {age:.0f} s, though it is there: "
+                f"does a firewall block UDP to port {here.port}? Without heartbeats, a lost host is noticed when "
+                "--distributed-timeout-minutes are over",
                 flush=True,
             )
         return True

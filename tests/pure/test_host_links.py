@@ -1,0 +1,125 @@
+"""Links between hosts as heartbeats show them: silent, deaf, slow and paused hosts, on a clock of our own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from megatron.training.reliability.hosts.heartbeat import BEAT, Links, watched
+
+TIMEOUT = 6.0
+
+
+class Cluster:
+    """Hosts that beat. `lost` has pairs (from, to) whose messages are lost; `asleep` hosts do not run."""
+
+    def __init__(self, hosts: int) -> None:
+        self.now, self.asleep, self.lost = 0.0, set[int](), set[tuple[int, int]]()
+        self.share_lost = 0.0
+        self.links = {host: Links(host, TIMEOUT) for host in range(hosts)}
+        for host, links in self.links.items():
+            for other in self.links:
+                links.know(other, other, self.now)
+            assert host not in links.peers
+        self._draw = random.Random(0)
+
+    def beat(self, seconds: float) -> None:
+        for _ in range(round(seconds / BEAT)):
+            self.now += BEAT
+            for host, links in self.links.items():
+                if host in self.asleep:
+                    continue
+                message = links.message(self.now)
+                for target in links.targets(self.now):
+                    arrives = (host, target) not in self.lost and self._draw.random() >= self.share_lost
+                    if arrives and target not in self.asleep:
+                        self.links[target].hear(message, host, self.now)
+
+    def found(self, host: int) -> dict[str, Any]:
+        found = self.links[host].findings(self.now)
+        return {kind: sorted(what) for kind, what in found.items() if what and kind != "fine"}
+
+    def cut(self, host: int) -> None:
+        self.lost |= {pair for other in self.links for pair in ((host, other), (other, host))}
+
+
+def test_a_host_without_a_network_is_found_by_all_and_finds_all() -> None:
+    cluster = Cluster(4)
+    cluster.beat(2)
+    cluster.cut(2)
+    cluster.beat(TIMEOUT - 1)
+    assert all(cluster.found(host) == {} for host in range(4))
+    cluster.beat(1 + 2 * BEAT)
+    assert [cluster.found(host) for host in range(4)] == [
+        {"silent": [2]},
+        {"silent": [2]},
+        {"silent": [0, 1, 3]},
+        {"silent": [2]},
+    ]
+
+
+def test_what_is_lost_one_way_is_found_on_both_sides_with_its_direction() -> None:
+    cluster = Cluster(3)
+    cluster.beat(2)
+    cluster.lost = {(0, 1)}
+    cluster.beat(TIMEOUT + 3 * BEAT)
+    assert [cluster.found(host) for host in range(3)] == [{"deaf": [1]}, {"silent": [0]}, {}]
+
+
+def test_a_link_that_loses_half_of_all_messages_is_no_fault() -> None:
+    cluster = Cluster(4)
+    cluster.share_lost = 0.5
+    for _ in range(1000):
+        cluster.beat(1)
+        assert all(cluster.found(host) == {} for host in range(4))
+
+
+def test_a_host_that_was_never_heard_is_told_apart() -> None:
+    cluster = Cluster(2)
+    cluster.cut(1)
+    cluster.beat(TIMEOUT + 2 * BEAT)
+    assert [cluster.found(host) for host in range(2)] == [{"unheard": [1]}, {"unheard": [0]}]
+
+
+@pytest.mark.parametrize("end", ["bye", "gone"])
+def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
+    cluster = Cluster(2)
+    cluster.beat(2)
+    cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)
+    cluster.asleep = {1}
+    cluster.beat(60)
+    assert cluster.found(0) == ({"gone": [1]} if end == "gone" else {})
+
+
+def test_a_host_that_stood_still_blames_nobody_for_that_time() -> None:
+    cluster = Cluster(2)
+    cluster.beat(2)
+    cluster.asleep = {1}
+    cluster.beat(60)
+    assert cluster.found(0) == {"silent": [1]}
+    cluster.asleep = set()
+    cluster.links[1].stood_still(60.0, cluster.now)
+    assert cluster.found(1) == {}
+    cluster.beat(1)
+    assert cluster.found(1) == {}
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 16, 17, 33, 128, 1000])
+def test_every_host_is_watched_and_a_large_world_is_not_watched_by_all(hosts: int) -> None:
+    numbers = range(0, 8 * hosts, 8)
+    own = {host: watched(numbers, host) for host in numbers}
+    assert all(host not in others and others <= set(numbers) for host, others in own.items())
+    assert all(host in own[other] for host, others in own.items() for other in others)
+    assert all(len(others) == min(hosts - 1, len(others)) >= 1 and len(others) <= 20 for others in own.values())
+
+
+def test_links_of_a_large_world_find_a_lost_host() -> None:
+    cluster = Cluster(40)
+    cluster.beat(2)
+    cluster.cut(7)
+    cluster.beat(TIMEOUT + 2 * BEAT)
+    finders = [host for host in cluster.links if cluster.found(host) == {"silent": [7]}]
+    assert set(finders) == watched(range(40), 7)
+    assert cluster.found(7) == {"silent": sorted(watched(range(40), 7))}
