@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +43,35 @@ class AttentionSpeed:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What carries messages between ranks of one node (`node`), or a node's adapters to other nodes (`network`)."""
+
+    gb_per_second: float
+    """GB/s in one direction: of a rank within its node, of one adapter between nodes. What collectives of large
+    operands reach, not the data sheet's."""
+
+    latency_us: float = 0.0
+    """Time of each step of a collective beside its bytes."""
+
+    launch_us: float = 0.0
+    """Time of starting a collective."""
+
+    share: Mapping[str, float] = field(default_factory=dict)
+    """Kind of collective (all_reduce, all_gather, reduce_scatter, all_to_all, send) -> share of the rate that it
+    reaches; 1 for those that are not named."""
+
+
+@dataclass(frozen=True)
 class DeviceFile:
-    """One kind of device."""
+    """One kind of device, and of node. For CPUs all that is about CUDA is left out."""
 
     name: str
     """As `torch.cuda.get_device_name` says it."""
 
-    capability: tuple[int, int]
-    """CUDA compute capability."""
-
     multiprocessors: int
-    memory_gib: float
-    cache_mib: float
-    """L2 cache."""
+    """Of a GPU; 1 for a CPU, whose rate depends on no waves of tiles."""
 
-    shared_memory_kib: int
-    """Largest shared memory of a block."""
+    memory_gib: float
 
     peak_tflops: Mapping[str, float]
     """By precision, from the data sheet: for MFU."""
@@ -84,16 +97,58 @@ class DeviceFile:
     epilogue_exposed: float
     """Share of the time of reading and writing the sums that a GEMM adds to (beta = 1) that products do not hide."""
 
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None for a CPU."""
+
+    cache_mib: float = 0.0
+    """L2 cache."""
+
+    shared_memory_kib: int = 0
+    """Largest shared memory of a block."""
+
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """`node` and `network`. Steps of one rank need none."""
+
+    ranks_per_node: int = 8
+    """GPUs of a node, where --gpus-per-node does not say it."""
+
+    adapters_per_node: int = 8
+    """Network adapters that the ranks of a node share."""
+
+    overlap_slowdown: float = 0.0
+    """Share of the time of a hidden collective by which it delays what is computed beside it."""
+
+    step_overhead_ms: float = 0.0
+    """Time of a step that depends on no shape: data, metrics, and the host between steps."""
+
+    host_gb_per_second: float = 25.0
+    """Rate of copies between the device and its host's memory, for offloading."""
+
+    @property
+    def device_type(self) -> str:
+        """As torch names it."""
+        return "cpu" if self.capability is None else "cuda"
+
     def memory_us(self, size: float) -> float:
         """Time of a kernel that reads and writes `size` bytes."""
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)
 
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
         """Time of `batches` products [m, k] x [k, n], by the output tile that suits them best."""
-        speed = self.gemm[precision]
+        speed = self._gemm_speed(precision)
+        if self.device_type == "cpu":
+            rate = speed.tflops * k / (k + speed.half_depth)
+            return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6)
         rate = speed.tflops * k / (k + speed.half_depth)
         us = 2.0 * batches * m * n * k / rate / 1e6
         return max(self.kernel_floor_us, us / max(self._filled(m, n, batches, tile) for tile in TILES))
+
+    def _gemm_speed(self, precision: str) -> GemmSpeed:
+        if precision == "fp64" and precision not in self.gemm:
+            precision = "fp32"
+        if precision not in self.gemm:
+            raise ValueError(f"{self.name}: no speed of {precision} products; known are {', '.join(self.gemm)}")
+        return self.gemm[precision]
 
     def _filled(self, m: int, n: int, batches: int, tile: tuple[int, int]) -> float:
         """Share of the multiprocessors' time that goes into results: the last wave and the edges waste some, and small
@@ -107,6 +162,9 @@ class DeviceFile:
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
         """Time of attention over `length` tokens by heads of size `width`, at the rates of the size next to it;
         `flops` are the kernel's own."""
+        if kernel == "auto":  # the fastest of those that torch has; on other devices whatever there is
+            suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
+            return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel not in self.attention:
             raise ValueError(f"{self.name}: no speed of {kernel} attention; known are {', '.join(self.attention)}")
         of_widths = self.attention[kernel]
@@ -132,8 +190,10 @@ def read_device(name: str) -> DeviceFile:
         kernel: {width: _read(path, AttentionSpeed, row) for width, row in rows.items()}
         for kernel, rows in values["attention"].items()
     }
-    major, minor = values["capability"]
-    return DeviceFile(**{**values, "capability": (major, minor)})
+    values["links"] = {name: _read(path, Link, row) for name, row in values.get("links", {}).items()}
+    if values.get("capability") is not None:
+        values["capability"] = tuple(values["capability"])
+    return DeviceFile(**values)
 
 
 def _read(path: Path, kind: Any, row: Mapping[str, Any]) -> Any:
@@ -143,7 +203,8 @@ def _read(path: Path, kind: Any, row: Mapping[str, Any]) -> Any:
 
 def _check(path: Path, kind: Any, values: Mapping[str, Any]) -> None:
     known = {each.name for each in fields(kind)}
-    if missing := sorted(known - set(values)):
+    needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+    if missing := sorted(needed - set(values)):
         raise ValueError(f"{path}: {', '.join(missing)} is missing")
     if unknown := sorted(set(values) - known):
         raise ValueError(f"{path}: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")

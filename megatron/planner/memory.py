@@ -71,7 +71,7 @@ def states_of_rank(
     layout, stages = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
     mine = [stages[s] for s in layout.stages_of(pp_rank)]
     metas = _metas_of(model, parallel, mine, tied_stages(model, layout))
-    shapes = [(meta, _local_shape(meta, dims)) for meta in metas]
+    shapes = [(meta, local_shape(meta, dims)) for meta in metas]
     trained = [(meta, shape) for meta, shape in shapes if not optimizer.freezes(meta.name)]
     sizes = dims.shards(False), dims.shards(True), ddp.ddp_bucket_size
     apart = ddp.fp8_param_gather and parallel.fp8_format is not None
@@ -146,6 +146,6 @@ def _metas_of(
     return tuple(found.values())
 
 
-def _local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
+def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
     """Shape of the part of a parameter that each rank holds; all parts are equal."""
     return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]

@@ -14,7 +14,8 @@ from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run import batch_lines, data_lines
+from megatron.training.config.dry_run.batch import batch_lines
+from megatron.training.config.dry_run.data import data_lines
 from megatron.training.config.saved_flags import changed_lengths
 from megatron.training.config.stages.history import History, continued
 from megatron.training.config.stages.plan import StagePlan, plan_stages, stage_plan

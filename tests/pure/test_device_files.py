@@ -59,7 +59,7 @@ def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
 
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> None:
-    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, h100, h200"):
+    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, b200, h100, h200"):
         read_device("h1000")
     text = (FOLDER / "h100.yaml").read_text()
     own = tmp_path / "own.yaml"

@@ -328,7 +328,7 @@ def test_imports_no_torch() -> None:
     modules = (
         "megatron.planner.parameters",
         "megatron.planner.memory",
-        "megatron.training.config.dry_run",
+        "megatron.training.config.dry_run.plan",
         "pretrain_gpt",
     )
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"

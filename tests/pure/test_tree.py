@@ -42,7 +42,7 @@ WITHOUT_TORCH = [
     "megatron.training.config.validation",
     "megatron.training.eval_tasks.report",
     "megatron.training.reliability.launch",
-    "megatron.training.config.dry_run",
+    "megatron.training.config.dry_run.plan",
     "pretrain_gpt",
 ]
 

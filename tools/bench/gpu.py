@@ -34,7 +34,7 @@ from megatron.planner.activations import activations_of_ranks
 from megatron.planner.flops import flops_per_token
 from megatron.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run import micro_batch_of
+from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for

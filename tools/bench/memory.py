@@ -56,7 +56,7 @@ from megatron.planner.live_memory import LiveMemory
 from megatron.planner.memory import states_of_rank
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run import micro_batch_of
+from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.forward_backward import count_tokens, loss_and_tokens

@@ -30,7 +30,8 @@ PerStage = float | Sequence[float]
 class StageCosts:
     """Times and memory of one microbatch on one stage: one number for all stages, or one for each.
 
-    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks.
+    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks, or by stage
+    that of messages between the stage and the next one.
     `activation` is held from F to the end of the backward; between I and W this times `kept_for_weight_grad`.
 
     Each F, and each B or I, has `exchanges` all-to-alls of experts at equal distances, each of time `exchange`, in
@@ -40,7 +41,7 @@ class StageCosts:
     forward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
-    comm: float = 0.0
+    comm: PerStage = 0.0
     activation: PerStage = 1.0
     kept_for_weight_grad: PerStage = 1.0
     exchanges: int | Sequence[int] = 0
@@ -279,9 +280,10 @@ class _Walk:
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]
+        comm = at_stage(self.costs.comm, send.stage - (send.kind is Kind.SEND_B))
         if self.messages:
-            return [(receive, self.costs.comm), (send, self.costs.comm)]
-        return [(self.source(send), self.costs.comm)]
+            return [(receive, comm), (send, comm)]
+        return [(self.source(send), comm)]
 
     def source(self, send: Action) -> Action:
         """The compute action whose result a send sends."""

@@ -14,7 +14,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from megatron import __version__
+from megatron.planner.device_file import device_names, read_device
 from megatron.training.config.flags import (
     Flag,
     all_flags,
@@ -41,7 +44,16 @@ __all__ = ["CommandLine", "command_line", "parse_args", "print_problems", "save_
 OPTION_HELP = (
     ("--config FILE", "YAML file of flags; may be given more than once, later files win."),
     ("--dry-run", "Validate, print the plan of the run, and exit."),
-    ("--json FILE", "With --dry-run: write the plan and the resolved configuration to FILE as well."),
+    (
+        "--json [FILE]",
+        "With --dry-run: write the plan and the resolved configuration to FILE as well; without FILE "
+        "to standard output, and nothing else.",
+    ),
+    (
+        "--device NAME",
+        "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
+    ),
+    ("--gpus-per-node INT", "With --device: ranks of a node; default: as the device file says."),
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
     ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
     ("--version", "Print the version and exit."),
@@ -63,7 +75,12 @@ class CommandLine:
     """Lines to show: flags without effect, and flags read as others."""
 
     plan_file: str | None = None
-    """Where a dry run writes its plan as JSON."""
+    """Where a dry run writes its plan as JSON: "" is standard output."""
+
+    device: str | None = None
+    """The device that a dry run predicts the time of a step for."""
+
+    gpus_per_node: int | None = None
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -87,8 +104,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         raise SystemExit(0)
     config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
+    device, gpus_per_node = _device_of(reader, dry_run)
     if plan_file is not None and not dry_run:
-        reader.problems.append(Problem("--json", plan_file, "needs --dry-run, whose plan it writes", "add --dry-run"))
+        given = plan_file or None
+        reader.problems.append(Problem("--json", given, "needs --dry-run, whose plan it writes", "add --dry-run"))
     if world_size is not None and not dry_run and world_size != launch.world_size:
         remedy = f"start {world_size} processes with torchrun or srun, or add --dry-run"
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
@@ -106,7 +125,25 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             print_problems(problems)
         raise SystemExit(2)
-    return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file)
+    return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file, device, gpus_per_node)
+
+
+def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | None]:
+    """--device and --gpus-per-node; what is wrong with them becomes a problem."""
+    device = reader.options.get("--device", [None])[-1]
+    gpus_per_node = reader.number("--gpus-per-node", "say how many ranks share a node")
+    if gpus_per_node is not None and device is None:
+        rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
+        reader.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
+    if device is not None and not dry_run:
+        reader.problems.append(Problem("--device", device, "needs --dry-run, which predicts", "add --dry-run"))
+    elif device is not None:
+        try:
+            read_device(device)
+        except (ValueError, OSError, YAMLError) as error:
+            remedy = f"use one of {', '.join(device_names())}, or a device file"
+            reader.problems.append(Problem("--device", device, str(error), remedy))
+    return device, gpus_per_node
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:

@@ -58,9 +58,12 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
                 _refuse_wrong_names(config, launch)
-            from megatron.training.config.dry_run import print_plan
+            from megatron.training.config.dry_run.plan import DeviceError, print_plan
 
-            print_plan(config, world_size, command.plan_file)
+            try:
+                print_plan(config, world_size, command.plan_file, command.device, command.gpus_per_node)
+            except DeviceError as error:
+                _refuse(Problem.of_errors("--device", command.device, error), launch)
         raise SystemExit(0)
     return config
 

@@ -15,8 +15,15 @@ from megatron.training.config.flags import Flag, parse_int, spelling_table
 from megatron.training.config.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.problem import Problem
 
-OPTIONS = {"--config": 1, "--world-size": 1, "--json": 1, "--dry-run": 0}
-"""What is not configuration -> its number of values."""
+OPTIONS: dict[str, tuple[int, ...]] = {
+    "--config": (1,),
+    "--world-size": (1,),
+    "--json": (0, 1),
+    "--device": (1,),
+    "--gpus-per-node": (1,),
+    "--dry-run": (0,),
+}
+"""What is not configuration -> its numbers of values."""
 
 
 SAID_OF_SWITCHES = {"true": True, "false": False}
@@ -127,8 +134,9 @@ class FlagReader:
         self.readings.append(Reading((name, *given), (name, *texts), why, len(self.problems) > before))
 
     def _option(self, name: str, texts: list[str]) -> None:
-        if len(texts) != OPTIONS[name]:
-            rule = "takes one value" if OPTIONS[name] else "takes no value"
+        if len(texts) not in OPTIONS[name]:
+            known = {(0,): "takes no value", (1,): "takes one value", (0, 1): "takes one value or none"}
+            rule = known[OPTIONS[name]]
             self.problems.append(Problem(name, tuple(texts) or None, rule, f"given: {len(texts)}"))
             return
         self.options.setdefault(name, []).extend(texts or [""])
@@ -136,16 +144,19 @@ class FlagReader:
     @property
     def world_size(self) -> int | None:
         """--world-size. A value that is no number above 0 becomes a problem and is forgotten."""
-        for text in self.options.get("--world-size", ())[-1:]:
+        return self.number("--world-size", "say how many ranks")
+
+    def number(self, name: str, remedy: str) -> int | None:
+        """The value of an option. One that is no number above 0 becomes a problem and is forgotten."""
+        for text in self.options.get(name, ())[-1:]:
             try:
                 size = parse_int(text)
             except ValueError:
                 size = 0
             if size > 0:
                 return size
-            rule = "must be a whole number above 0"
-            self.problems.append(Problem("--world-size", text, rule, "say how many ranks"))
-            del self.options["--world-size"]
+            self.problems.append(Problem(name, text, "must be a whole number above 0", remedy))
+            del self.options[name]
         return None
 
     # Flags that no field has

@@ -15,7 +15,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.planner.activations import RankActivations, activations_of_ranks
 from megatron.planner.memory import states_of_rank
-from megatron.training.config.dry_run import byte_text, come_and_go, micro_batch_of, microbatches_of
+from megatron.training.config.dry_run.batch import micro_batch_of, microbatches_of
+from megatron.training.config.dry_run.memory import byte_text, come_and_go
 from megatron.training.config.flags import field_table
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

@@ -9,7 +9,9 @@ import torch
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.planner.memory import states_of_rank
 from megatron.planner.parameters import active_parameters, count_parameters
-from megatron.training.config.dry_run import batch_line, byte_text, formats_of_states, shape_line
+from megatron.training.config.dry_run.batch import batch_line
+from megatron.training.config.dry_run.memory import byte_text, formats_of_states
+from megatron.training.config.dry_run.model import shape_line
 from megatron.training.run import TrainingRun
 
 

@@ -1,0 +1,202 @@
+"""Traces of a stage's parts: what one layer of each kind, and the two ends of the model, do with a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.core import compiled_regions
+from megatron.core.attention import core_attention
+from megatron.core.fp8 import casts, weight_grads
+from megatron.core.fp8.casts import Scaled
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.transformer.recompute import Segment, recompute_segments
+from megatron.planner.fake_ranks import FakeGroup
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
+from megatron.planner.time.events import PassEvents
+from megatron.planner.time.fused_attention import RecordedKernel
+from megatron.planner.time.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer, or with `layer` None an end of the model."""
+
+    layer: int | None
+    recompute: bool = False
+    offload: bool = False
+    first: bool = False
+    last: bool = False
+
+
+@dataclass
+class TraceCache:
+    """Traces by what determines them, shared by predictions of many layouts."""
+
+    kinds: dict[Hashable, list[int]] = field(default_factory=dict)
+    """Model -> for each layer the first layer that is like it."""
+
+    events: dict[Hashable, PassEvents] = field(default_factory=dict)
+
+    def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
+        """By stage, the parts that it runs in order. Traces those that are not known yet, all in one fake step."""
+        alike = self._alike(batch)
+        wanted = [list(_parts(batch, stage, alike)) for stage in stages]
+        local = _shapes(batch)
+        missing = list(dict.fromkeys(part for parts in wanted for part in parts if (local, part) not in self.events))
+        if missing:
+            with recorded_stages(batch) as (fakes, recorder):
+                for part in missing:
+                    self.events[local, part] = _trace(fakes, recorder, part)
+        return [[self.events[local, part] for part in parts] for parts in wanted]
+
+    def _alike(self, batch: MicroBatch) -> list[int]:
+        plain = replace(
+            batch.parallel,
+            tensor_model_parallel_size=1,
+            context_parallel_size=1,
+            expert_model_parallel_size=1,
+            expert_tensor_parallel_size=None,
+            sequence_parallel=False,
+            tp_comm_overlap=False,
+        )
+        key = batch.model, plain.fp8_format, plain.fp8_recipe, plain.fp8_layers(batch.model.num_layers)
+        if key not in self.kinds:
+            first: dict[Hashable, int] = {}
+            kinds = layer_kinds(replace(batch, parallel=plain))
+            self.kinds[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+        return self.kinds[key]
+
+
+IRRELEVANT: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "data_parallel_size": None,
+    "num_distributed_optimizer_instances": 1,
+    "use_tp_pp_dp_mapping": False,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "cuda_graph_impl": "none",
+    "distributed_backend": None,
+}
+"""Settings that change nothing about a micro-batch in a layer."""
+
+
+def _shapes(batch: MicroBatch) -> Hashable:
+    """What determines the trace of a part."""
+    split = splits_backward(batch.parallel.schedule)
+    parallel = replace(batch.parallel, **IRRELEVANT, pipeline_schedule="zb-h1" if split else "1f1b")
+    return replace(batch, parallel=parallel)
+
+
+def _parts(batch: MicroBatch, stage: Stage, alike: Sequence[int]) -> Iterator[_Part]:
+    if stage.first:
+        yield _Part(None, first=True)
+    for segment in recompute_segments(batch.model, len(stage.layers), batch.parallel.offloaded_layers):
+        for place in segment.layers:
+            yield _Part(alike[stage.layers[place]], segment.recompute, segment.offload)
+    if stage.last:
+        yield _Part(None, last=True)
+
+
+@contextmanager
+def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
+    """`fake_stages` whose kernels and collectives are recorded, on GPUs those that GPUs have."""
+    on_gpu = batch.device == "cuda"
+    recorder = Recorder(on_gpu and not batch.bf16_sums, batch.parallel.attention_backend)
+    kernel = RecordedKernel(recorder)
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (FakeGroup, "observer", staticmethod(recorder.collective)),
+        (compiled_regions, "_compiled", lambda function, static: recorder.region(function)),
+    ]
+    if on_gpu:
+        stand_ins += [
+            (weight_grads, "add_product_", _recorded_weight_grad(recorder)),
+            (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
+            (casts, "has_kernel", lambda device_type, by_row: False),
+        ]
+    if on_gpu and batch.parallel.attention_backend != "unfused":
+        stand_ins.append((core_attention, "kernels_of", lambda *args: (kernel, kernel)))
+    with fake_stages(batch) as fakes, ExitStack() as stack:
+        for owner, name, stand_in in stand_ins:
+            stack.enter_context(_replaced(owner, name, stand_in))
+        stack.enter_context(recorder)
+        yield fakes, recorder
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _recorded_weight_grad(recorder: Recorder) -> Any:
+    def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
+        """out [o, i] += dy [o, n] x [i, n]^T"""
+        recorder.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
+
+    return add_product_
+
+
+def _recorded_scaled_mm(recorder: Recorder) -> Any:
+    def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [n, k], b [m, k] -> [n, m]"""
+        out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
+        recorder.product("fp8", a.values, b.values.t(), out, {})
+        return out
+
+    return scaled_mm
+
+
+def _trace(fakes: FakeStages, recorder: Recorder, part: _Part) -> PassEvents:
+    layers = [] if part.layer is None else [part.layer]
+    segments = [Segment(range(1), part.recompute, part.offload)] if layers else []
+    with recorder.one_kernel():
+        stage = fakes.build(layers, part.first, part.last, segments)
+    with fakes.casts.kept():
+        passes = _run(fakes, recorder, stage)
+        if fakes.parallel.fp8_format is None:
+            return passes
+        again = _run(fakes, recorder, stage)
+    extra = [event for event in passes.forward if event not in set(again.forward)]
+    return replace(again, once=tuple(extra))
+
+
+def _run(fakes: FakeStages, recorder: Recorder, stage: GPTModel) -> PassEvents:
+    """One micro-batch through a part and back, as the executor runs it."""
+    if fakes.offload is not None:
+        fakes.offload.pool, fakes.offload.sent = HostPool(pinned=False), 0
+    recorder.take()
+    _, output = fakes.forward(stage)
+    forward = recorder.take()
+    edge = get_gradient_edge(output)
+    with recorder.one_kernel():
+        grad = torch.ones((), dtype=fakes.loss_dtype) if output.ndim == 0 else fakes.hidden()
+    split = splits_backward(fakes.parallel.schedule)
+    if split:
+        fakes.queue.begin(0)
+    torch.autograd.backward([edge], [grad])
+    backward = recorder.take()
+    if split:
+        fakes.queue.end()
+        fakes.queue.run(0)
+    offloaded = fakes.offload.sent if fakes.offload is not None else 0
+    return PassEvents(forward, backward, recorder.take(), (), offloaded)

@@ -1,0 +1,67 @@
+"""Prints the plan of a run without starting it: no GPU and no process group. torch is imported only to measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.training.config.dry_run.batch import batch_lines
+from megatron.training.config.dry_run.data import data_lines
+from megatron.training.config.dry_run.groups import group_lines
+from megatron.training.config.dry_run.memory import memory_lines, memory_of_ranks
+from megatron.training.config.dry_run.model import model_lines
+from megatron.training.config.dry_run.step import DeviceError, predicted_step, step_lines
+from megatron.training.config.flags import flat_values
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.plan import stage_plan
+
+__all__ = ["DeviceError", "print_plan"]
+
+
+def print_plan(
+    config: RunConfig,
+    world_size: int,
+    plan_file: str | None = None,
+    device: str | None = None,
+    gpus_per_node: int | None = None,
+) -> None:
+    """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
+    the predicted time of a step.
+
+    Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
+    "plan" under their titles, "memory" of each pipeline rank in bytes, and "time" (`StepTime`). If it is "" the JSON is
+    all that is printed. Raises OSError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    """
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    stages = stage_plan(config)
+    largest = stages.longest.config
+    of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
+    step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
+    memory = memory_of_ranks(largest, dims)
+    plan: dict[str, list[str]] = {}
+    for title, lines in (
+        ("Model", model_lines(config)),
+        (f"Groups, world size {world_size}", group_lines(dims)),
+        (f"Pipeline stages and memory of each rank{of}", memory_lines(largest, dims, memory)),
+        ("Batch and length", batch_lines(stages, dims)),
+        ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
+        (f"Predicted step{of}", step_lines(step) if step is not None else ()),
+    ):
+        found = list(lines)
+        if title.startswith("Predicted") and step is None:
+            continue
+        plan[title] = found
+        if plan_file != "":
+            print("\n".join([title, *(f"  {line}" for line in found)]))
+    if plan_file is not None:
+        record: dict[str, Any] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        record["memory"] = [rank.record for rank in memory]
+        if step is not None:
+            record["time"] = step.record
+        text = json.dumps(record, indent=1) + "\n"
+        if plan_file:
+            Path(plan_file).write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")

@@ -1,0 +1,150 @@
+"""The predicted time of a step: replay of events, collectives by formula, and properties of whole predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.planner.device_file import DeviceFile, Link, read_device
+from megatron.planner.time.events import Collective, Event, Move, Product, Wait
+from megatron.planner.time.links import Network, Placement
+from megatron.planner.time.pipeline import Schedule
+from megatron.planner.time.replay import Replay
+from megatron.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
+
+LINKS = {"node": Link(100.0, 1.0, 10.0), "network": Link(10.0, 5.0, 20.0)}
+GEMM = Product("bf16", 8192, 8192, 8192)
+CACHE = PlannerCache()
+
+
+@pytest.fixture(scope="module")
+def device() -> DeviceFile:
+    plain = replace(read_device("h100"), links=LINKS, overlap_slowdown=0.0, launch_gap_us=0.0)
+    return replace(plain, step_overhead_ms=0.0, adapters_per_node=8)
+
+
+def replay(device: DeviceFile, *events: Event) -> dict[str, float]:
+    groups = {"tp": Placement(4, 4)}
+    return Replay(device, Network(device, 8), groups, host_us=0.0).run(events)
+
+
+def test_a_collective_is_hidden_behind_a_product_and_the_rest_is_exposed(device: DeviceFile) -> None:
+    product = 1e-6 * device.gemm_us("bf16", 8192, 8192, 8192)
+    gather = 3 / 4 * 4e9 / 100e9 + 1e-6 * (10 + 3 * 1)
+    start, wait = Collective("all_gather", 4 * 10**9, "tp", 1), Wait(1)
+    assert gather > product
+    assert replay(device, start, GEMM, wait)["tp_communication"] == pytest.approx(gather - product)
+    assert replay(device, start, wait, GEMM)["tp_communication"] == pytest.approx(gather)
+    assert replay(device, start, *[GEMM] * 40, wait)["tp_communication"] == 0.0
+    slowed = replace(device, overlap_slowdown=0.25)
+    assert replay(slowed, start, *[GEMM] * 40, wait)["tp_communication"] == pytest.approx(gather / 4)
+
+
+def test_collectives_of_an_axis_follow_each_other(device: DeviceFile) -> None:
+    gather = 3 / 4 * 4e9 / 100e9 + 1e-6 * (10 + 3 * 1)
+    starts = [Collective("all_gather", 4 * 10**9, "tp", number) for number in (1, 2)]
+    assert replay(device, *starts, Wait(1), Wait(2))["tp_communication"] == pytest.approx(2 * gather)
+    assert replay(device, *starts)["tp_communication"] == pytest.approx(2 * gather)
+
+
+def test_a_step_of_small_kernels_is_bound_by_the_host(device: DeviceFile) -> None:
+    spent = Replay(device, Network(device, 8), {}, host_us=50.0).run([Move(8)] * 100)
+    assert spent.total == pytest.approx(100 * 50e-6)
+    assert spent["element_wise"] == pytest.approx(100 * 1e-6 * device.kernel_floor_us)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "seconds"),
+    [
+        ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
+        ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
+        # One rank in each of four nodes: an adapter each.
+        ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
+        # All eight ranks of two nodes: eight adapters, 80 GB/s, slower than the node's 100.
+        ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),
+        ("all_to_all", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
+        ("all_to_all", Placement(16, 8), 8 / 16 * 1e9 / 10e9 + 1e-6 * (20 + 5)),
+        ("send", Placement(2, 1), 1e9 / 10e9 + 1e-6 * (20 + 5)),
+        ("send", Placement(2, 2), 1e9 / 100e9 + 1e-6 * (10 + 1)),
+        ("all_reduce", Placement(1, 1), 0.0),
+    ],
+)
+def test_collectives_by_formula(device: DeviceFile, kind: str, group: Placement, seconds: float) -> None:
+    assert Network(device, 8).seconds(kind, 10**9, group) == pytest.approx(seconds)
+
+
+def test_ranks_that_share_an_adapter_share_its_rate(device: DeviceFile) -> None:
+    one = replace(device, adapters_per_node=1)
+    far = Placement(4, 1)
+    assert Network(one, 8).seconds("all_gather", 10**9, far) == pytest.approx(
+        8 * 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_long_steps_are_extrapolated_exactly(name: str) -> None:
+    chunks = 2 if name in ("interleaved", "zb-v") else 1
+    layout = PipelineLayout(4, chunks, name == "zb-v")
+    times = [1.0 + 0.1 * stage for stage in range(layout.num_stages)]
+    costs = StageCosts(forward=times, input_grad=times, weight_grad=times, comm=0.2)
+    lists = build_schedule(name, 4, 43 if chunks == 1 else 44, chunks)
+    found = Schedule(name, layout).times(costs, 43 if chunks == 1 else 44)
+    whole = simulate(lists, costs)
+    assert found.ends == pytest.approx([timed[-1].stop for timed in whole.timeline])
+
+
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 4 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --seq-length 1024 --vocab-size 8192 --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --bf16 --lr 1e-4 --train-iters 10 --mock-data --micro-batch-size 1 "
+    "--global-batch-size 32 "
+)
+LAYOUTS = [
+    "",
+    "--tp 2 --sequence-parallel --pp 2",
+    "--tp 2 --sequence-parallel --tp-comm-overlap --cp 2 --overlap-grad-reduce --overlap-param-gather",
+    "--pp 4 --num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full --recompute-method uniform",
+    "--pp 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy optim_grads_params",
+    "--num-experts 4 --moe-router-topk 2 --ep 4 --moe-grouped-gemm",
+    "--fp8-format hybrid --fp8-recipe delayed",
+]
+
+
+def predicted(flags: str, device: DeviceFile, gpus_per_node: int = 4) -> StepTime:
+    config = resolve(parse_args((MODEL + flags).split()), 8)
+    assert [str(problem) for problem in validate(config, 8)] == []
+    return predict_step(config, 8, device, gpus_per_node, CACHE)
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: str) -> None:
+    device = read_device("h100")
+    step = predicted(flags, device)
+    assert set(step.parts) == set(SUBJECTS)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert min(step.parts.values()) >= -1e-12
+    assert step.tokens_per_second == pytest.approx(32 * 1024 / step.seconds)
+    faster = {name: replace(link, gb_per_second=2 * link.gb_per_second) for name, link in device.links.items()}
+    quicker = {name: replace(link, latency_us=0.0) for name, link in device.links.items()}
+    for better in (
+        replace(device, links=faster),
+        replace(device, links=quicker),
+        replace(device, copy_tb_per_second=2 * device.copy_tb_per_second),
+        replace(device, overlap_slowdown=0.0),
+        replace(device, host_launch_us=1.0),
+    ):
+        assert predicted(flags, better).seconds <= step.seconds * (1 + 1e-9)
+    assert predicted(flags, device, gpus_per_node=8).seconds <= step.seconds * (1 + 1e-9)
+
+
+def test_a_device_without_a_link_is_named() -> None:
+    device = replace(read_device("h100"), links={"node": LINKS["node"]})
+    assert predicted("--tp 4 --sequence-parallel", device, 8).seconds > 0
+    with pytest.raises(ValueError, match="has no link network"):
+        predicted("--tp 2 --sequence-parallel --pp 2", device, 2)
