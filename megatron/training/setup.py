@@ -38,7 +38,7 @@ from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.diagnosis.step_guard import StepGuard
 from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
-from megatron.training.hooks import Parts, RunView
+from megatron.training.hooks import Callback, Parts, RunView
 from megatron.training.initialize import Runtime
 from megatron.training.layer_stats.statistics import LayerStatistics
 from megatron.training.metrics.expert_load import ExpertLoad
@@ -51,6 +51,7 @@ from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
 from megatron.training.stages.change import enter_stage
+from megatron.training.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from megatron.training.eval_tasks.suite import Suite
@@ -229,7 +230,11 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
     parts = (parts or Parts()).with_registered(config)
-    profilers = [Profiler(config)] if config.logging.profile or config.logging.record_memory_history else []
+    watchers: list[Callback] = []
+    if config.logging.profile or config.logging.record_memory_history:
+        watchers.append(Profiler(config))
+    if config.logging.trace:
+        watchers.append(Tracer(config, runtime, pipeline, clock, saver))
     run = TrainingRun(
         config=config,
         plan=plan,
@@ -251,7 +256,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         saver=saver,
         guard=StepGuard(config.checks, runtime.device, progress),
         clock=clock,
-        callbacks=(*profilers, *parts.callbacks),
+        callbacks=(*watchers, *parts.callbacks),
         user_metrics=UserMetrics(parts.metrics, runtime.device),
         view=RunView(config, stages, optimizer, progress, runtime.say),
     )

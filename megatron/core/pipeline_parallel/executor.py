@@ -128,13 +128,17 @@ class PipelineExecutor:
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
-                self._run_in_turns(*pair) if pair else self._handlers[self.current.kind](self.current)
+                self._run_in_turns(*pair) if pair else self.run_action(self.current)
         except Exception as error:
             error.add_note(f"pipeline rank {self.pp.rank} was running {' and '.join(map(str, pair or unit))}")
             raise
         for action in pair or unit:
             self.after(action)
         self.current = None
+
+    def run_action(self, action: Action) -> None:
+        """Runs one action, with the wait for its message."""
+        self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[Any]:
         """What runs in turns is timed as one."""
@@ -145,7 +149,7 @@ class PipelineExecutor:
 
         def run(action: Action) -> None:
             with record_function(str(action)):
-                self._handlers[action.kind](action)
+                self.run_action(action)
 
         with self.timed("backward"):
             self._in_turns = True

@@ -206,6 +206,16 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = flag((0,), many=True)
     """--profile: ranks that are profiled."""
 
+    trace: bool = False
+    """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
+    or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
+
+    trace_step_start: int = 10
+    """--trace: iterations before the trace starts."""
+
+    trace_step_end: int = 12
+    """--trace: iterations before it ends."""
+
     use_pytorch_profiler: bool = False
     """--profile: use torch's profiler on GPUs too."""
 

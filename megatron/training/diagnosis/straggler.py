@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -63,8 +63,11 @@ class PhaseClock:
         if enabled and dist.is_initialized():
             Waits.install()
 
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
+        return self.block(phase)
+
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def block(self, phase: str) -> Iterator[None]:
         """Adds the time of this block to `phase`."""
         if not self.enabled:
             yield

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.training.config.problem import Problem
-from megatron.training.config.rules.checkpoints import checkpoints, garbage, layer_statistics, profiles, skipping
+from megatron.training.config.rules.checkpoints import (
+    checkpoints,
+    garbage,
+    layer_statistics,
+    profiles,
+    skipping,
+    traces,
+)
 from megatron.training.config.rules.context import heads_over_context, sequence
 from megatron.training.config.rules.cuda_graphs import graphs
 from megatron.training.config.rules.data import data, eval_tasks, fill_in_middle, tokenizer, validation_sets
@@ -71,5 +78,6 @@ RULES: tuple[Rule, ...] = (
     garbage,
     layer_statistics,
     profiles,
+    traces,
     graphs,
 )

@@ -74,6 +74,16 @@ def layer_statistics(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(flag.name, threshold, "must be 0 or above 1", f"the default is {flag.default}")
 
 
+def traces(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    o = c.logging
+    for field in ("trace_step_start", "trace_step_end"):
+        if not o.trace and getattr(o, field) != field_table()[field].default:
+            yield Problem.no_effect(dashed(field), getattr(o, field), "--trace")
+    if o.trace and o.trace_step_end <= o.trace_step_start:
+        rule = f"must be above --trace-step-start {o.trace_step_start}"
+        yield Problem("--trace-step-end", o.trace_step_end, rule, f"nearest: {o.trace_step_start + 1}")
+
+
 def profiles(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o = c.logging
     by_torch = o.profile and (o.use_pytorch_profiler or c.parallel.cpu)

@@ -44,6 +44,7 @@ MAY_BE_ZERO = {
     "profile_step_start",
     "save_interval",
     "start_weight_decay",
+    "trace_step_start",
     "weight_decay",
 }
 """Numbers that may be 0, in addition to those with default 0. Others must be above 0 unless they have a range."""

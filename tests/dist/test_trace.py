@@ -1,0 +1,154 @@
+"""Traces of all ranks: what is in them, on which clock, and that untraced steps are left alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.testing.local_run import local_run
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.trace.host_clocks import Alignment, Offset, measure
+from megatron.training.trace.pipeline_timeline import measured_steps
+from megatron.training.trace.trace_file import Event, Trace, problems, read_trace
+from megatron.training.training import train
+from tests.harness import run_world
+
+RUN = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu --mock-data "
+    "--train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --micro-batch-size 1 --global-batch-size 4 "
+)
+TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
+
+
+def traced(rank: int, size: int, flags: str, folder: str) -> tuple[list[float], bool]:
+    """(losses as logged, whether torch.distributed and the executor are as they were)"""
+    config = resolve(parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size)
+    assert validate(config, size) == []
+    functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
+    losses = []
+    with local_run(config, rank, size) as run, ExitStack() as resources:
+        run.view.say = print
+        train(run, resources)
+        losses.append(run.measured["lm_loss"])
+        as_before = "run_action" not in vars(run.pipeline.executor) and "block" not in vars(run.clock)
+    return losses, as_before and functions == (dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait)
+
+
+def slices(trace: Trace, category: str) -> list[Event]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == category]
+
+
+def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
+    flags = RUN + "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --pipeline-schedule zb-h1 "
+    plain = run_world(4, traced, flags, str(tmp_path / "plain"))
+    found = run_world(4, traced, flags + TRACE, str(tmp_path))
+    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
+    assert all(as_before for _, as_before in found)
+    trace = read_trace(tmp_path / "trace" / "iterations-2-3.json.gz")
+    assert problems(trace) == []
+    other = trace["otherData"]
+    assert [facts["coords"] for facts in other["ranks"]] == [{"tp": t, "pp": p} for p in (0, 1) for t in (0, 1)]
+    kinds = {"F", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
+    assert kinds == {event["args"]["kind"] for event in slices(trace, "pipeline")}
+    steps = measured_steps(trace)
+    assert [(step.iteration, step.ranks) for step in steps] == [(i, r) for i in (2, 3) for r in ((0, 2), (1, 3))]
+    assert all(step.microbatches == 4 and 0 < step.bubble < 1 for step in steps)
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"step 2", "step 3", "data", "optimizer", "end of the gradient reduction", "send pp"} <= names
+    assert any(name.startswith(("all-reduce tp", "all-to-all tp")) for name in names)
+    planned = slices(trace, "planned")
+    compute = [event for event in slices(trace, "pipeline") if event["args"]["kind"] in "FBIW"]
+    assert len(planned) == len(compute)
+    assert other["pipeline"]["planned_us"] > 0 and 0 < other["pipeline"]["planned_bubble"] < 1
+    sends = [event for event in slices(trace, "pipeline") if event["args"]["kind"].startswith("SEND")]
+    assert sum(event["ph"] == "s" for event in trace["traceEvents"]) == len(sends)
+
+
+def test_axes_and_purposes_of_collectives_and_phases_between_steps(tmp_path: Path) -> None:
+    flags = RUN + "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+    flags += f"--context-parallel-size 2 --save {tmp_path}/save --save-interval 2 --eval-iters 1 --eval-interval 2 "
+    run_world(4, traced, flags + "--num-layers 2 " + TRACE, str(tmp_path))
+    trace = read_trace(tmp_path / "trace" / "iterations-2-3.json.gz")
+    assert problems(trace) == []
+    names = {event["name"] for event in trace["traceEvents"]}
+    wanted = {"parameter gather", "gradient reduction", "token count"}
+    assert wanted <= {name.partition(": ")[2] for name in names}, names
+    communication = [event for event in trace["traceEvents"] if event.get("cat") == "communication"]
+    axes = {event["args"]["axis"] for event in communication if "args" in event}
+    assert {"ep", "cp"} <= axes
+    assert {"save", "evaluation batch"} <= names
+    evaluated = [event for event in slices(trace, "pipeline") if "iteration" not in event["args"]]
+    assert evaluated and measured_steps(trace)[0].microbatches == 2
+
+
+def test_a_run_that_ends_within_its_trace_writes_it(tmp_path: Path) -> None:
+    run_world(1, traced, RUN + "--trace --trace-step-start 2 --trace-step-end 30", str(tmp_path))
+    trace = read_trace(tmp_path / "trace" / "iterations-3-4.json.gz")
+    assert problems(trace) == [] and [step.iteration for step in measured_steps(trace)] == [3, 4]
+    assert "B(stage 0, microbatch 3)" in {event["name"] for event in trace["traceEvents"]}
+
+
+SHIFT, RATE = 5_000_000_000, 1.001
+
+
+def clocks_apart(rank: int, size: int) -> dict[str, Any]:
+    """Two hosts of two ranks, the second with a clock that is ahead and runs fast."""
+
+    def clock() -> int:
+        now = time.perf_counter_ns()
+        return round(now * RATE) + SHIFT if rank >= 2 else now
+
+    own = measure(_get_default_store(), rank, ["a", "a", "b", "b"], "first", clock)
+    true = time.perf_counter_ns()
+    last = measure(_get_default_store(), rank, ["a", "a", "b", "b"], "last", clock)
+    alignment = Alignment(own, last)
+    error = abs(alignment(round(true * RATE) + SHIFT if rank >= 2 else true) - true)
+    return alignment.as_json() | {"error_us": error / 1e3}
+
+
+def test_clocks_of_two_hosts_meet_within_the_residual() -> None:
+    results = run_world(4, clocks_apart)
+    assert results[0]["residual_us"] == results[1]["residual_us"] == 0
+    assert results[2]["offset_us"] < -4e6
+    assert results[2]["error_us"] <= 1.01 * results[2]["residual_us"] + 1e-2
+
+
+def test_alignment_is_a_line_through_both_measurements() -> None:
+    alignment = Alignment(Offset(1000, 50, 8), Offset(3000, 70, 4))
+    assert [alignment(at) for at in (1000, 2000, 3000)] == [1050, 2060, 3070]
+    assert alignment.as_json() == {"offset_us": 0.05, "drift_us": 0.02, "residual_us": 0.004}
+
+
+def event(rank: int, ts: float, dur: float, name: str = "x") -> Event:
+    return {"ph": "X", "pid": rank, "tid": 0, "ts": ts, "dur": dur, "name": name, "cat": "c", "args": {}}
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([event(0, 0, 10), event(0, 2, 3), event(0, 5, 5), event(1, 5, 10)], ""),
+        ([event(0, 0, 10, "a"), event(0, 5, 10, "b")], "b begins in a and ends after it"),
+        ([event(0, 0, math.nan)], "times"),
+        ([{"ph": "X", "ts": 0}], "without ['dur', 'name', 'pid', 'tid']"),
+        ([{"ph": "b", "pid": 0, "ts": 0, "id": "1", "cat": "c", "name": "n"}], "has only b"),
+        ([{"ph": p, "pid": 0, "tid": 0, "ts": 20, "id": 1, "cat": "c", "name": "n"} for p in "sf"], "lies in no slice"),
+    ],
+)
+def test_what_violates_the_format(events: list[Event], said: str) -> None:
+    found = problems({"traceEvents": events})
+    assert (said in "; ".join(found)) if said else found == []
+
+
+def test_rules() -> None:
+    config = resolve(parse_args((RUN + "--trace --trace-step-end 10").split()), 1)
+    assert [problem.flag for problem in validate(config, 1)] == ["--trace-step-end"]
+    config = resolve(parse_args((RUN + "--trace-step-end 4").split()), 1)
+    assert [problem.flag for problem in notices(config, 1)] == ["--trace-step-end"]
