@@ -169,8 +169,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_layout_loads_every_other(saved: Path, layout: Layout) -> None:
+NAMED = {layout.name: layout for layout in LAYOUTS}
+
+
+@pytest.mark.grid("name", list(NAMED)[::2], list(NAMED))
+def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
+    layout = NAMED[name]
     counts = run_world(layout.world_size, load_all_at, layout, saved)
     assert counts == [len(LAYOUTS)] * layout.world_size
 
