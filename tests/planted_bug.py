@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args

@@ -25,6 +25,7 @@ from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpointing import Checkpointer
@@ -146,14 +147,21 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     return choice.winner or "auto"
 
 
-def choose_weight_grads(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Chooses the kernels of fp8 weight gradients, on GPUs unless nothing may depend on timings. Collective over the
-    ranks of a pipeline stage."""
+def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
+    """Chooses the kernels of fp8 weight gradients, and where the residual stream is added to, on GPUs. Where nothing
+    may depend on timings the next norm adds to it. Collective over the ranks of a pipeline stage."""
     parallel = config.parallel
-    if runtime.device.type != "cuda" or config.training.deterministic or parallel.fp8_format is None:
+    if runtime.device.type != "cuda":
+        return
+    if config.training.deterministic:
+        keep_additions_in_norms(stages.values())
         return
     tokens = config.training.micro_batch_size * config.model.seq_length // parallel.context_parallel_size
     stage, device = runtime.state.axis("stage"), runtime.device
+    for residual, choice in choose_additions(stages.values(), tokens, stage, device).items():
+        runtime.say(f" residual addition after {residual}: in the {choice.winner or 'norm'} ({choice.times})")
+    if parallel.fp8_format is None:
+        return
     found = choose_weight_grad_kernels(stages.values(), tokens, parallel.fp8_recipe, stage, device)
     for shape, choice in found.items():
         name = f"{shape.outputs} x {shape.inputs}"
@@ -190,7 +198,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
         stages = build_stages(config, runtime, queue, casts, overlap, attention)
         for line in freeze_parameters(stages.values(), config.optimizer, state.world):
             runtime.say(f" {line}")
-        choose_weight_grads(plan.longest.config, runtime, stages)
+        choose_gemms(plan.longest.config, runtime, stages)
         scaling = DelayedScaling(config.parallel, stages.values(), state.axis("stage"))
     with phases("optimizer"):
         ddp = DistributedDataParallel(

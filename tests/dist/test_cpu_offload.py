@@ -319,7 +319,7 @@ with fake_cuda(read_device("h100")) as mode:
     with (
         mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
         mock.patch("megatron.training.setup.attention_shape", return_value=None),
-        mock.patch("megatron.training.setup.choose_weight_grads"),
+        mock.patch("megatron.training.setup.choose_gemms"),
         mock.patch.multiple(
             torch.cuda, Stream=Stream, current_stream=lambda device=None: compute, stream=lambda stream: stream
         ),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron.core.kernels.norms  # noqa: F401  (its operators)
+from megatron.core.kernels.gemms.residual_gemm import residual_gemm
 from megatron.planner.device_file import read_device
 from tools.bench.gpu_bytes import parts_of, whole_step
 from tools.bench.kernel_groups import (
@@ -98,6 +99,14 @@ def test_products_and_the_sums_that_they_add_to() -> None:
     product, added = kernels_of(lambda: sums.addmm_(made(128, 256, dtype=FP32).t(), made(128, 64, dtype=FP32)))
     assert product.work == Gemm("fp32", 1, 256, 64, 128) and product.written == 0
     assert (added.group, added.launches, added.read, added.written) == ("weight-gradient sums", 0, 65536, 65536)
+
+
+def test_a_residual_addend_is_a_part_of_its_product() -> None:
+    x, w, stream, bias = made(128, 64), made(256, 64), made(128, 256), made(256)
+    product, addend = kernels_of(lambda: residual_gemm(x, w, stream, bias))
+    assert product.work == Gemm("bf16", 1, 128, 256, 64)
+    assert (product.read, product.written) == (2 * 64 * (128 + 256) + 2 * 256, 2 * 128 * 256)
+    assert (addend.group, addend.launches, addend.read, addend.written) == ("residual addends", 0, 2 * 128 * 256, 0)
 
 
 def test_additions_to_gradient_buffers_have_a_group_of_their_own() -> None:

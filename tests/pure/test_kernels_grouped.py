@@ -12,7 +12,7 @@ from tests.triton_cases import compiled, run_apart
 
 
 def check_twins() -> None:
-    from megatron.core.kernels import grouped_products_triton as kernels
+    from megatron.core.kernels.gemms import grouped_products_triton as kernels
 
     dtypes = (torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
@@ -39,7 +39,7 @@ def check_twins() -> None:
 
 
 def check_compiled() -> None:
-    from megatron.core.kernels import grouped_products_triton as kernels
+    from megatron.core.kernels.gemms import grouped_products_triton as kernels
 
     types = {"dy": "*bf16", "x": "*bf16", "ends": "*i32", **dict.fromkeys(("outputs", "inputs", "experts"), "i32")}
     types |= {"width": "i32"}

@@ -4,7 +4,7 @@ choice between them."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from megatron.core.fp8 import weight_grad_choice, weight_grads
 from megatron.core.fp8.casts import E4M3, E5M2, Scaled
 from megatron.core.fp8.recipes import Fp8Context, WeightCasts
 from megatron.core.fp8.weight_grads import ProductShape, WeightGradProducts
-from megatron.core.kernels import cublaslt
+from megatron.core.kernels.gemms import cublaslt
+from megatron.core.kernels.gemms.residual_gemm import residual_gemm_twin
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -39,7 +40,7 @@ def check_sums() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from megatron.core.kernels import fp8_weight_grad_triton as kernels
+    from megatron.core.kernels.gemms import fp8_weight_grad_triton as kernels
 
     # The interpreter multiplies fp16 and fp32 alone.
     formats = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
@@ -78,7 +79,7 @@ def test_interpreted_sums_are_the_definition() -> None:
 
 
 def check_compiled() -> None:
-    from megatron.core.kernels import fp8_weight_grad_triton as kernels
+    from megatron.core.kernels.gemms import fp8_weight_grad_triton as kernels
 
     types = {"out": "*fp32", "b": "*fp8e4nv", **dict.fromkeys(("a_scale", "b_scale"), "*fp32")}
     types |= dict.fromkeys(("outputs", "inputs", "n"), "i32")
@@ -141,7 +142,7 @@ class CublasLt:
     def matrix(self, layout: Any, address: Any) -> Tensor:
         """The column-major matrix at an address, a view."""
         found = self.objects[layout.value]
-        dtype = {0: torch.float32, 28: E4M3, 29: E5M2}[found["kind"]]
+        dtype = {0: torch.float32, 14: torch.bfloat16, 28: E4M3, 29: E5M2}[found["kind"]]
         (rows, columns), leading = found["size"], found["leading"]
         count = leading * columns * dtype.itemsize
         memory = (ctypes.c_uint8 * count).from_address(address.value)
@@ -151,36 +152,62 @@ class CublasLt:
     def cublasLtMatmul(self, handle: Any, product: Any, alpha: Any, *args: Any) -> int:
         a, b, c, d = (self.matrix(args[i + 1], args[i]) for i in (0, 2, 5, 7))
         beta, settings = args[4]._obj.value, self.objects[product.value]
-        assert settings[25] == 0, "sums of all bits"
-        scales = [ctypes.c_float.from_address(settings[key]).value for key in (17, 18)]
+        fp8 = a.dtype.itemsize == 1
+        assert settings.get(25) == {(True, 0): 0, (True, 14): 1}.get((fp8, self.objects[args[8].value]["kind"]))
+        scales = [ctypes.c_float.from_address(settings[key]).value if fp8 else 1.0 for key in (17, 18)]
         a, b = (x.float() * scale for x, scale in zip((a, b), scales, strict=True))
-        d.copy_(alpha._obj.value * ((a.t() if settings.get(3) else a) @ (b.t() if settings.get(4) else b)) + beta * c)
+        product = (a.t() if settings.get(3) else a) @ (b.t() if settings.get(4) else b)
+        if settings.get(7):
+            assert (settings[7], settings[26]) == (4, 14), "CUBLASLT_EPILOGUE_BIAS and CUDA_R_16BF"
+            memory = (ctypes.c_uint8 * (2 * len(d))).from_address(settings[8])
+            product += torch.frombuffer(memory, dtype=torch.bfloat16)[:, None]
+        d.copy_(alpha._obj.value * product + beta * c)
         return 0
 
 
-def test_cublaslt_is_asked_for_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a stand-in by cuBLAS' documentation. The library itself needs a GPU."""
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stand-in by cuBLAS' documentation. The library itself needs a GPU."""
     monkeypatch.setattr(cublaslt, "_library", _one(CublasLt()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     torch.manual_seed(4)
-    cublaslt._handle.cache_clear()
-    cublaslt._prepared.cache_clear()
-    try:
-        for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
-            a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
-            out = torch.randn(o, i)
-            product = a.dequantized() @ b.dequantized().t()
-            expected = out + product
-            cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale)
-            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
-            cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
-            torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
-        rows = operand(o, n, E5M2, "rows")
-        with pytest.raises(RuntimeError, match="one scale for each operand"):
-            cublaslt.add_product_(out, rows.values, b.values, rows.scale, rows.scale)
-    finally:
-        cublaslt._handle.cache_clear()
-        cublaslt._prepared.cache_clear()
+    for made in (cublaslt._handle, cublaslt._prepared):
+        made.cache_clear()
+    yield
+    for made in (cublaslt._handle, cublaslt._prepared):
+        made.cache_clear()
+
+
+def test_cublaslt_is_asked_for_the_definition(library: None) -> None:
+    for o, i, n in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
+        a, b = operand(o, n, E5M2, "matrix"), operand(i, n, E4M3, "matrix")
+        out = torch.randn(o, i)
+        product = a.dequantized() @ b.dequantized().t()
+        expected = out + product
+        cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+        cublaslt.add_product_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
+        torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
+    rows = operand(o, n, E5M2, "rows")
+    with pytest.raises(RuntimeError, match="one scale for each operand"):
+        cublaslt.add_product_(out, rows.values, b.values, rows.scale, rows.scale)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_cublaslt_adds_products_to_a_residual_stream(fp8: bool, bias: bool, library: None) -> None:
+    for n, m, k in ((48, 32, 64), (16, 80, 32), (48, 32, 64)):
+        x, weight = operand(n, k, E4M3, "matrix"), operand(m, k, E4M3, "matrix")
+        scales = (x.scale, weight.scale) if fp8 else None
+        factors = (x.values, weight.values) if fp8 else (torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16())
+        addend, of_bias = torch.randn(n, m).bfloat16(), torch.randn(m).bfloat16() if bias else None
+        before = addend.clone()
+        found = cublaslt.residual_product(*factors, addend, of_bias, scales)
+        expected = residual_gemm_twin(*factors, addend, of_bias, scales)
+        torch.testing.assert_close(found, expected, rtol=2.0**-8, atol=1e-6)
+        assert torch.equal(addend, before)
+    with pytest.raises(RuntimeError, match="aligned"):
+        cublaslt.residual_product(*factors, torch.empty(m, n).bfloat16().t(), of_bias, scales)
 
 
 def _one(library: CublasLt) -> Callable[[], CublasLt]:

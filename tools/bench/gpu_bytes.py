@@ -150,7 +150,7 @@ def one_step(config: RunConfig, trace: Any, counter: Any) -> Counter[Kernel]:
     with (
         mock.patch("megatron.training.initialize.choose_device", return_value=torch.device("cuda", 0)),
         mock.patch("megatron.training.setup.attention_shape", return_value=None),  # its kernel is given
-        mock.patch("megatron.training.setup.choose_weight_grads"),  # there is nothing to time
+        mock.patch("megatron.training.setup.choose_gemms"),  # there is nothing to time
     ):
         run = build_run(config, initialize(config, Launch(), StartupPhases()))
     counter.prepare(run.stages.values(), fp8=config.parallel.fp8_format is not None)

@@ -39,6 +39,7 @@ EXPECTED = {
 COARSE = {
     "GEMMs": "GEMM",
     "weight-gradient sums": "GEMM",
+    "residual addends": "GEMM",
     "residual adds": "elementwise, copies",
     "activation": "elementwise, copies",
     "rotary, copies": "elementwise, copies",

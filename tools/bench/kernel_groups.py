@@ -71,6 +71,7 @@ class Kernel:
 GROUPS = (
     "GEMMs",
     "weight-gradient sums",
+    "residual addends",
     "attention",
     "norm",
     "residual adds",

@@ -32,6 +32,9 @@ from tools.bench.kernel_groups import AttentionWork, Gemm, Kernel, group_of_op, 
 LIBRARY = str(Path(compiled_regions.__file__).parents[1])
 """Folder of the package `megatron`."""
 
+PROGRAMS = 132
+"""Rows that the kernel of losses and their gradients has in work: one on each multiprocessor of a large GPU."""
+
 FREE = (
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense "
     "device is_same_size record_stream set_ resize_ prim_layout sym_size sym_stride sym_numel sym_storage_offset"
@@ -180,6 +183,15 @@ class KernelCounter(TorchDispatchMode):
         if name in ADDED_PRODUCTS:
             out, a, b = ADDED_PRODUCTS[name](args)
             return list(_product(name, a, b, args, kwargs, out))
+        if name == "residual_gemm":
+            return list(_product(name, args[0], args[1].t(), args, kwargs, made[0]))
+        if name == "loss_and_gradient_":
+            whole = size_of(args[0])
+            again = whole if whole // len(args[0]) * PROGRAMS > self.cache else 0  # else from the cache
+            read, written = whole + again + size_of(args[1]), whole + size_of(made[0])
+            return [Kernel("loss", f"{name} {_shown(args[0])}", read, written)]
+        if name == "scale_rows_":  # of losses of a weight of 1, as in pretraining, none
+            return [Kernel("loss", name, size_of(args[1]), 0)]
         if name == "clear_rows_behind_":  # only the device knows how few there are
             return [Kernel("experts", name, 0, 0)]
         if "scaled_dot_product" in name or "flash_attention" in name:
@@ -257,9 +269,13 @@ def _product(name: str, a: Tensor, b: Tensor, args: Any, kwargs: dict[str, Any],
     read = size_of(a) + size_of(b)
     if name.startswith(("addmm", "baddbmm")) and not sums:
         read += size_of(args[0])  # the bias
+    if name == "residual_gemm" and args[3] is not None:
+        read += size_of(args[3])  # the bias
     shape = f"{batches} x " * (batches > 1) + f"{m} x {n} x {k}"
     written = 0 if sums else size_of(out)
     yield Kernel("GEMMs", f"{precision} {shape}", read, written, Gemm(precision, batches, m, n, k))
+    if name == "residual_gemm":
+        yield Kernel("residual addends", f"addend {_shown(args[2])}", size_of(args[2]), 0, launches=0)
     if sums:
         whole, adds = size_of(out), _adds(name, args, kwargs)
         text = f"beta = {adds:d} {_shown(out)}"

@@ -29,6 +29,7 @@ from megatron.core.kernels.cast_transpose import (
     multiplier_of,
     transpose,
 )
+from megatron.core.kernels.gemms.residual_gemm import residual_gemm
 from megatron.core.kernels.swiglu_cast import swiglu_cast, swiglu_gradient_cast
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import Init, ParamMeta
@@ -140,6 +141,9 @@ class Fp8Gemms(nn.Module):
     gathered over the ranks is saved as it is sent instead, and cast by columns after the second gather.
     """
 
+    adds_residual = False
+    """As of `LinearGemms`. cuBLASLt adds to products of operands that have one scale each."""
+
     gathers_weights = False
     """Whether a weight has the same scales by rows and by columns, so that one cast of it stands for both."""
 
@@ -172,10 +176,13 @@ class Fp8Gemms(nn.Module):
             return Operands(local, local)
         return self._operands(x, INPUT, needs_dw)
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
         rows = self.cast_gathered(x, ROWS) if self.cuts.sequence else _by_rows(x)
-        y = scaled_mm(rows, self._weight(weight, "rows"), weight.dtype, bias, fast_accumulation=True)
-        return y.view(*x[0].shape[:-1], -1)
+        by, shape = self._weight(weight, "rows"), x[0].shape[:-1]
+        if addend is None:
+            return scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True).view(*shape, -1)
+        sums = residual_gemm(rows.values, by.values, rows_of(addend), bias, (rows.scale, by.scale))
+        return sums.view(*shape, -1)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
         return self._operands(dy, GRAD, needs_dw)
@@ -251,7 +258,7 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 class PerTensorGemms(Fp8Gemms):
     """One scale for each tensor: the cast by columns is the transpose of that by rows. Inputs are gathered in fp8."""
 
-    gathers_weights = True
+    adds_residual = gathers_weights = True
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]

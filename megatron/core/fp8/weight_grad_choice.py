@@ -15,7 +15,7 @@ from megatron.core.attention.backend_choice import Choice, Clock, compare, devic
 from megatron.core.fp8.casts import E4M3, TILE, Scaled, dequantized_mm
 from megatron.core.fp8.recipes import Fp8Gemms
 from megatron.core.fp8.weight_grads import TORCH, ProductShape, WeightGradProducts, add_product_
-from megatron.core.kernels.fp8_weight_grad import KERNELS
+from megatron.core.kernels.gemms.fp8_weight_grad import KERNELS
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import ParallelLinear
 from megatron.core.tensor_parallel.linear_gemms import matrix_of

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron.core.fp8.casts import Scaled, scaled_mm
 from megatron.core.kernels.availability import runs_triton
-from megatron.core.kernels.cublaslt import ALIGNMENT
-from megatron.core.kernels.fp8_weight_grad import KERNELS, add_fp8_product_
+from megatron.core.kernels.gemms.cublaslt import ALIGNMENT
+from megatron.core.kernels.gemms.fp8_weight_grad import KERNELS, add_fp8_product_
 
 TORCH = "torch"
 """The kernel that writes a product, which is then added."""

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.kernels.availability import multiprocessors
 from megatron.core.kernels.cast_transpose_triton import FORMATS, _bits_of_size, cast_and_store, finished
 
 ELEMENTS, WARPS = 2**15, 16
@@ -21,9 +22,6 @@ them, and a quarter where nothing is cast: only stores of columns gain by many r
 
 SUMMED, SUMMED_PARTS = 64, 32
 """Columns whose sums a program adds up, and programs whose sums it reads at a time."""
-
-MULTIPROCESSORS = 4
-"""Of what is no GPU. A backward has a program for each, whose registers it fills."""
 
 
 @triton.jit
@@ -259,7 +257,7 @@ def norm_gradients(
     tile = tile_of(h, ELEMENTS // (2 if casts else 4))
     rows, columns = _outputs(x, wanted, dtype)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile["TILE_N"])
-    programs = min(blocks, _multiprocessors(x.device))
+    programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     steps = triton.cdiv(blocks, programs)
     part_sums = torch.empty(programs, 1 + centered + sums, h, device=x.device)
     part_amax = torch.empty(programs * steps, dtype=torch.int32, device=x.device)
@@ -296,7 +294,3 @@ def norm_gradients(
     if multiplier is None:
         return [dx, summed]
     return [dx, summed, *finished((rows, columns), wanted, part_amax, multiplier, noted)]
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS

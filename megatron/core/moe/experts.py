@@ -21,7 +21,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
 from megatron.core.host_to_device import HostCopy, integers_on
 from megatron.core.kernels.availability import runs_triton
-from megatron.core.kernels.grouped_products import add_grouped_products_, clear_rows_behind_
+from megatron.core.kernels.gemms.grouped_products import add_grouped_products_, clear_rows_behind_
 from megatron.core.moe.parameters import expert_metas
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.layers import TPContext, make_parameter

@@ -25,7 +25,7 @@ class GatedSharedExpert(SharedExpert):
         self.gate_dtype = torch.promote_types(ctx.dtype, torch.float32)
         self.queue = ctx.queue
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         gate = RouterFunction.apply(x, self.gate_weight, self.gate_dtype, self.queue).sigmoid()
         return super()._run(x) * gate.to(x.dtype)
 

@@ -196,7 +196,9 @@ class Overlapped:
 class OverlappedColumnParallelLinear(Overlapped, ColumnParallelLinear):
     """`ColumnParallelLinear` with overlap."""
 
-    def forward(self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True) -> Tensor:
+    def forward(
+        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
+    ) -> Tensor:
         """x [s/t, b, in] -> [s, b, out/t]; W [out/t, in]"""
         return _ColumnFunction.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
 
@@ -204,7 +206,9 @@ class OverlappedColumnParallelLinear(Overlapped, ColumnParallelLinear):
 class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
     """`RowParallelLinear` with overlap."""
 
-    def forward(self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True) -> Tensor:
+    def forward(
+        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
+    ) -> Tensor:
         """x [s, b, in/t] -> [s/t, b, out]; W [out, in/t]"""
         return _RowFunction.apply(x, self.weight, self.used_bias(add_bias, bias_gradient), self)
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import all_gather
 from megatron.core.compiled_regions import region
+from megatron.core.kernels.cross_entropy import loss_and_gradient_, makes_gradients, scale_rows_
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 
@@ -33,7 +34,8 @@ def vocab_parallel_cross_entropy(
     [0, vocab_size).
 
     The gradient overwrites logits that are an intermediate result, which halves the memory; autograd then refuses a
-    second backward through them. Clone logits that you read after the backward.
+    second backward through them. Clone logits that you read after this call: where `compiled` kernels of a GPU have the
+    whole vocabulary, the forward makes the gradient.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not logits._is_view()
@@ -67,6 +69,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         compiled: bool,
         z_loss_coeff: float,
     ) -> Tensor:
+        ctx.made = compiled and overwrite and tp.size == 1 and ctx.needs_input_grad[0] and makes_gradients(logits)
+        if ctx.made:
+            flat = logits.view(-1, logits.shape[-1]), labels.flatten()
+            losses = loss_and_gradient_(*flat, vocab_size, z_loss_coeff).view(labels.shape)
+            ctx.save_for_backward(logits)
+            return losses
         start, stop = local_rows(logits.shape[-1] * tp.size, tp)
         columns = max(0, min(vocab_size, stop) - start)
         elsewhere = (labels < start) | (labels >= start + columns)
@@ -87,6 +95,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)"""
+        if ctx.made:
+            (made,) = ctx.saved_tensors
+            scale_rows_(made.view(-1, made.shape[-1]), grad_loss.flatten())
+            return made.detach(), None, None, None, None, None, None
         logits, local_labels, elsewhere, maximum, total = ctx.saved_tensors
         grad = logits if ctx.overwrite else logits.clone(memory_format=torch.contiguous_format)
         columns, width = ctx.columns, logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers and embeddings: column, row and vocabulary parallel, with sequence parallelism.
+"""Tensor-parallel linear layers: column, row and vocabulary parallel, with sequence parallelism.
 
 A column-parallel layer shards the output features and a row-parallel layer the input features, so that a pair of them
 needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence parallelism
@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -32,16 +31,15 @@ from megatron.core.collectives import (
 from megatron.core.fp8.build import build_gemms
 from megatron.core.fp8.recipes import DelayedGemms, Fp8Context
 from megatron.core.init import set_present
+from megatron.core.kernels.gemms.residual_gemm import adds_residual
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.given_casts import InputCast, OutputGradient, attach, given_input
 from megatron.core.tensor_parallel.linear_gemms import PLAIN, Cuts, LinearGemms, Operand, matrix_of
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
-from megatron.core.tensor_parallel.vocabulary import check_ids, local_rows
 from megatron.core.tensor_parallel.weight_grad import (
     WeightGradQueue,
     accumulate_weight_grad,
-    add_rows_,
     saved_without_graph,
 )
 
@@ -167,6 +165,7 @@ def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
 
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
+    With an addend y + addend, where `leave` is no collective.
 
     Only the local part of the input is saved, as the GEMM for dW reads it. The backward gathers it again while it
     computes dX, and reduces dX while it computes dW, which goes to `accumulate_weight_grad`. Without `saves` there
@@ -187,6 +186,7 @@ class LinearFunction(torch.autograd.Function):
         gemms: LinearGemms = PLAIN,
         saves: bool = True,
         of_output: OutputGradient | None = None,
+        addend: Tensor | None = None,
     ) -> Tensor:
         needs_dw = saves and ctx.needs_input_grad[1]
         local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
@@ -199,7 +199,8 @@ class LinearFunction(torch.autograd.Function):
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None if bias is None else bias.flatten()
         if boundary.leave is start_nothing:
-            return gemms.forward(full_x, weight, flat_bias)
+            return gemms.forward(full_x, weight, flat_bias, addend)
+        assert addend is None, "partial sums cannot be added to the residual stream"
         y = boundary.leave(gemms.forward(full_x, weight, None), axis).wait()
         return y if flat_bias is None else y.add_(flat_bias)
 
@@ -229,7 +230,8 @@ class LinearFunction(torch.autograd.Function):
         if needs_db and of_bias is None:
             of_bias = grad_output.flatten(0, -2).sum(0)
         db = of_bias.view(ctx.bias_shape) if of_bias is not None and needs_db else None
-        return (None if dx is None else dx.wait()), dw, db, None, None, None, None, None, None
+        of_addend = grad_output if ctx.needs_input_grad[-1] else None
+        return (None if dx is None else dx.wait()), dw, db, *[None] * 6, of_addend
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
@@ -251,13 +253,15 @@ class ParallelLinear(nn.Module):
         self.axis, self.queue, self.boundary, self.compiled = ctx.tp, ctx.queue, boundary, ctx.compiled
         self.gemms = build_gemms(name, ctx.fp8, ctx.tp, boundary.cuts, ctx.device, ctx.compiled)
 
-    def forward(self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True) -> Tensor:
+    def forward(
+        self, x: Tensor, add_bias: bool = True, bias_gradient: bool = True, addend: Tensor | None = None
+    ) -> Tensor:
         """`add_bias` is false where a region that follows adds the bias, `bias_gradient` where its backward sums up the
-        gradient."""
+        gradient. An `addend` [s, b, out] is added to the output, where the layer `takes_addend`."""
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
         of_output = self.output_gradient(bias) if saves and self.compiled else None
         settings = self.boundary, self.axis, self.queue, self.gemms, saves, of_output
-        return attach(LinearFunction.apply(x, self.weight, bias, *settings), of_output)
+        return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
         """What the backward before this layer's can make of its dY; None if nothing, or if dY is gathered first, or if
@@ -308,6 +312,16 @@ class RowParallelLinear(ParallelLinear):
     # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
+        self.adds_residual = True
+        """Whether a GEMM that adds to the residual stream is faster here than an addition in the next norm, as
+        `residual_choice` found."""
+
+    def takes_addend(self) -> bool:
+        """Whether the residual stream can be the addend of the layer's GEMM: not where a collective sums its outputs,
+        nor where hooks see them."""
+        adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
+        local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
+        return adds and local and not observed(self) and adds_residual(matrix_of(self.weight))
 
 
 class ReplicatedParallelLinear(ParallelLinear):
@@ -320,58 +334,6 @@ class ReplicatedParallelLinear(ParallelLinear):
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
         boundary = LOCAL_SEQUENCE if ctx.sequence_parallel and ctx.tp.size > 1 else LOCAL
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), boundary, ctx)
-
-
-class EmbeddingFunction(torch.autograd.Function):
-    """Lookup in an embedding table whose rows are sharded: each rank looks up its own ids, zeros stand for the others,
-    and the sum over the ranks is the result.
-
-    The gradient is added to `weight.main_grad` row by row, so that no gradient of the table's size is made.
-    """
-
-    # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
-        start, stop = local_rows(weight.shape[0] * axis.size, axis)
-        ctx.elsewhere = None
-        if axis.size > 1:
-            ctx.elsewhere = ((ids < start) | (ids >= stop)).unsqueeze(-1)
-            ids = (ids - start).clamp_(0, stop - start - 1)
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.boundary, ctx.axis = weight, boundary, axis
-        rows = F.embedding(ids, weight)
-        if ctx.elsewhere is not None:
-            rows.masked_fill_(ctx.elsewhere, 0.0)
-        return boundary.leave(rows, axis).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.needs_input_grad[1]:
-            return None, None, None, None
-        (ids,) = ctx.saved_tensors
-        dy = ctx.boundary.leave_adjoint(grad_output, ctx.axis).wait()
-        if ctx.elsewhere is not None:
-            dy = dy.masked_fill(ctx.elsewhere, 0.0)
-        dw = accumulate_weight_grad(ctx.weight, lambda out: add_rows_(out, ids.flatten(), dy.flatten(0, -2)))
-        return None, dw, None, None
-
-
-class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden], padding included, with sharded rows."""
-
-    backward_reads_parameters = False
-
-    def __init__(self, meta: ParamMeta, ctx: TPContext) -> None:
-        super().__init__()
-        self.weight = make_parameter(meta, ctx)
-        self.vocab_rows, self.axis, self.boundary = meta.global_shape[0], ctx.tp, row_boundary(ctx)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. ValueError for an unknown
-        token."""
-        check_ids(tokens, self.vocab_rows, "token ids")
-        return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 
 
 class OutputLayer(nn.Module):

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels.gemms.residual_gemm import residual_gemm
 from megatron.core.tensor_parallel.weight_grad import add_product_
 
 Operand = tuple[Tensor, ...]
@@ -48,11 +49,15 @@ class Cuts:
 class LinearGemms(Protocol):
     """The GEMMs of one linear layer in one precision."""
 
+    adds_residual: bool
+    """Whether `forward` takes an addend."""
+
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Casts x [s, b, in], before a gather. Without `needs_dw` no weight gradient will be asked for."""
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]"""
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out]; y + addend, rounded once, with an addend
+        [s, b, out]."""
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
         """Casts dY [s, b, out], after a gather."""
@@ -67,11 +72,15 @@ class LinearGemms(Protocol):
 class PlainGemms:
     """GEMMs in the precision of the parameters."""
 
+    adds_residual = True
+
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         return Operands((x,), (x,))
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x[0], matrix_of(weight), bias)
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+        if addend is None:
+            return F.linear(x[0], matrix_of(weight), bias)
+        return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
         return Operands((dy,), (dy,))

@@ -29,12 +29,13 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
     return swiglu and plain and all(isinstance(linear.gemms, DelayedGemms) for linear in (fc1, fc2))
 
 
-def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear) -> Tensor:
-    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients.
+def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
+    """fc2(SwiGLU(fc1(x))): x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With gradients. Added to
+    an `addend` [s, b, h] where fc2 takes one.
 
     The layers themselves are not called: where they are `observed`, their hooks would see nothing."""
     of_output = fc2.output_gradient(None)
-    return attach(_CastMLP.apply(x, fc1.weight, fc2.weight, fc1, fc2, of_output), of_output)
+    return attach(_CastMLP.apply(x, fc1.weight, fc2.weight, fc1, fc2, of_output, addend), of_output)
 
 
 class _CastMLP(torch.autograd.Function):
@@ -49,6 +50,7 @@ class _CastMLP(torch.autograd.Function):
         fc1: ParallelLinear,
         fc2: ParallelLinear,
         of_output: OutputGradient | None,
+        addend: Tensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[1:3]
         local, saved = given_input(x) or fc1.gemms.cast_input(x, needs[0])
@@ -58,7 +60,7 @@ class _CastMLP(torch.autograd.Function):
         ctx.save_for_backward(hidden, *(saved if needs[0] else ()), *activated.weight_grad)
         # The parameters themselves: activation checkpointing returns saved tensors without their attributes.
         ctx.weights, ctx.layers, ctx.of_output = (weight1, weight2), (fc1, fc2), of_output
-        return fc2.boundary.leave(fc2.gemms.forward(activated.output, weight2, None), fc2.axis).wait()
+        return fc2.boundary.leave(fc2.gemms.forward(activated.output, weight2, None, addend), fc2.axis).wait()
 
     @staticmethod
     @once_differentiable
@@ -79,7 +81,8 @@ class _CastMLP(torch.autograd.Function):
         if needs1:
             whole = lambda: entered(enter(x, fc1.boundary, fc1.axis) if gathering is None else gathering)  # noqa: E731
             dw1 = _add_weight_grad(fc1, weight1, dh.weight_grad, whole)
-        return (None if dx is None else dx.wait()), dw1, dw2, None, None, None
+        of_addend = grad_output if ctx.needs_input_grad[-1] else None
+        return (None if dx is None else dx.wait()), dw1, dw2, None, None, None, of_addend
 
 
 def _delayed(linear: ParallelLinear) -> DelayedGemms:

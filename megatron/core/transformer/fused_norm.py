@@ -42,10 +42,11 @@ def fused_norm(
 
     `centered` is LayerNorm (arXiv:1607.06450), else RMSNorm (arXiv:1910.07467). `one_plus` adds 1 to the weight.
 
-    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update is the output of a
-    linear layer, the backward makes what that has use for of its gradient.
+    With a `cast`, and without a mask, the norm is a stand-in that carries its casts. If the update, or x without one,
+    is the output of a linear layer, the backward makes what that has use for of its gradient.
     """
-    cast, of_update = (cast, gradient_of_output(update)) if mask is None else (None, None)
+    output = x if update is None else update
+    cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
     return _FusedNorm.apply(x, update, weight, bias, mask, eps, centered, one_plus, cast, of_update)
 
 
@@ -76,6 +77,7 @@ class _FusedNorm(torch.autograd.Function):
         bits = () if mask is None else mask[1:]
         ctx.save_for_backward(total, weight, *bits, *statistics)
         ctx.p, ctx.of_update, ctx.one_plus = None if mask is None else mask.p, of_update, one_plus
+        ctx.adds = update is not None
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -88,7 +90,7 @@ class _FusedNorm(torch.autograd.Function):
         if of_normed is None:
             of_normed = torch.zeros_like(total)
         operands = total, of_total, of_normed, weight, statistics, ctx.one_plus
-        if ctx.of_update is not None and ctx.needs_input_grad[1]:
+        if ctx.of_update is not None and ctx.needs_input_grad[ctx.adds]:
             dx, of_update, of_weight, *of_bias = _with_casts_and_sum(ctx.of_update, *operands)
         else:
             dx, of_update, of_weight, *of_bias = region(_backward_of_both, True, static=True)(mask, *operands)

@@ -80,6 +80,7 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = HiddenDropout(f"{name}.mlp.dropout", p, ctx)
         self.recompute_norms = config.norms_inputs and config.recomputes("layernorm")
         self.parallel, self.multiplier = config.parallel_residual, config.residual_multiplier
+        self.norms_outputs = config.norms_outputs
 
     def forward(self, x: Tensor | Stream, context: BatchContext) -> Tensor | Stream:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. From a `Stream` to one."""
@@ -89,13 +90,14 @@ class TransformerLayer(nn.Module):
 
     def _next(self, stream: Stream, context: BatchContext) -> Stream:
         x, normed = add_and_norm(self.input_layernorm, *stream, cast=self._cast_of(self.self_attention))
-        update, mask = self._attention(x, normed, context)
+        stream = self._attention(x, normed, context)
         cast = self._cast_of(self.mlp)
         if self.parallel:
             x, normed = add_and_norm(self.pre_mlp_layernorm, x, cast=cast)
-            return Stream(add_update(x, update, mask), *self._mlp(x, normed, context))
-        x, normed = add_and_norm(self.pre_mlp_layernorm, x, update, mask, cast)
-        return Stream(x, *self._mlp(x, normed, context))
+            _, update, mask = self._mlp(x, normed, context)
+            return Stream(stream._replace(x=x).added(), update, mask)
+        x, normed = add_and_norm(self.pre_mlp_layernorm, *stream, cast)
+        return self._mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
         """The casts that a sublayer wants of its input in place of it. Norms that are computed again make none."""
@@ -111,13 +113,24 @@ class TransformerLayer(nn.Module):
         )
         return own and isinstance(norm, LayerNorm) and norm.fuses() and not observed
 
-    def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
+    def _attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> Stream:
+        if self._adds_within(self.self_attention, self.attention_dropout):
+            return Stream(self.self_attention(normed, context, addend=x))
         y = self._of_normed(self.input_layernorm, x, normed, self.self_attention, context)
-        return self._update(self.post_attention_layernorm(y), self.attention_dropout, context)
+        return Stream(x, *self._update(self.post_attention_layernorm(y), self.attention_dropout, context))
 
-    def _mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> Update:
+    def _mlp(self, x: Tensor, normed: Tensor, context: BatchContext) -> Stream:
+        if self._adds_within(self.mlp, self.mlp_dropout):
+            return Stream(self.mlp(normed, context, addend=x))
         y = self._of_normed(self.pre_mlp_layernorm, x, normed, self.mlp, context)
-        return self._update(self.post_mlp_layernorm(y), self.mlp_dropout, context)
+        return Stream(x, *self._update(self.post_mlp_layernorm(y), self.mlp_dropout, context))
+
+    def _adds_within(self, sublayer: nn.Module, dropout: HiddenDropout) -> bool:
+        """Whether the last GEMM of a sublayer adds to the residual stream: if nothing comes between the two, and no
+        norm before is computed again."""
+        plain = not (self.parallel or self.norms_outputs or self.recompute_norms) and self.multiplier == 1
+        takes = getattr(sublayer, "takes_addend", None)
+        return plain and dropout.p == 0 and takes is not None and takes()
 
     def _update(self, y: Tensor, dropout: HiddenDropout, context: BatchContext) -> Update:
         return dropout.deferred(y, context) if self.multiplier == 1 else (dropout(y, context) * self.multiplier, None)

@@ -33,24 +33,29 @@ class MLP(nn.Module):
         self.casts_swiglu = casts_swiglu(self.linear_fc1, self.activation, self.linear_fc2)
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
-    def forward(self, x: Tensor, context: BatchContext | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
-        return recomputed(self._run, x) if self.recompute and self.training else self._run(x)
+    def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With an `addend` [s, b, h] their sum,
+        where the module `takes_addend`."""
+        return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         if self._fuses():
-            return cast_mlp(x, self.linear_fc1, self.linear_fc2)
+            return cast_mlp(x, self.linear_fc1, self.linear_fc2, addend)
         activate: Callable[..., Tensor] = self.activation
         if self.activation_adds_bias:
             activate = partial(activate, bias=self.linear_fc1.bias)
         x = self.linear_fc1(x, add_bias=not self.activation_adds_bias)
         if self.recompute_activation and self.training:
-            return with_input_recomputed(activate, x, self.linear_fc2)
-        return self.linear_fc2(activate(x))
+            return with_input_recomputed(activate, x, partial(self.linear_fc2, addend=addend))
+        return self.linear_fc2(activate(x), addend=addend)
 
     def input_cast(self) -> InputCast | None:
         """The casts of its input that it reads in place of that; None if it reads the input."""
         return None if type(self) is not MLP or self.recompute else input_cast_of(self, self.linear_fc1)
+
+    def takes_addend(self) -> bool:
+        """Whether it can add its output to the residual stream."""
+        return type(self) is MLP and not observed(self) and self.linear_fc2.takes_addend()
 
     def _fuses(self) -> bool:
         """Whether the activation is computed within the casts of its operands."""

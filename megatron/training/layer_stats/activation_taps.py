@@ -18,7 +18,7 @@ from megatron.core.attention.core_attention import CoreAttention
 from megatron.core.compiled_regions import region
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe.load_balancing import Balance
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.layer import Stream
 from megatron.core.transformer.recompute import computing_again

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.core.batch import BatchContext
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import EMBEDDING_NORM, position_embedding_meta, word_embedding_meta
-from megatron.core.tensor_parallel.layers import TPContext, VocabParallelEmbedding, make_parameter
+from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 

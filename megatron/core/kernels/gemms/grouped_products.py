@@ -16,7 +16,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
     out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32).
     """
-    from megatron.core.kernels import grouped_products_triton as kernels
+    from megatron.core.kernels.gemms import grouped_products_triton as kernels
 
     kernels.add_grouped_products_(out, dy, x, ends)
 
@@ -24,7 +24,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 @torch.library.custom_op("megatron::clear_rows_behind_", mutates_args=("x",), device_types="cuda")
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
     """Sets the rows of x [n, width], contiguous, from ends[-1] (int32) on to zero. Touches no others."""
-    from megatron.core.kernels import grouped_products_triton as kernels
+    from megatron.core.kernels.gemms import grouped_products_triton as kernels
 
     kernels.clear_rows_behind_(x, ends)
 

@@ -1,4 +1,5 @@
-"""cuBLASLt's fp8 GEMM with an output that is added to (beta = 1), called through ctypes: torch passes no beta on.
+"""cuBLASLt's GEMMs with an addend (beta = 1), called through ctypes: torch passes no beta on for fp8 operands, and
+copies an addend of 16 bits into the output first.
 
 Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. Every call's status is checked,
 and what cuBLASLt does not support raises RuntimeError.
@@ -7,16 +8,23 @@ and what cuBLASLt does not support raises RuntimeError.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-R_32F, COMPUTE_32F, OP_T = 0, 68, 1
-R_8F = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
-TRANS_A, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM = 3, 17, 18, 25
+R_32F, COMPUTE_32F, OP_T, ADDS_BIAS = 0, 68, 1, 4
+TYPES = {
+    torch.float32: R_32F,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+TRANS_A, EPILOGUE, BIAS_POINTER, A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
 """Attributes of a product. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
@@ -84,27 +92,54 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
     return layout
 
 
-def _description() -> ctypes.c_void_p:
-    """out += Aᵀ B, summed in fp32 to all bits."""
+class Kind(NamedTuple):
+    """What a product is of, beside its sizes."""
+
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    """Of the addend too."""
+
+    bias: bool = False
+    fast: bool = False
+    """Whether partial sums of fp8 products have fewer bits."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether operands have scales."""
+        return self.a.itemsize == 1
+
+
+def _description(kind: Kind) -> ctypes.c_void_p:
+    """D = C + Aᵀ B, summed in fp32."""
     description = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(description), ctypes.c_int(COMPUTE_32F), ctypes.c_int(R_32F))
-    _set("cublasLtMatmulDescSetAttribute", description, TRANS_A, ctypes.c_int32(OP_T))
-    _set("cublasLtMatmulDescSetAttribute", description, FAST_ACCUM, ctypes.c_int8(0))
+    _set_of_product(description, TRANS_A, ctypes.c_int32(OP_T))
+    if kind.scaled:
+        _set_of_product(description, FAST_ACCUM, ctypes.c_int8(kind.fast))
+    if kind.bias:
+        _set_of_product(description, EPILOGUE, ctypes.c_int32(ADDS_BIAS))
+        _set_of_product(description, BIAS_TYPE, ctypes.c_int32(TYPES[kind.out]))
     return description
 
 
-def _set_scales(description: ctypes.c_void_p, a_scale: int, b_scale: int) -> None:
-    for attribute, address in ((A_SCALE_POINTER, a_scale), (B_SCALE_POINTER, b_scale)):
-        _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_void_p(address))
+def _set_of_product(description: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    _set("cublasLtMatmulDescSetAttribute", description, attribute, value)
+
+
+def _set_pointers(description: ctypes.c_void_p, pointers: Mapping[int, int]) -> None:
+    for attribute, address in pointers.items():
+        _set_of_product(description, attribute, ctypes.c_void_p(address))
 
 
 @cache
-def _prepared(device: int, o: int, i: int, n: int, a_type: int, b_type: int) -> _Product:
+def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     """Our row-major out [o, i] is cuBLAS' column-major [i, o]: its A is our b, whose rows are its columns, and its B is
     our a."""
-    description = _description()
-    _set_scales(description, ALIGNMENT, ALIGNMENT)  # that there are some; a call sets its own
-    a, b, out = _layout(b_type, n, i), _layout(a_type, n, o), _layout(R_32F, i, o)
+    description = _description(kind)
+    pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
+    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # that there are some; a call sets its own
+    a, b, out = _layout(TYPES[kind.b], n, i), _layout(TYPES[kind.a], n, o), _layout(TYPES[kind.out], i, o)
     preference = ctypes.c_void_p()
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     set_preference = "cublasLtMatmulPreferenceSetAttribute"
@@ -123,30 +158,56 @@ def _prepared(device: int, o: int, i: int, n: int, a_type: int, b_type: int) -> 
     )
     _call("cublasLtMatmulPreferenceDestroy", preference)
     if found.value == 0 or algorithm.state != 0:
-        raise RuntimeError(f"cuBLASLt has no fp8 product [{o}, {n}] x [{n}, {i}] that adds to fp32")
+        raise RuntimeError(f"cuBLASLt has no product [{o}, {n}] x [{n}, {i}] of {kind.a} that adds to {kind.out}")
     return _Product(description, a, b, out, algorithm)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool = False) -> None:
-    """See `fp8_weight_grad`. Scales are of whole matrices."""
+    """See `fp8_weight_grad`. Scales are of whole matrices. Sums have all bits."""
+    _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
+
+
+def residual_product(
+    a: Tensor, b: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """See `residual_gemm`. Scales are of whole matrices."""
+    out, kind = torch.empty_like(addend), Kind(a.dtype, b.dtype, addend.dtype, bias is not None, a.itemsize == 1)
+    _multiply(out, addend, a, b, kind, scales, bias, 1.0)
+    return out
+
+
+def _multiply(
+    out: Tensor,
+    addend: Tensor,
+    a: Tensor,
+    b: Tensor,
+    kind: Kind,
+    scales: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
+    beta: float,
+) -> None:
+    """out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n], all contiguous."""
     (o, i), n, device = out.shape, a.shape[1], out.device.index
-    if a_scale.ndim or b_scale.ndim or any(x.data_ptr() % ALIGNMENT for x in (out, a, b)):
-        raise RuntimeError("this product takes one scale for each operand, and operands aligned to 16 bytes")
-    product = _prepared(device, o, i, n, R_8F[a.dtype], R_8F[b.dtype])
-    _set_scales(product.description, b_scale.data_ptr(), a_scale.data_ptr())
+    operands = [out, addend, a, b, *(() if bias is None else (bias,))]
+    if any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in operands):
+        raise RuntimeError("this product takes contiguous operands aligned to 16 bytes")
+    if (scales is not None) != kind.scaled or any(scale.ndim for scale in scales or ()):
+        raise RuntimeError("this product takes one scale for each operand in fp8, and none for others")
+    product = _prepared(device, o, i, n, kind)
+    pointers = {} if scales is None else {A_SCALE_POINTER: scales[1].data_ptr(), B_SCALE_POINTER: scales[0].data_ptr()}
+    _set_pointers(product.description, pointers | ({} if bias is None else {BIAS_POINTER: bias.data_ptr()}))
     workspace = torch.empty(product.algorithm.workspace, dtype=torch.uint8, device=out.device)
-    one, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if overwrite else 1.0)
     _call(
         "cublasLtMatmul",
         _handle(device),
         product.description,
-        ctypes.byref(one),
+        ctypes.byref(ctypes.c_float(1.0)),
         ctypes.c_void_p(b.data_ptr()),
         product.a,
         ctypes.c_void_p(a.data_ptr()),
         product.b,
-        ctypes.byref(beta),
-        ctypes.c_void_p(out.data_ptr()),
+        ctypes.byref(ctypes.c_float(beta)),
+        ctypes.c_void_p(addend.data_ptr()),
         product.out,
         ctypes.c_void_p(out.data_ptr()),
         product.out,

@@ -23,11 +23,11 @@ def add_fp8_product_(
     operands.
     """
     if kernel == "triton":
-        from megatron.core.kernels import fp8_weight_grad_triton
+        from megatron.core.kernels.gemms import fp8_weight_grad_triton
 
         fp8_weight_grad_triton.add_product_(out, a, b, a_scale, b_scale, overwrite)
     else:
-        from megatron.core.kernels import cublaslt
+        from megatron.core.kernels.gemms import cublaslt
 
         cublaslt.add_product_(out, a, b, a_scale, b_scale, overwrite)
 
