@@ -39,6 +39,7 @@ def settle(run: TrainingRun) -> bool:
     Returns whether the search overwrote the gradient buffers. Raises BadStepError, on every rank, if the step ends
     the run.
     """
+    run.optimizer.validate()
     verdict = run.guard.verdict()
     if verdict is None:
         return False

@@ -61,7 +61,9 @@ class ForwardBackward:
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
         """(micro-batches with the factor of auxiliary losses, valid tokens of the global batch)."""
-        total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.loss_rank)
+        # Ranks count the same: none waits for the loss rank, which may still be in the step before.
+        loss_rank = None if self.pipeline.post_validation else self.pipeline.loss_rank
+        total = global_token_count(count_tokens(batches), self.runtime.state, loss_rank)
         return self.experts.with_scale(batches, seed, total, step.samples * self.config.model.seq_length), total
 
     def end_step(self, skip: torch.Tensor) -> None:
@@ -70,6 +72,11 @@ class ForwardBackward:
         self.multi_token.end_step(skip)
         self.sources.end_step(skip)
         self.scaling.end_step(skip)
+
+    def moved_by_end_step(self) -> list[torch.Tensor]:
+        """The tensors that `end_step` changes."""
+        parts = (self.experts, self.multi_token, self.sources, self.scaling)
+        return [tensor for part in parts for tensor in part.moved_by_end_step()]
 
     def forget_step(self) -> None:
         """Drops the gradients and tallies of a step that will not update the weights."""

@@ -39,6 +39,7 @@ class Pipeline:
         self.shards = runtime.state.tp.size if config.parallel.sequence_parallel else 1
         """Ranks that hold parts of a sequence's hidden states."""
         self.in_turns = config.parallel.overlap_moe_expert_parallel_comm
+        self.post_validation = config.optimizer.optimizer_post_validation
         self.stages = stages
         self.layout = pipeline_layout(config.model, config.parallel)
         shape, dtype = hidden_shape(config, runtime.state.tp.size), getattr(torch, config.parallel.params_dtype)
@@ -94,7 +95,10 @@ class Pipeline:
 
     def _actions(self, num_microbatches: int, evaluate: bool, in_turns: bool = False) -> Sequence[Action]:
         chunks = self.layout.chunks
-        lists = pipeline_lists(self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns)
+        post_validation = self.post_validation and not evaluate
+        lists = pipeline_lists(
+            self.schedule, self.pp.size, num_microbatches, chunks, evaluate, self.group, in_turns, post_validation
+        )
         return lists[self.pp.rank]
 
 

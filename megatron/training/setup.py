@@ -237,6 +237,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     sources = SourceLosses(data.logged_sources, state, stages, runtime.device)
     clock = PhaseClock(runtime.device, config.logging.log_straggler)
     pipeline.executor.timed = clock
+    pipeline.executor.validate = optimizer.validate
     parts = (parts or Parts()).with_registered(config)
     watchers: list[Callback] = []
     if config.logging.profile or config.logging.record_memory_history:

@@ -14,13 +14,16 @@ from functools import partial
 
 import torch
 
+from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
+from megatron.core.pipeline_parallel.executor import StaleForwards
 from megatron.training.bad_steps import settle
 from megatron.training.config.run_config import RunConfig
 from megatron.training.diagnosis.check_replicas import check_replicas
 from megatron.training.diagnosis.straggler import GRAD_SYNC
 from megatron.training.evaluation import evaluate
+from megatron.training.forward_backward import Sums
 from megatron.training.garbage_collection import GarbageCollection
 from megatron.training.hooks import Parts, StepView
 from megatron.training.initialize import (
@@ -229,11 +232,9 @@ def train_step(run: TrainingRun, interval: Interval, before_update: Callable[[],
 def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Callable[[], None] | None) -> None:
     with run.clock("data"):
         batches = run.data.read_batches(step, log=True)
-    run.layer_stats.begin(step.iteration)
-    sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
+    sums = _gradients(run, step, batches)
     if settle(run):
-        run.layer_stats.begin(step.iteration)
-        sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
+        sums = _gradients(run, step, batches)
     with run.clock(GRAD_SYNC):
         factor = reduce_model_grads(run.ddp, sums.total_tokens, run.runtime.state, sums.seed)
     if before_update is not None:
@@ -243,6 +244,7 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     samples = run.progress.scheduled_samples  # settled: whether the step before counts is known
     lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
     weight_decay = run.scheduler.weight_decay_at(samples)
+    ahead = run.config.optimizer.optimizer_post_validation and before_update is None and not _reads_result(run, step)
     run.layer_stats.before_update(factor)
     with run.clock("optimizer"):
         result = run.optimizer.step(
@@ -253,15 +255,45 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
             decoupled_lr,
             factor,
             on_update=run.forward_backward.end_step,
+            ahead=ahead,
+            moved=run.forward_backward.moved_by_end_step() if ahead else (),
         )
     run.layer_stats.after_update()
     run.guard.watch(step, result)
-    run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
+    if run.user_metrics.metrics:
+        run.user_metrics.measure(StepView(run.view, batches, sums.loss_and_tokens), result.skip)
     interval.results.append(result)
     interval.losses.append(sums.loss_and_tokens)
     interval.learning_rate, interval.decoupled_lr = lr, decoupled_lr
     interval.batch_size = step.samples
     interval.samples += step.samples
+
+
+def _gradients(run: TrainingRun, step: Step, batches: list[Batch]) -> Sums:
+    """The gradients of a step; if the update before it is rolled back on the way, those of the parameters that are then
+    there."""
+    run.layer_stats.begin(step.iteration)
+    try:
+        return run.forward_backward(step, batches, run.optimizer.loss_scale)
+    except StaleForwards:
+        run.layer_stats.begin(step.iteration)
+        return run.forward_backward(step, batches, run.optimizer.loss_scale)
+
+
+def _reads_result(run: TrainingRun, step: Step) -> bool:
+    """Whether somebody reads the result of a step, or its parameters, before the next one."""
+    config, iteration = run.config, step.iteration
+    intervals = (
+        config.logging.log_interval,
+        config.logging.log_layer_stats,
+        config.training.check_replicas,
+        config.training.eval_interval,
+        config.eval_tasks.eval_tasks_interval,
+        config.checkpoint.save_interval,
+        config.training.exit_interval,
+    )
+    asked = bool(run.callbacks or run.user_metrics.metrics)
+    return asked or iteration == run.train_iters or any(_due(iteration, interval) for interval in intervals)
 
 
 def save(run: TrainingRun) -> None:

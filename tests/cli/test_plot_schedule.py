@@ -10,10 +10,10 @@ from tools.plot_schedule import main, windows_of
 
 def test_text_is_to_scale(capsys):
     assert main(["--pipeline-schedule", "1f1b", "--pp", "2", "--num-microbatches", "2"]) == 0
-    first, last, summary, _ = capsys.readouterr().out.splitlines()
+    first, last, summary, _, later = capsys.readouterr().out.splitlines()
     assert first == "  0 F0|F1|......B0---|...B1---|"
     assert last == "  1 ...F0|B0---|F1|B1---|"
-    assert "bubble 0.3333" in summary
+    assert "bubble 0.3333" in summary and "bubble 0.3333" in later
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)

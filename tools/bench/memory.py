@@ -300,7 +300,7 @@ def plan(config: RunConfig, world_size: int) -> tuple[list[Measured], list[RankA
     for rank, held in enumerate(activations):
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         states, units = plan.memory, plan.in_flight.parameters + plan.in_flight.gradients
-        optimizer = states.main_parameters + states.moments
+        optimizer = states.optimizer
         kept = held.peak + held.weight_copies
         peak, host = held.total + plan.in_flight.total, states.host + held.host
         found.append(Measured(states.parameters, states.gradients, optimizer, kept, peak, 0, units, host))

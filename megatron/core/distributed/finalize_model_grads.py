@@ -44,11 +44,12 @@ def reduce_model_grads(
     return torch.where(total_tokens > 0, inverse, torch.zeros_like(inverse))
 
 
-def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int = -1) -> Tensor:
+def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int | None = -1) -> Tensor:
     """Valid tokens of the global batch, on every rank: the count of pipeline rank `loss_rank`, summed over data- and
-    context-parallel ranks. Scalar float64."""
+    context-parallel ranks. With None each pipeline rank counts for itself, and none waits for another. Scalar
+    float64."""
     total = all_reduce_(num_tokens.detach().to(torch.float64, copy=True), state.dp_cp)
-    if state.pp.size > 1:
+    if state.pp.size > 1 and loss_rank is not None:
         dist.broadcast(total, src=state.pp.ranks[loss_rank], group=state.pp.group)
     return total
 

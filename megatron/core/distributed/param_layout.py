@@ -295,10 +295,18 @@ class BufferBytes:
     host_slots: int = 0
     """Gradients and parameters that pass through host memory."""
 
+    rollback: int = 0
+    """Copies of this rank's main parameters, moments and gradients (--optimizer-post-validation)."""
+
+    @property
+    def optimizer(self) -> int:
+        """Of the optimizer, on the device."""
+        return self.main_parameters + self.moments + self.rollback
+
     @property
     def total(self) -> int:
         """On the device."""
-        return self.parameters + self.gradients + self.main_parameters + self.moments
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def host(self) -> int:
@@ -328,6 +336,11 @@ def buffer_bytes(
         for name in optimizer.state_formats(buffers[place.buffer].whole):
             moments[place.on_host] += state_bytes(place.numel, name, main)
     slots, size = host_slots(ranges)
+    rollback = 0
+    if optimizer.optimizer_post_validation:
+        aliased = optimizer.main_kind(params_dtype, main_dtype) == "aliased"
+        owned = sum(place.numel for place in ranges) * (gradient + (params if aliased else 0))
+        rollback = owned + mains[False] + moments[False]
     return BufferBytes(
         parameters=sum(buffer.kept(shards_parameters) for buffer in buffers) * params,
         gradients=sum(buffer.kept(True) for buffer in buffers) * gradient,
@@ -335,6 +348,7 @@ def buffer_bytes(
         moments=moments[False],
         host_states=mains[True] + moments[True],
         host_slots=slots * size * (gradient + params),
+        rollback=rollback,
     )
 
 

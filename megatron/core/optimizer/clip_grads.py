@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce_
+from megatron.core.collectives import Pending, start_all_reduce_
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.parallel_state import ParallelState
 
@@ -45,9 +45,19 @@ class GradNorm:
         replicas included, is infinite or NaN, else 0. One collective over the world, which adds up `sums` [n] of each
         rank too; they count for the overflow as well. With a `factor`, the norm is that of gradients multiplied by it.
         """
+        return self.finish(self.start(self.own(sums)).wait(), factor)
+
+    def own(self, sums: Tensor | None = None) -> Tensor:
+        """[squares that count, squares of replicas, *sums] float64 of this rank."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
-        summed = squares if sums is None else torch.cat([squares, sums.to(squares)])
-        all_reduce_(summed, self.world)
+        return squares if sums is None else torch.cat([squares, sums.to(squares)])
+
+    def start(self, own: Tensor) -> Pending:
+        """Launches the sum of `own` over the world, in place."""
+        return start_all_reduce_(own, self.world)
+
+    def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What a call returns, from the sum over the world."""
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]
 

@@ -29,6 +29,7 @@ from megatron.core.optimizer.matrix_exchange import MatrixExchange
 from megatron.core.optimizer.matrix_plan import MatrixPlan
 from megatron.core.optimizer.muon import matrix_dtype
 from megatron.core.optimizer.optimizer import AdamW, OptimizerShard, Shard, UpdateRule
+from megatron.core.optimizer.post_validation import RollbackCopies, UnvalidatedUpdate, Update
 from megatron.core.optimizer.precision_aware import PackedShard, PrecisionAwareAdam
 from megatron.core.optimizer.qk_clip import QKClip
 from megatron.core.optimizer_piece import OptimizerPiece
@@ -39,18 +40,26 @@ from megatron.core.parts import OPTIMIZERS
 class StepResult:
     """What a step did. Reading a value waits until the device has come as far as this step, and no further.
 
-    `values`: [norm, overflow, skip, spike, *sums] float64 on the device.
+    `values`: [norm, overflow, skip, spike, *sums] float64 on the device; None until an update that was made ahead of
+    them is validated, and nothing can be read so long.
     """
 
-    def __init__(self, values: Tensor, loss_scale: float, scale_can_fall: bool) -> None:
-        self.skip = values[2]
-        """`skipped` as a float64 scalar on the device."""
+    def __init__(self, values: Tensor | None, loss_scale: float, scale_can_fall: bool) -> None:
+        self._values: HostCopy | None = None
+        if values is not None:
+            self.settle(values)
         self.loss_scale = loss_scale
         """Loss scale that the step's gradients were computed with."""
         self._scale_can_fall = scale_can_fall
+
+    def settle(self, values: Tensor) -> None:
+        """Takes up the values."""
+        self.skip = values[2]
+        """`skipped` as a float64 scalar on the device."""
         self._values = HostCopy(values)
 
     def _read(self) -> list[float]:
+        assert self._values is not None, "the update is not validated"
         return self._values.read()
 
     @property
@@ -140,6 +149,12 @@ def _build_host_update(
     return HostUpdate(shards, rules, slots, config.pin_cpu_grads, config.pin_cpu_params, threads)
 
 
+def _rollback_copies(shards: Sequence[OptimizerShard]) -> RollbackCopies:
+    """Copies of what an update changes: main parameters, states, and gradients, which it scales in place."""
+    changed = ((shard.main.detach(), *shard.states.values(), shard.device_grads) for shard in shards)
+    return RollbackCopies([tensor for tensors in changed for tensor in tensors])
+
+
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(norm, overflow, sums) -> (1 if nothing is to be updated, else 0; 1 if the step is a spike, else 0), as float64
 scalars on the device."""
@@ -180,6 +195,8 @@ class DistributedOptimizer:
         owned_shards = [shard for shard in self.shards if isinstance(shard, OptimizerShard)]
         self._qk_clip = QKClip(config, ddp.modules, owned_shards, state.dp_cp) if config.qk_clip else None
         self._updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
+        self._copies = _rollback_copies(owned_shards) if config.optimizer_post_validation else None
+        self._unvalidated: tuple[UnvalidatedUpdate, StepResult] | None = None
 
     @torch.no_grad()
     def step(
@@ -191,6 +208,9 @@ class DistributedOptimizer:
         decoupled_lr: float | None = None,
         factor: Tensor | None = None,
         on_update: Callable[[Tensor], None] | None = None,
+        *,
+        ahead: bool = False,
+        moved: Sequence[Tensor] = (),
     ) -> StepResult:
         """One update from the finished gradients (`finalize_model_grads`), or from those of `reduce_model_grads` and
         its `factor`. That and clipping scale them in place, fused optimizers as they read them.
@@ -200,15 +220,71 @@ class DistributedOptimizer:
         `on_update` is called with `skip`, 1 if nothing was updated, before parameters are gathered: scales of fp8
         follow from it. With `overlap_param_gather` the parameters are whole again only when a forward pass has waited
         for them, or `finish_param_sync`; with `fp8_param_gather` only after `finish_param_sync`.
+
+        `ahead` updates before the norm is known (needs `optimizer_post_validation`): the result can be read after
+        `validate`, which must come before the next step. `moved` are the tensors that `on_update` changes.
         """
+        assert self._unvalidated is None, "the step before is not validated"
         self.ddp.wait_param_sync()  # modules that did not run since the last step have not waited
         if self.host_update is not None:
             self.host_update.start()
-        norm, overflow, sums = self._grad_norm(sums, factor)
+        own = self._grad_norm.own(sums)
+        update = Update(lr, weight_decay, decoupled_lr, factor, judge, on_update)
+        result = StepResult(None, self.scaler.scale, self.scaler.can_fall)
+        if ahead:
+            self._update_ahead(update, own, result, moved)
+            return result
+        skip, coefficient = self._verdict(update, self._grad_norm.start(own).wait(), result)
+        self._update(update, skip, coefficient)
+        if self.scaler.dynamic:
+            self.scaler.update(not result.finite)
+        return result
+
+    def _update_ahead(self, update: Update, own: Tensor, result: StepResult, moved: Sequence[Tensor]) -> None:
+        """Starts the reduction of the norm, and updates as if nothing had to be clipped, and nothing skipped but for
+        this rank's own gradients."""
+        assert self._copies is not None, "updates ahead of the norm need optimizer_post_validation"
+        skip = (~torch.isfinite(own).all()).to(torch.float64)
+        self._copies.take(moved)
+        ahead = UnvalidatedUpdate(update, self._grad_norm.start(own), self._updates.clone(), self.scaler.state_dict())
+        self._unvalidated = ahead, result
+        self._update(update, skip, None)
+        self.scaler.update(False)
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Waits for the verdict on a step made `ahead`, if there is one. Returns whether it was rolled back, the same
+        on all ranks: parameters, states and what `on_update` changes are then to the bit what a step that had waited
+        would have left. Collective over the world."""
+        if self._unvalidated is None:
+            return False
+        (ahead, result), self._unvalidated = self._unvalidated, None
+        skip, coefficient = self._verdict(ahead.update, ahead.norm.wait(), result)
+        stands = skip == 0 if coefficient is None else (skip == 0) & (coefficient == 1)
+        if bool(stands):
+            return False
+        assert self._copies is not None
+        self.ddp.wait_param_sync()
+        self._copies.restore()
+        self.step_count = int(ahead.updates.item())
+        self.scaler.load_state_dict(ahead.scaler)
+        self._update(ahead.update, skip, coefficient)
+        self.scaler.update(not result.finite)
+        return True
+
+    def _verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
+        """(1 if nothing is to be updated, else 0; the factor of clipping, or None without), and settles the result."""
+        norm, overflow, sums = self._grad_norm.finish(summed, update.factor)
+        judge = update.judge
         refused, spike = (torch.zeros_like(overflow),) * 2 if judge is None else judge(norm, overflow, sums)
         skip = torch.maximum(overflow, refused)
-        if self.config.clip_grad > 0 and self.shards:
-            coefficient = clip_coefficient(norm, self.config.clip_grad)
+        result.settle(torch.cat([torch.stack([norm, overflow, skip, spike]), sums]))
+        return skip, clip_coefficient(norm, self.config.clip_grad) if self.config.clip_grad > 0 else None
+
+    def _update(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
+        """Updates states and parameters, and starts the gather of parameters."""
+        factor, lr, weight_decay, decoupled_lr = update.factor, update.lr, update.weight_decay, update.decoupled_lr
+        if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
         scalars = None if self.host_update is None else self.host_update.scalars(skip, self._updates, factor)
         for rule in self._rules:
@@ -219,8 +295,8 @@ class DistributedOptimizer:
             self._qk_clip.clip(skip)
         for shard in self._on_device:
             shard.write_params()
-        if on_update is not None:
-            on_update(skip)
+        if update.on_update is not None:
+            update.on_update(skip)
         if self.host_update is None or scalars is None:
             self.ddp.start_param_sync()
         else:
@@ -232,11 +308,6 @@ class DistributedOptimizer:
         self._updates += 1.0 - skip
         if not self.ddp.config.overlap_param_gather:
             self.ddp.wait_param_sync()
-        values = torch.cat([torch.stack([norm, overflow, skip, spike]), sums])
-        result = StepResult(values, self.scaler.scale, self.scaler.can_fall)
-        if self.scaler.dynamic:
-            self.scaler.update(not result.finite)
-        return result
 
     def _updated_on_device(self) -> set[Bucket]:
         """Buckets whose parameters can be gathered before the host has made its update."""
@@ -266,8 +337,10 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of main parameters and states (on the device, in host memory, with what passes through there)."""
+        """Bytes of main parameters, states and their copies for a roll-back: on the device, and in host memory with
+        what passes through there."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
+        device += 0 if self._copies is None else self._copies.nbytes
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
@@ -289,5 +362,6 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Waits until the parameters are whole: for whoever reads them outside of a forward pass."""
+        """Waits until the parameters are validated and whole: for whoever reads them outside of a forward pass."""
+        self.validate()
         self.ddp.finish_param_sync()

@@ -15,6 +15,9 @@ class Kind(Enum):
     gradient of a stage's input to the stage before, whose RECV_B takes it in. Each is named by its own stage, so
     SEND_F of stage 2 meets RECV_F of stage 3, and SEND_B of stage 3 meets RECV_B of stage 2.
 
+    VALIDATE, named by the first stage of its rank, stands before whatever cannot be computed again: there the rank
+    learns whether the update before the step stands (`megatron.core.optimizer.post_validation`).
+
     FB, named by the forward, stands before an F and a B or I of other micro-batches that run in turns: while an
     all-to-all of experts of one is under way, the other computes.
     """
@@ -28,6 +31,7 @@ class Kind(Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     FB = "FB"
+    VALIDATE = "VALIDATE"
 
     __hash__ = object.__hash__  # members are singletons, and schedules are made of many of them
 

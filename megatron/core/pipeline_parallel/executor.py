@@ -28,6 +28,15 @@ def _nothing(action: Action) -> None:
     pass
 
 
+def _nothing_to_validate() -> bool:
+    return False
+
+
+class StaleForwards(Exception):
+    """Parameters have changed since the forward passes that a run has made: run its list again from the start. Raised
+    on all ranks or on none, when no message is on its way."""
+
+
 class PipelineExecutor:
     """The stages of one rank, and the messages between them and other ranks.
 
@@ -61,6 +70,8 @@ class PipelineExecutor:
         self.timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Wraps what "forward" and "backward" actions of training compute, without the wait for their messages. A
         forward and a backward that run in turns count as backward."""
+        self.validate: Callable[[], bool] = _nothing_to_validate
+        """What VALIDATE calls: returns whether parameters have changed, the same on all ranks."""
         self._in_turns = False
         self._handlers = {
             Kind.F: self._forward,
@@ -71,6 +82,7 @@ class PipelineExecutor:
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
+            Kind.VALIDATE: self._validate,
         }
         self._begin((), 1.0, training=False)
 
@@ -86,7 +98,8 @@ class PipelineExecutor:
 
         Gradients of loss * `loss_scale_seed`, summed over microbatches, are added up in the parameters; a list
         without backwards runs without autograd. Returns the detached loss sum of each microbatch on the rank of
-        the last stage, and [] elsewhere. An exception carries a note that names the action.
+        the last stage, and [] elsewhere. An exception carries a note that names the action. A list with VALIDATE may
+        raise `StaleForwards`.
 
         In a list without backwards, `last_forward(module, hidden, batch)` may take the place of the last stage's own
         forward pass; what it returns, of any shape, comes back instead of the loss sums.
@@ -203,6 +216,14 @@ class PipelineExecutor:
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
+
+    def _validate(self, action: Action) -> None:
+        if self.validate():
+            for receive in self._arriving.values():  # all have been sent: the cut has no message across it
+                receive.wait()
+            self.p2p.finish()
+            self._begin((), 1.0, training=False)
+            raise StaleForwards
 
     def _send(self, action: Action) -> None:
         self.p2p.send(self._outbox.pop(action), self._peer(action), self._tag(action))

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import (
+    BACKWARDS,
     COMPUTE,
     OTHER_END,
     Action,
@@ -24,7 +25,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 UNIT_COSTS = StageCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
 
 
-def add_communication(lists: Lists) -> Schedule:
+def add_communication(lists: Lists, post_validation: bool = False) -> Schedule:
     """Places SEND_F/RECV_F and SEND_B/RECV_B; a stage whose neighbour is on the same rank needs none.
 
     All actions are walked in the order in which they would start. Whoever computes a message places both ends:
@@ -33,6 +34,10 @@ def add_communication(lists: Lists) -> Schedule:
     list is a subsequence of the one order of the walk. In that order every send directly precedes its receive,
     behind all that it depends on: running the first unfinished action of the walk is always possible, even if
     sends and receives block until both ends are there. What runs in turns is one step, before the messages of both.
+
+    With `post_validation` every list has a VALIDATE where the walk comes to the first backward of all. No message
+    passes from one side of this cut to the other, so that all ranks can begin their lists again there; and it waits for
+    nothing but the step before, which every rank ends without help from this one.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -40,6 +45,10 @@ def add_communication(lists: Lists) -> Schedule:
     starts = [{action: start for action, start, _ in timed} for timed in timeline]
     walk = [(starts[rank][unit[0]], rank, unit) for rank, actions in enumerate(lists) for unit in units(actions)]
     for _, rank, unit in sorted(walk, key=_walk_order):
+        if post_validation and any(action.kind in BACKWARDS for action in unit):
+            for own, actions in zip(placed, lists, strict=True):
+                own.append(Action(Kind.VALIDATE, min(action.stage for action in actions), 0))
+            post_validation = False
         placed[rank] += unit
         for send in filter(None, map(_message_of, unit)):
             receive = counterpart(send)
@@ -111,6 +120,7 @@ def pipeline_lists(
     evaluate: bool = False,
     group: int | None = None,
     in_turns: bool = False,
+    post_validation: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """The validated lists of a named schedule, communication included, for the executor: `pipeline_lists(...)[rank]`.
 
@@ -129,6 +139,6 @@ def pipeline_lists(
             f"--pipeline-schedule {schedule}: with {m} micro-batches on {p} ranks {what}; correct the schedule, "
             f"registered at {PIPELINE_SCHEDULES.where(schedule)}"
         ) from error
-    lists = add_communication(compute)
+    lists = add_communication(compute, post_validation)
     validate_schedule(lists, layout, m, forward_only=evaluate)
     return tuple(map(tuple, lists))

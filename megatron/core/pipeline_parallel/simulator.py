@@ -223,6 +223,7 @@ class _Walk:
         self.waiting: dict[Action, list[int]] = defaultdict(list)
         self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
         self.paired = {action for pair in self.pairs.values() for action in pair}
+        self.verdicts: dict[int, list[tuple[Action, float]]] = {}
         self.exchanging = self.exposed = 0.0
 
     def run(self) -> None:
@@ -272,8 +273,19 @@ class _Walk:
             own = [(Action(Kind.F, stage, microbatch), 0.0)]
             last = stage + 1 not in self.owner
             return own if last else own + self.arrival(Action(Kind.RECV_B, stage, microbatch), rank)
+        if kind is Kind.VALIDATE:
+            return self.verdict(microbatch)
         needs = [(self.source(action), 0.0)] if kind in SENDS else []
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
+
+    def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
+        """The last actions of all ranks in the step before, whose micro-batches have smaller numbers."""
+        if microbatch not in self.verdicts:
+            before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
+            comm = self.costs.comm
+            lag = comm if isinstance(comm, int | float) else max(comm)
+            self.verdicts[microbatch] = [(actions[-1], lag) for actions in before if actions]
+        return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
         """What must be done before the message of `receive` is there."""

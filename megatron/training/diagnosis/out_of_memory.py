@@ -130,7 +130,7 @@ def planned_bytes(
     return {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
-        "optimizer": memory.main_parameters + memory.moments,
+        "optimizer": memory.optimizer,
         "activations and working": kept.peak + come_and_go(plan, kept, config),
     }
 

@@ -63,6 +63,10 @@ class ExpertLoad:
                 # Of a skipped step they may not be finite.
                 self.totals[self.rows] += torch.where(torch.isfinite(sums), sums, 0.0)
 
+    def moved_by_end_step(self) -> list[Tensor]:
+        biases = [balance.expert_bias for balance in self.balances if balance.expert_bias is not None]
+        return [self.totals, *biases, *(balance.tally for balance in self.balances)]
+
     def forget_step(self) -> None:
         """Drops what a step that will not be ended has tallied."""
         for balance in self.balances:

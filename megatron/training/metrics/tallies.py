@@ -26,6 +26,9 @@ class Tallies:
             self.totals += torch.where(skip > 0, 0.0, tally)
         self.forget_step()
 
+    def moved_by_end_step(self) -> list[Tensor]:
+        return [*self.tallies, self.totals]
+
     def forget_step(self) -> None:
         """Drops what a step that will not be ended has tallied."""
         for tally in self.tallies:

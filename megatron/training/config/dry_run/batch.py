@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
+from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.batch_size import BatchSizes, num_microbatches
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import StagePlan
@@ -39,15 +41,21 @@ def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
-    gradient norm, for which all wait."""
+    gradient norm, for which all wait without --optimizer-post-validation."""
     parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
     costs = stage_costs(config.model, parallel)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     in_turns = parallel.overlap_moe_expert_parallel_comm
-    schedule = build_schedule(parallel.schedule, layout.pp, microbatches, layout.chunks, group, in_turns)
-    bubble = simulate(schedule, StageCosts(forward=costs, input_grad=costs, weight_grad=costs)).bubble
+    times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
+    ahead = config.optimizer.optimizer_post_validation
+    shape = parallel.schedule, layout.pp, microbatches, layout.chunks
+    if ahead:
+        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times)
+    else:
+        bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
-    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step, by the FLOPs of the stages"
+    unless = " that is neither clipped nor skipped" if ahead else ""
+    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
 
 
 def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:

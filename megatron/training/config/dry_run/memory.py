@@ -36,7 +36,7 @@ class RankMemory:
         return {
             "weights": memory.parameters,
             "gradients": memory.gradients,
-            "optimizer": memory.main_parameters + memory.moments,
+            "optimizer": memory.optimizer,
             "activations": self.activations.peak,
             "working": self.working,
         }
@@ -91,6 +91,9 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
         copies = f", in {dims.instances} instances" if dims.instances > 1 else ""
         owned = f"sharded over {dims.shards(False)} ranks{experts}{copies}"
     yield f"states: {formats_of_states(config)} {owned}; padding of buffers included"
+    if config.optimizer.optimizer_post_validation:
+        most_copies = max(plan.memory.rollback for plan in plans)
+        yield f"post-validation: at most {most_copies:,} bytes of the optimizer's are copies for a roll-back"
     if offloads:
         most_host = max((plan.memory for plan in plans), key=lambda memory: memory.host)
         yield (

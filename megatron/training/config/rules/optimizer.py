@@ -1,5 +1,5 @@
-"""Rules of optimizers: whole matrices (Muon), formats of states (--use-precision-aware-optimizer), and states in host
-memory (--optimizer-cpu-offload)."""
+"""Rules of optimizers: whole matrices (Muon), formats of states (--use-precision-aware-optimizer), states in host
+memory (--optimizer-cpu-offload), and updates ahead of the gradient norm (--optimizer-post-validation)."""
 
 from __future__ import annotations
 
@@ -68,6 +68,27 @@ def cpu_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if o.qk_clip:
         why = "main parameters are scaled on the device, after the update"
         yield Problem.exclusive(switch, None, "--qk-clip", why)
+
+
+def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A step is rolled back from copies of what an update changes, and the forward passes behind it are run again."""
+    o, switch = c.optimizer, "--optimizer-post-validation"
+    if not o.optimizer_post_validation:
+        return
+    strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
+    for other, given, why in (
+        ("--use-precision-aware-optimizer", o.use_precision_aware_optimizer, "states are copied in the main dtype"),
+        ("--optimizer-cpu-offload", o.optimizer_cpu_offload, "updates on the host are not copied for a roll-back"),
+        ("--qk-clip", o.qk_clip, "the largest logits of the step are gone when it is made again"),
+        (strategy, c.ddp.shards_gradients, "gradients of units are not kept until the norm is known"),
+        ("--fp8-param-gather", c.ddp.fp8_param_gather, "a roll-back gathers parameters in their own format"),
+        ("--cpu-offloading", c.parallel.cpu_offloading, "offloaded activations of forward passes are not taken back"),
+    ):
+        if given:
+            yield Problem.exclusive(switch, None, other, why)
+    if c.logging.log_interval == 1:
+        rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
+        yield Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
 
 
 FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -1,4 +1,4 @@
-"""Parallelism and experts that a configuration asks for and has no use for: they are turned off."""
+"""Parallelism, experts and updates ahead that a configuration asks for and has no use for: they are turned off."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, str, Any, Problem]]:
         if getattr(p, field):
             flag, needed = "--" + field.replace("_", "-"), "--tensor-model-parallel-size above 1"
             yield "parallel", field, False, Problem.no_effect(flag, None, needed)
+    if p.pipeline_model_parallel_size == 1 and c.optimizer.optimizer_post_validation:
+        said = Problem.no_effect("--optimizer-post-validation", None, "--pipeline-model-parallel-size above 1")
+        yield "optimizer", "optimizer_post_validation", False, said
     if c.model.num_experts is None or single_expert:
         for field, off in (("expert_model_parallel_size", 1), ("expert_tensor_parallel_size", None)):
             value = getattr(p, field)

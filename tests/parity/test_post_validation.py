@@ -1,0 +1,207 @@
+"""Updates ahead of the gradient norm: to the bit what a step that waits for the norm computes, rolled back or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.parallel_dims import ParallelDims
+from megatron.planner.memory import states_of_rank
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve, validate
+from megatron.training.run import TrainingRun
+from megatron.training.training import Interval, save, train_step
+from tests.harness import local_run, run_world
+
+MODEL = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 --lr 1e-2 --cpu "
+    "--make-vocab-size-divisible-by 8 --mock-data --global-batch-size 8 --micro-batch-size 1 --train-iters 40 "
+    "--eval-iters 0 --num-workers 0 --optimizer-post-validation"
+)
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1"
+)
+DROPOUT, CLIPPED, FREE = "--hidden-dropout 0.2 --attention-dropout 0.2", "--clip-grad 0.01", "--clip-grad 1000"
+CASES: dict[str, tuple[int, str, int | None]] = {
+    "clipped": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {DROPOUT} {CLIPPED}", 3),
+    "clipped, 16 bits": (2, f"--pp 2 --pipeline-schedule zb-v --bf16 {CLIPPED} {MOE} --mtp-num-layers 1", 3),
+    "overflows of the loss scale": (2, "--pp 2 --fp16 --hysteresis 1 --initial-loss-scale 1e15 --clip-grad 1000", None),
+    "sometimes clipped": (4, f"--pp 4 --pipeline-schedule zb-h2 --fp64 {DROPOUT} --clip-grad 1.5", None),
+    "not clipped": (2, f"--pp 2 --pipeline-schedule zb-v --fp64 {FREE}", 0),
+    "1f1b": (4, f"--pp 2 --tp 2 --sequence-parallel --fp64 {CLIPPED}", 3),
+    "interleaved": (
+        4,
+        "--pp 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce "
+        f"--overlap-param-gather --fp64 {CLIPPED}",
+        3,
+    ),
+    "whole matrices": (4, f"--pp 2 --tp 2 --pipeline-schedule zb-h1 --optimizer muon --fp64 {CLIPPED}", 3),
+    "replicated": (4, f"--pp 2 --cp 2 --pipeline-schedule zb-h2 --no-use-distributed-optimizer --fp64 {CLIPPED}", 3),
+    "experts": (4, f"--pp 2 --ep 2 --pipeline-schedule zb-v --fp64 {MOE} {CLIPPED}", 3),
+    "in turns": (
+        4,
+        "--pp 2 --ep 2 --pipeline-schedule zb-h2 --overlap-moe-expert-parallel-comm "
+        f"--moe-token-dispatcher-type alltoall --fp64 {MOE} {CLIPPED}",
+        3,
+    ),
+    "delayed fp8": (
+        2,
+        f"--pp 2 --bf16 --fp8-format hybrid --fp8-recipe delayed {CLIPPED}",
+        3,
+    ),
+    "without moments": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer sgd --fp64 {CLIPPED}", 3),
+    "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
+}
+"""By name: ranks, flags, and how many of the first three steps are rolled back, if that is known."""
+
+
+def config_of(flags: str, world_size: int) -> RunConfig:
+    config = resolve(parse_args([*MODEL.split(), *flags.split()]), world_size)
+    assert not validate(config, world_size)
+    return config
+
+
+def waiting(config: RunConfig) -> RunConfig:
+    """The same run, in which every step waits for the norm."""
+    return replace(config, optimizer=replace(config.optimizer, optimizer_post_validation=False))
+
+
+@contextmanager
+def verdicts() -> Iterator[list[bool]]:
+    """Whether each step that was made ahead was rolled back."""
+    found: list[bool] = []
+    true = DistributedOptimizer.validate
+
+    def validate_(self: DistributedOptimizer) -> bool:
+        waits = self._unvalidated is None
+        rolled_back = true(self)
+        found.extend([] if waits else [rolled_back])
+        return rolled_back
+
+    with mock.patch.object(DistributedOptimizer, "validate", validate_):
+        yield found
+
+
+def state_of(run: TrainingRun) -> dict[str, Any]:
+    """What must be the same to the bit."""
+    pieces = run.optimizer.sharded_state()
+    found: dict[str, Any] = {f"{p.key} {p.meta.name} {p.start}": p.data.detach().clone() for p in pieces}
+    for model in run.stages.values():
+        found |= {name: param.detach().clone() for name, (param, _) in model.named_metas().items()}
+    for i, tensor in enumerate(run.forward_backward.moved_by_end_step()):
+        found[f"tally {i}"] = tensor.detach().clone()
+    return found | {"step": run.optimizer.step_count, "scaler": run.optimizer.scaler.state_dict()}
+
+
+def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
+    """`state_of` behind some steps, with their results."""
+    interval = Interval()
+    if plant is not None:
+        plant(run)
+    for _ in range(steps):
+        train_step(run, interval)
+    state = state_of(run)
+    results = [(repr(r.grad_norm), r.skipped, r.loss_scale) for r in interval.results]
+    return state | {"results": results, "losses": torch.stack(interval.losses)}
+
+
+def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what differs by a bit."""
+    assert a.keys() == b.keys() and len(a) > 20
+    return [key for key, value in a.items() if not _same(value, b[key])]
+
+
+def _same(x: Any, y: Any) -> bool:
+    return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) if isinstance(x, Tensor) else x == y
+
+
+def both(
+    rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], None] | None
+) -> tuple[list[str], list[bool], list[bool], bool]:
+    """(what differs between a run that waits and one that does not; which steps were rolled back, which skipped;
+    whether the plan has the optimizer's bytes) of four steps."""
+    with local_run(waiting(config), rank, world_size) as run:
+        expected = trained(run, 4, plant)
+    with verdicts() as rolled_back, local_run(config, rank, world_size) as run:
+        found = trained(run, 4, plant)
+        dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
+        plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, stage).memory
+        planned = run.optimizer.nbytes[0] == plan.optimizer > plan.main_parameters + plan.moments
+    return different(expected, found), rolled_back, [skipped for _, skipped, _ in found["results"]], planned
+
+
+@pytest.mark.grid("name", list(CASES)[:3], list(CASES))
+def test_an_update_ahead_has_the_bits_of_one_that_waits(name: str) -> None:
+    world_size, flags, rolls_back = CASES[name]
+    for wrong, rolled_back, skipped, planned in run_world(world_size, both, config_of(flags, world_size), None):
+        assert not wrong and planned
+        assert len(rolled_back) == 4
+        assert rolls_back is None or sum(rolled_back[:3]) == rolls_back
+        assert any(skipped) == (name == "overflows of the loss scale")
+
+
+def nan_in_last_stage(run: TrainingRun) -> None:
+    """The second step's gradients of the final norm are NaN, and no others."""
+    progress = run.progress
+    for model in run.stages.values():
+        for name, (param, _) in model.named_metas().items():
+            if name == "decoder.final_layernorm.weight":
+                param.register_hook(lambda grad: grad * math.nan if progress.iteration == 1 else grad)
+
+
+def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
+    flags = "--pp 2 --pipeline-schedule zb-h2 --fp64 --max-skipped-iterations 1 --clip-grad 1000"
+    for wrong, rolled_back, skipped, _ in run_world(2, both, config_of(flags, 2), nan_in_last_stage):
+        assert not wrong
+        assert skipped == [False, True, False, False] == rolled_back
+
+
+def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
+    """What differs between four steps that wait, and two made ahead, a checkpoint, and two more from it."""
+    with local_run(waiting(config), rank, world_size) as run:
+        expected = trained(run, 4)
+    saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
+    with verdicts() as rolled_back, local_run(saving, rank, world_size) as run:
+        for _ in range(2):
+            train_step(run, Interval())
+        save(run)
+        run.saver.finish()
+        assert rolled_back == [True, True]
+    with local_run(replace(config, checkpoint=replace(config.checkpoint, load=folder)), rank, world_size) as run:
+        assert run.progress.iteration == 2
+        found = trained(run, 2)
+    for state in (expected, found):
+        del state["results"], state["losses"]
+    return [key for key in different(expected, found) if not key.startswith("tally")]
+
+
+def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
+    config = config_of(f"--pp 2 --pipeline-schedule zb-v --fp64 {CLIPPED} {DROPOUT}", 2)
+    assert run_world(2, resumed, config, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--use-precision-aware-optimizer",
+        "--optimizer-cpu-offload",
+        "--qk-clip",
+        "--data-parallel-sharding-strategy optim_grads",
+    ],
+)
+def test_what_cannot_be_rolled_back_is_refused(other: str) -> None:
+    config = resolve(parse_args([*MODEL.split(), "--pp", "2", *other.split()]), 4)
+    (problem,) = [p for p in validate(config, 4) if p.flag == "--optimizer-post-validation"]
+    assert other in str(problem)
