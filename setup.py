@@ -25,7 +25,10 @@ DEV = [
 ]
 
 COMMANDS = sorted(
-    path.stem for path in Path(__file__).parent.glob("tools/*.py") if "run_tool(main)" in path.read_text()
+    path.stem
+    for folder in ("tools", "tools/pictures")
+    for path in Path(__file__).parent.glob(f"{folder}/*.py")
+    if "run_tool(main)" in path.read_text()
 )
 """The tools that are programs; each runs as `megatron-NAME`, with - for _."""
 
@@ -38,7 +41,10 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron_tools"],
+    packages=[
+        *find_packages(include=["megatron", "megatron.*"]),
+        *("megatron_tools", "megatron_tools.common", "megatron_tools.pictures"),
+    ],
     package_data={"": ["*.toml", "*.json", "*.yaml"], "megatron.planner": ["devices/*.yaml"]},
     package_dir={"megatron_tools": "tools"},
     py_modules=["pretrain_gpt"],

@@ -37,6 +37,8 @@ NAMES = {
     Kind.FB: "FB: forward and backward in turns",
 }
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
+SMALLEST_INCHES = 0.17
+"""Of an action of a schedule that does not fit otherwise: three small digits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,15 +170,16 @@ def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> No
 
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
-    windows = windows_of(found.makespan, unit * MOST_INCHES / INCHES_PER_ACTION)
-    width = max(6.0, sum(stop - start for start, stop in windows) / unit * INCHES_PER_ACTION)
+    inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))
+    windows = windows_of(found.makespan, unit * MOST_INCHES / inches)
+    width = max(6.0, sum(stop - start for start, stop in windows) / unit * inches)
     figure, panels = pyplot.subplots(
         1, len(windows), sharey=True, squeeze=False, figsize=(width, 1.7 + 0.3 * layout.pp), layout="constrained"
     )
     for axes, (start, stop) in zip(panels[0], windows, strict=True):
         for rank, entry in bars:
             if entry.start < stop and entry.stop > start:
-                _draw_bar(axes, rank, entry, layout)
+                _draw_bar(axes, rank, entry, layout, 7 if inches == INCHES_PER_ACTION else 5)
         axes.set(xlim=(start, stop), yticks=range(layout.pp), xlabel="time")
     first, last = panels[0][0], panels[0][-1]
     first.set(ylabel="pipeline rank", ylim=(layout.pp - 0.5, -0.5))
@@ -185,12 +188,15 @@ def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> No
     idle.set_yticks(range(layout.pp), labels=shares)
     idle.set_ylabel("idle")
     left_out = f"; time {windows[0][1]:.0f} to {windows[1][0]:.0f} left out" if len(windows) > 1 else ""
-    kinds = sorted({entry.action.kind for _, entry in bars}, key=lambda kind: kind.value)
+    kinds = [kind for kind in NAMES if any(entry.action.kind is kind for _, entry in bars)]
     figure.suptitle(title + left_out)
     figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
+        handles=[
+            *(Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds),
+            Patch(color="none", label="number: micro-batch" + ("; paler: later chunk" if layout.chunks > 1 else "")),
+        ],
         loc="outside lower center",
-        ncols=len(kinds),
+        ncols=len(kinds) + 1,
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -203,12 +209,21 @@ def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
     return [(0.0, most / 2), (makespan - most / 2, makespan)]
 
 
-def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout) -> None:
+def _draw_bar(axes: Any, rank: int, entry: Timed, layout: PipelineLayout, points: int) -> None:
     action, start, stop = entry
     opacity = 1 - 0.6 * layout.chunk_of(action.stage) / layout.chunks
     look = {"color": COLOURS[action.kind], "alpha": opacity, "edgecolor": "black", "linewidth": 0.4}
     axes.barh(rank, stop - start, left=start, height=0.85, **look)
-    axes.text((start + stop) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7, clip_on=True)
+    axes.text(
+        (start + stop) / 2,
+        rank,
+        str(action.microbatch),
+        ha="center",
+        va="center",
+        color="white" if action.kind is Kind.F else "black",
+        fontsize=points,
+        clip_on=True,
+    )
 
 
 if __name__ == "__main__":

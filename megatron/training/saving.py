@@ -16,6 +16,7 @@ from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import megatron_format
 from megatron.training.progress import Progress
+from megatron.training.reliability.run_events import record_event
 
 
 class RunSaver:
@@ -72,9 +73,11 @@ class RunSaver:
                 folder, seconds = self.options.save, report.seconds
                 line = f" saved checkpoint at iteration {report.iteration} to {folder} in {seconds:.2f} s"
                 self._runtime.say(megatron_format.saved_line(report.iteration, folder) if self._as_megatron else line)
+                self._record(report)
                 self._export(report.iteration)
                 continue
             message = _failure(report)
+            self._record(report)
             # One write, because other ranks print at the same time.
             sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {message}\n")
             given_up = not report.complete and not report.attempts_left
@@ -82,6 +85,12 @@ class RunSaver:
                 raise CheckpointError(f"{message} ({'it was the last of the run' if last else '--fatal-save-errors'})")
 
         self._say_exported()
+
+    def _record(self, report: SaveReport) -> None:
+        if self._runtime.is_main:
+            error = {} if report.error is None else {"error": report.error, "complete": report.complete}
+            seconds = round(report.seconds, 3)
+            record_event(self.options.save, "save", iteration=report.iteration, seconds=seconds, **error)
 
     def _export(self, iteration: int) -> None:
         """Queues the export of a complete checkpoint, on one rank."""

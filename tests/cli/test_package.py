@@ -71,7 +71,8 @@ def run(environment: Path, folder: Path, *command: str | Path) -> str:
 
 def test_every_module_is_installed(environment: Path) -> None:
     here = {path.relative_to(ROOT) for path in [*ROOT.glob("megatron/**/*.py"), ROOT / "pretrain_gpt.py"]}
-    here |= {Path("megatron_tools") / path.name for path in ROOT.glob("tools/*.py")}
+    tools = [*ROOT.glob("tools/*.py"), *ROOT.glob("tools/common/*.py"), *ROOT.glob("tools/pictures/*.py")]
+    here |= {Path("megatron_tools") / path.relative_to(ROOT / "tools") for path in tools}
     there = {path.relative_to(site_of(environment)) for path in site_of(environment).rglob("*.py")}
     assert len(here) > 100
     assert here - there == set()

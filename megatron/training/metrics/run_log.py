@@ -20,6 +20,7 @@ from megatron.training.layer_stats.alarms import LayerAlarms
 from megatron.training.layer_stats.records import LayerRecord
 from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
+from megatron.training.reliability.run_events import record_event
 from megatron.training.run import TrainingRun
 
 CONFIG_FILE = "run_config.yaml"
@@ -52,6 +53,7 @@ class RunLog:
             Path(save).mkdir(parents=True, exist_ok=True)
             save_config(config, Path(save) / CONFIG_FILE)
             keep_tokenizer(config.tokenizer, Path(save))
+            record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
         self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))
         for sink in self._sinks:
             resources.callback(sink.close)

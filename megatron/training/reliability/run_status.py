@@ -23,6 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.run_events import record_event
 
 VARIABLE = "OUTCOME_FILE"
 
@@ -54,7 +55,9 @@ class Outcome:
 
     def end(self, code: int, why: str = "") -> None:
         """Writes the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
-        self._write(ExitCode(min(code, ExitCode.KILLED)).name, why)
+        name = ExitCode(min(code, ExitCode.KILLED)).name
+        self._write(name, why)
+        record_event(self.folders.get("save"), "end", name=name, why=" ".join(why.split()))
 
     def _write(self, name: str, why: str) -> None:
         if self.file is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import time
 import zlib
 from base64 import b64decode, b64encode
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -159,6 +161,7 @@ class Tracer(Callback):
             "host": self._hosts[state.rank][0],
             "coords": {axis: at for axis, (at, size) in state.coords.items() if size > 1 and axis in shown},
             "clock": alignment.as_json(),
+            "memory": held_bytes(run),
         }
         dump = {"spans": spans, "in_flight": recorder.in_flight, "facts": facts}
         dumps = self._collect(dump, alignment)
@@ -213,12 +216,30 @@ class Tracer(Callback):
             "iterations": [self._first, last],
             "device": self.runtime.device.type,
             "layout": {axis: dims.size(axis) for axis in SINGLE_AXES},
+            "tp_pp_dp": dims.tp_pp_dp,
             "schedule": self.pipeline.schedule,
             "chunks": layout.chunks,
             "v_shaped": layout.v_shaped,
             "pipelines": [list(ranks) for ranks in dims.groups("pp")],
             "clock": "microseconds on the clock of rank 0's host; residual_us of a rank bounds the error of its times",
         }
+
+
+def held_bytes(run: RunView) -> dict[str, int]:
+    """Bytes that this rank holds by category, and on GPUs the rest at the highest point so far; of the process on CPU,
+    which has torch's code and data too."""
+    ddp, optimizer = run.optimizer.ddp, run.optimizer
+    held = {
+        "weights": sum(buffer.param_data.nbytes for buffer in ddp.buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
+        "optimizer": optimizer.nbytes[0],
+        "host": optimizer.nbytes[1],
+    }
+    if ddp.device.type == "cuda":
+        held["activations and working"] = torch.cuda.max_memory_allocated() - sum(list(held.values())[:3])
+    else:
+        held["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return held
 
 
 def _unpacked(packed: bytes) -> RankTrace:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -156,6 +157,8 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
 
 
 def run_command() -> NoReturn:
-    """Entry point of each installed command: megatron-NAME runs tools/NAME.py."""
+    """Entry point of each installed command: megatron-NAME runs tools/NAME.py or tools/pictures/NAME.py."""
     name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")
-    run_tool(import_module(f"{__package__}.{name}").main)
+    tools = __package__.rpartition(".")[0]
+    here = find_spec(f"{tools}.{name}") is not None
+    run_tool(import_module(f"{tools}.{name}" if here else f"{tools}.pictures.{name}").main)

@@ -1,0 +1,54 @@
+"""Traces of runs that never were: the slices of simulated pipelines, as ranks would have recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.training.trace.assembly import RankTrace, assemble
+from megatron.training.trace.trace_file import Trace
+
+MS = 1_000_000
+
+
+def simulated_trace(
+    schedule: str = "zb-h1", pp: int = 4, microbatches: int = 8, hosts: Sequence[str] = ("one",), slow: float = 1.0
+) -> Trace:
+    """A pipeline whose actions take 1 ms, a step of it with data and optimizer; those of micro-batch 2 take `slow`."""
+
+    def lists_of(m: int) -> Lists:
+        return pipeline_lists(schedule, pp, m)
+
+    found = simulate(lists_of(microbatches), StageCosts(comm=0.1))
+    ranks = []
+    for rank, timeline in enumerate(found.timeline):
+        spans: list[list[Any]] = []
+        end = 0
+        for action, start, stop in timeline:
+            kind = action.kind.value
+            args = {"kind": kind, "stage": action.stage, "microbatch": action.microbatch, "iteration": 3}
+            longer = slow if action.microbatch == 2 and action.kind in COMPUTE else 1.0
+            ready, begin = end, max(end, round(start * MS))
+            end = begin + round((stop - start) * longer * MS)
+            if action.kind not in COMPUTE:
+                ready = begin
+            elif ready < begin:
+                spans.append(["training thread", "wait for receive pp", "wait", ready, begin, {"axis": "pp"}])
+            spans.append(["training thread", str(action), "pipeline", ready, end, args])
+        spans.append(["training thread", "step 3", "step", -MS, end + MS, {"iteration": 3}])
+        spans.append(["training thread", "data", "step", -MS, -MS // 2, {}])
+        spans.append(["training thread", "optimizer", "step", end, end + MS, {}])
+        flight = [["training thread", "all-reduce world", "communication", end, end + MS, {"axis": "world"}]]
+        facts = {
+            "host": hosts[rank * len(hosts) // pp],
+            "coords": {"pp": rank},
+            "clock": {"offset_us": 0.0, "drift_us": 0.0, "residual_us": 0.0},
+            "memory": {"weights": 4000, "gradients": 4000, "optimizer": 8000, "host": 0, "process": 3 * 2**28},
+        }
+        ranks.append(RankTrace(spans, flight, facts, lambda time: time))
+    layout = {"tp": 1, "cp": 1, "dp": 1, "pp": pp, "ep": 1, "expt_tp": 1, "expt_dp": 1}
+    other = {"pipelines": [list(range(pp))], "device": "cpu", "iterations": [3, 3], "layout": layout}
+    return assemble(ranks, other, lists_of)
