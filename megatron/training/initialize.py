@@ -173,6 +173,8 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.hosts.open(board, config.parallel.host_heartbeat_timeout_seconds)
     if problems := list(unwritable(config)) if launch.rank == 0 else []:
         raise ValueError("\n".join(map(str, problems)))
+    if config.checkpoint.save and launch.rank == 0 and launch.may_move:
+        watchdog.hold(Path(config.checkpoint.save))
     deadlines = {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")

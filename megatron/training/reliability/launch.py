@@ -38,6 +38,11 @@ class Launch:
     several_hosts: bool = False
     """Whether the launcher has started ranks on more than one host, or as if there were."""
 
+    @property
+    def may_move(self) -> bool:
+        """Whether parts of the run may be started again while others still run, on hosts that do not see them."""
+        return self.several_hosts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
     def name(self, host: str, rank: int | None = None) -> str:
         """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"

@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.flight_recorder import Entered
 from megatron.training.reliability.hosts.host_watch import HostWatch
+from megatron.training.reliability.hosts.save_lease import SaveLease
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
@@ -41,6 +42,7 @@ class Watchdog:
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.hosts = HostWatch(self.launch, self.status, self.failures)
         self._board: Board | None = None
+        self._lease: SaveLease | None = None
         self._conditions = StopConditions({}, [])
         self._meetings = 0
         self._closed = threading.Event()
@@ -50,6 +52,13 @@ class Watchdog:
         """From now on all ranks hear of a failure on this one."""
         self._board = board
         self.failures.connect(board)
+
+    def hold(self, folder: Path) -> None:
+        """Takes the lease on a --save folder. Raises LeaseError if another run saves to it."""
+        lease = SaveLease(folder, self.failures.fail)
+        self.failures.at_exit.append(lease.release)
+        lease.acquire()
+        self._lease = lease
 
     def start(self, signals: bool, conditions: StopConditions, folder: Path | None) -> None:
         """Starts the thread, once connected. Call it on the main thread.
@@ -107,6 +116,8 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(5)
         self.hosts.close()
+        if self._lease is not None:
+            self._lease.release()
         board.say("over")
         if first:
             board.wait(lambda: len(board.get_all("over")) == self.launch.world_size, 10.0)

@@ -1,0 +1,100 @@
+"""Lease on the --save folder: of two halves of a cluster that cannot see each other, only one goes on.
+
+Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
+its process is gone from this very machine, or if it has not been renewed for a while, which is judged by this host's
+clock alone. Else the start is refused. A run that finds that its lease was taken over, as it had stood still, ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.training.reliability.failure_report import ADVICE
+from megatron.training.reliability.rank_store import Peer
+
+RENEWAL = 2.0
+"""Seconds between two renewals."""
+
+STALE = 12.0
+"""Seconds without renewal after which a lease is free."""
+
+
+class LeaseError(RuntimeError):
+    """Another run saves to the folder."""
+
+    advice = ADVICE["lease"]
+
+
+class SaveLease:
+    """The lease of this process, rank 0 of its run. `lost` is called, on a thread, with a LeaseError if another run has
+    taken it."""
+
+    def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
+        self._file, self._folder, self._lost = folder / ".lease", folder, lost
+        self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex()}
+        self._count = 0
+        self._closed = threading.Event()
+
+    def acquire(self) -> None:
+        """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
+        found = self._read()
+        if found is not None and not self._is_over(found):
+            limit = time.monotonic() + STALE
+            while time.monotonic() < limit:
+                time.sleep(RENEWAL / 4)
+                now = self._read()
+                if now is None:
+                    break
+                if now != found:
+                    raise LeaseError(self._of(now))
+        self._write()
+        if (now := self._read()) is not None and now["token"] != self._owner["token"]:
+            raise LeaseError(self._of(now))
+        threading.Thread(target=self._renew, name="save lease", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives the lease back, if it still is this run's."""
+        self._closed.set()
+        with suppress(OSError):
+            if (found := self._read()) is not None and found["token"] == self._owner["token"]:
+                self._file.unlink()
+
+    def _renew(self) -> None:
+        while not self._closed.wait(RENEWAL):
+            with suppress(OSError):  # the disk is full or away: saves tell of that
+                found = self._read()
+                if found is not None and found["token"] != self._owner["token"]:
+                    self._lost(LeaseError(f"{self._of(found)}, and has taken over: this run stood still"))
+                    return
+                self._write()
+
+    def _is_over(self, found: dict[str, Any]) -> bool:
+        """Whether the process that held it is known to be gone."""
+        peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
+        return bool(peer.namespace) and peer.namespace == self._owner["namespace"] and not peer.state()
+
+    def _of(self, found: dict[str, Any]) -> str:
+        return f"another run saves to {self._folder}: its rank 0 is process {found['pid']} on {found['host']}"
+
+    def _read(self) -> dict[str, Any] | None:
+        """The present lease; None where there is none, or none that can be read."""
+        try:
+            found = json.loads(self._file.read_text())
+            return found if isinstance(found, dict) and "token" in found else None
+        except (OSError, ValueError):
+            return None
+
+    def _write(self) -> None:
+        self._count += 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_name(f".lease-{self._owner['token']}")
+        new.write_text(json.dumps(self._owner | {"renewals": self._count}))
+        new.replace(self._file)

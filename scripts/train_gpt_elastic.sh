@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# Trains on hosts without a scheduler, and goes on by itself with those that are left when one is lost, and with it when
+# it comes back. The same command on every host, again after a reboot (from a systemd unit with Restart=always, or cron):
+#
+#   HOSTS="node1 node2 node3 node4" scripts/train_gpt_elastic.sh pretrain_gpt.py --save runs/a --load runs/a ...
+#
+# HOSTS are the hosts that may take part, in the same order everywhere, by names under which they see each other. --save
+# and --load are one folder that all see. Data parallelism follows the number of hosts: the model-parallel sizes must divide
+# the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. Where they do not, the run ends and says so.
+#
+#   MIN_HOSTS        fewest hosts to go on with; by default more than half, so that of two halves that have lost sight of
+#                    each other one waits, and 1 of 2 hosts, where the lease on --save decides (docs/reliability.md)
+#   GPUS_PER_NODE    processes of each host; by default one for each GPU
+#   THIS_HOST        which of HOSTS this one is, where `hostname` says something else
+#   PORT             29400, at which they meet
+#   MAX_RESTARTS     10 restarts by torchrun; beyond, it is started anew
+#   MAX_FRUITLESS    10 starts in a row without a newer checkpoint end it
+#
+# torchrun starts the ranks again on the hosts that it still sees. What torchrun cannot do, go on without the host that
+# holds its rendezvous, is done here: the hosts that are left meet at the first of them. Ctrl-C or SIGTERM saves and ends
+# all; that of one host alone ends it there, and the others go on.
+set -euo pipefail
+
+cd "${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}"
+. scripts/env.sh
+if [[ -z "${HOSTS:-}" || $# == 0 ]]; then
+    echo "usage: HOSTS=\"node1 node2 ...\" $0 pretrain_gpt.py FLAGS... (the same on each host)" >&2
+    exit 2
+fi
+read -r -a hosts <<<"$HOSTS"
+here="${THIS_HOST:-$(hostname)}"
+if [[ " ${hosts[*]} " != *" $here "* ]]; then
+    echo "this host, $here, is not one of HOSTS=\"$HOSTS\": correct the list, or set THIS_HOST" >&2
+    exit 2
+fi
+fewest=$((${#hosts[@]} > 2 ? ${#hosts[@]} / 2 + 1 : 1))
+min_hosts="${MIN_HOSTS:-$fewest}"
+port="${PORT:-29400}"
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=.venv/bin/python
+    [[ -x "$PYTHON" ]] || PYTHON=python3
+fi
+gpus="${GPUS_PER_NODE:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Each start of the ranks gets a store of its own, as hosts come and go with the one of torchrun.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+export OUTCOME_FILE="$scratch/outcome"
+
+say() {
+    echo "$(date +%FT%T) $here: $*"
+}
+
+outcome() {
+    sed -n "s/^$1=//p" "$OUTCOME_FILE" 2>/dev/null || true
+}
+
+# Whether HOST has a rendezvous: `open`; `refused` by a host that has none; nothing where no host answers in 2 s.
+probe() {
+    local said
+    if said="$(LC_ALL=C timeout 2 bash -c "exec 3<>/dev/tcp/$1/$port" 2>&1)"; then
+        echo open
+    elif [[ "$said" == *refused* ]]; then
+        echo refused
+    fi
+}
+
+# Prints the host to meet at: one that has a rendezvous; else this one, unless one before it answers, which is given
+# some seconds to open one: meeting SECONDS
+meeting() {
+    local host state until=$((SECONDS + $1)) wait_for_earlier
+    while true; do
+        for host in "${hosts[@]}"; do
+            if [[ "$host" != "$here" ]]; then
+                probe "$host" >"$scratch/probe-$host" &
+            fi
+        done
+        wait
+        wait_for_earlier=""
+        for host in "${hosts[@]}"; do
+            if [[ "$host" == "$here" ]]; then
+                break
+            fi
+            state="$(cat "$scratch/probe-$host")"
+            [[ "$state" != refused ]] || wait_for_earlier="$host"
+        done
+        for host in "${hosts[@]}"; do
+            if [[ "$host" != "$here" && "$(cat "$scratch/probe-$host")" == open ]]; then
+                echo "$host"
+                return
+            fi
+        done
+        if [[ -z "$wait_for_earlier" ]] || ((SECONDS >= until)); then
+            echo "$here"
+            return
+        fi
+        sleep 1
+    done
+}
+
+# shellcheck disable=SC2317  # called by trap
+stop() {
+    stopped=1
+    if [[ -n "${launcher:-}" ]]; then
+        # shellcheck disable=SC2046  # a script around torchrun does not pass signals on
+        kill -TERM $(cat "/proc/$launcher/task/$launcher/children" 2>/dev/null) "$launcher" 2>/dev/null || true
+    fi
+}
+
+stopped="" launcher="" fruitless=0 before=""
+trap stop INT TERM
+while true; do
+    rm -f "$OUTCOME_FILE"
+    at="$(meeting 15)"
+    [[ -z "$stopped" ]] || exit 75
+    conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
+    conf+=",read_timeout=10,close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
+    say "meets the others at $at:$port, $min_hosts to ${#hosts[@]} hosts"
+    LAUNCH="$PYTHON -m megatron.training.reliability.hosts.torchrun --nnodes $min_hosts:${#hosts[@]}"
+    LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"
+    LAUNCH+=" --rdzv-endpoint $at:$port --rdzv-id elastic --rdzv-conf $conf --local-addr $here"
+    export LAUNCH
+    if [[ "$1" == *.sh ]]; then
+        command=(bash "$@") # it starts under LAUNCH by itself
+    else
+        read -r -a command <<<"$LAUNCH"
+        command+=("$@")
+    fi
+    "${command[@]}" &
+    launcher=$!
+    code=0
+    wait "$launcher" || code=$?
+    while kill -0 "$launcher" 2>/dev/null; do
+        code=0
+        wait "$launcher" || code=$? # a signal ended the wait before
+    done
+    launcher="" name="$(outcome name)"
+    case "$stopped:$name:$code" in
+        1:*) say "stopped" && exit 75 ;;
+        :DONE:0) say "done: $(outcome why)" && exit 0 ;;
+        :TO_BE_RESUMED:0) say "stopped: $(outcome why)" && exit 75 ;;
+        :CALLBACK_FAILED:*) say "done, but $(outcome why)" && exit 3 ;;
+        :BAD_CONFIGURATION:*) say "the configuration cannot run on the hosts that are there" && exit 2 ;;
+        *:0) # rank 0 was elsewhere and knows how the run ended: if it goes on, there is a rendezvous
+            sleep 5
+            [[ "$(meeting 0)" != "$here" ]] || { say "done" && exit 0; } ;;
+        *) say "torchrun ended with $code${name:+, the run $name: $(outcome why)}" ;;
+    esac
+    save="$(outcome save)"
+    for ((i = 1; i < $#; i++)); do
+        [[ -n "$save" || "${!i}" != --save ]] || { ((i++)) && save="${!i}"; }
+    done
+    latest="$(cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null || echo "$before")"
+    fruitless=$((fruitless + 1))
+    [[ "$latest" == "$before" ]] || fruitless=0
+    before="$latest"
+    if ((fruitless >= ${MAX_FRUITLESS:-10})); then
+        say "gives up: $fruitless starts left no newer checkpoint than iteration ${latest:-0} (MAX_FRUITLESS)"
+        exit 1
+    fi
+done

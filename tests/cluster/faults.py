@@ -1,0 +1,335 @@
+"""Faults between hosts of a box under scripts/train_gpt_elastic.sh: named, and gone on from, and nothing lost.
+
+python -m tests.cluster.faults [NAME ...]             # named faults, each in a box of its own: rows of a table
+python -m tests.cluster.faults --random 20 --seed 1   # random faults, one after another, in one long run
+python -m tests.cluster.faults --random 20 --seed 1 --hosts 3 --ranks 2 --tp 2
+
+Seconds count from the fault: until each host has named it on its screen, and until a restarted run has logged a step.
+Then the fault is mended, and the hosts must be at full number again. At the end, the losses and gradient norms of all
+iterations are those of one undisturbed process. Logs of a run that fails are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.cluster.hosts import ROOT, Box, Process, hosts, missing
+
+MODEL = (
+    "--cpu --fp64 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
+    "--make-vocab-size-divisible-by 8 --lr 1e-3 --lr-warmup-iters 10 --micro-batch-size 2 --global-batch-size 12 "
+    "--train-iters 100000 --log-interval 1 --eval-iters 0 --num-workers 0 --hidden-dropout 0.1 --save-interval 10 "
+    "--keep-last 3"
+).split()
+RATE = "1gbit"
+PATIENCE = 240.0
+"""Seconds after which a run that does not go on has failed; many times of what it takes on a free machine."""
+
+NAMING = re.compile(
+    r"RUN FAILED: .*|ended because .*|.*does not answer: .*|.*RendezvousConnectionError.*|.*RendezvousTimeoutError.*"
+)
+STEP = re.compile(r" iteration +(\d+)/")
+WORLD = re.compile(r"layout: (\d+) rank")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one host."""
+
+    name: str
+    text: str
+    strike: Callable[[Box, int], None]
+    host: int = 1
+    hold: str = ""
+    """Where the run is held for the fault to come: see `paced_pretrain`."""
+
+    harmless: bool = False
+    """Whether the run has to go on without a restart."""
+
+    early: bool = False
+    """Whether it strikes while the hosts meet."""
+
+
+def _pull(box: Box, host: int) -> None:
+    box.pull_cable(host)
+
+
+def _kill(box: Box, host: int) -> None:
+    box.kill_host(host)
+
+
+def _deaf(box: Box, host: int) -> None:
+    box.one_way(host, "in")
+
+
+def _mute(box: Box, host: int) -> None:
+    box.one_way(host, "out")
+
+
+def _slow(box: Box, host: int) -> None:
+    box.set_rate(host, "10mbit")
+
+
+FAULTS = [
+    Fault("pull", "a cable pulled in a step", _pull),
+    Fault("pull-in-save", "a cable pulled in a save", _pull, hold="publish"),
+    Fault("pull-at-rendezvous", "a cable pulled while the hosts meet", _pull, early=True),
+    Fault("pull-at-start", "a cable pulled while data are built", _pull, hold="data"),
+    Fault("kill", "a host killed", _kill),
+    Fault("mute", "what a host sends is lost", _mute),
+    Fault("deaf", "what a host should receive is lost", _deaf),
+    Fault("slow", "a link at 1 % of its rate", _slow, harmless=True),
+    Fault("pull-rendezvous-host", "the cable of the rendezvous host pulled", _pull, host=0),
+    Fault("kill-rendezvous-host", "the rendezvous host killed", _kill, host=0),
+    Fault("mute-rendezvous-host", "what the rendezvous host sends is lost", _mute, host=0),
+]
+
+
+@dataclass
+class Run:
+    """A run on all hosts of a box, each under the elastic script."""
+
+    box: Box
+    ranks: int
+    folder: Path
+    flags: Sequence[str]
+    environ: dict[str, str]
+    scripts: dict[int, Process] = field(default_factory=dict)
+
+    def start(self, host: int) -> None:
+        environ = {"HOSTS": " ".join(self.box.names), "GPUS_PER_NODE": str(self.ranks), "PYTHON": sys.executable}
+        command = ["bash", "scripts/train_gpt_elastic.sh", "tests/cluster/paced_pretrain.py", *MODEL, *self.flags]
+        command += ["--save", self.save, "--load", self.save]
+        log = self.folder / f"{self.box.names[host]}.log"
+        self.scripts[host] = self.box.start(host, command, log, **environ, **self.environ)
+
+    @property
+    def save(self) -> Path:
+        return self.folder / "save"
+
+    @property
+    def held(self) -> Path:
+        return self.folder / "held"
+
+    def screens(self) -> list[str]:
+        logs = [self.folder / f"{name}.log" for name in self.box.names]
+        return [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+
+    def since(self, before: Sequence[int]) -> list[str]:
+        """What each host has printed since its screen was so long."""
+        return [screen[start:] for screen, start in zip(self.screens(), before, strict=True)]
+
+    def marks(self) -> list[int]:
+        return [len(screen) for screen in self.screens()]
+
+    def last_world(self, before: Sequence[int]) -> int:
+        """Ranks of the latest start that has logged a step since; 0 if there is none."""
+        return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> float:
+        """Seconds until a condition holds. Raises TimeoutError."""
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() - began > PATIENCE:
+                raise TimeoutError(f"not within {PATIENCE:.0f} s: {what}; logs in {self.folder}")
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+
+def _worlds_with_steps(text: str) -> list[int]:
+    """World sizes of the starts on a screen that have logged a step."""
+    starts = list(WORLD.finditer(text))
+    ends = [start.start() for start in starts[1:]] + [len(text)] * bool(starts)
+    return [int(start[1]) for start, end in zip(starts, ends, strict=True) if STEP.search(text, start.end(), end)]
+
+
+@dataclass
+class Outcome:
+    """What became of one fault."""
+
+    named: dict[str, tuple[float, str]]
+    """Host -> seconds until its screen named the fault, and the line."""
+
+    went_on: float = math.nan
+    came_back: float = math.nan
+    ranks_left: int = 0
+
+
+def strike(run: Run, fault: Fault, host: int) -> Outcome:
+    """Brings a fault about, waits until the run has gone on, mends it, and waits until all hosts are back."""
+    box, before = run.box, run.marks()
+    fault.strike(box, host)
+    began, outcome = time.monotonic(), Outcome({})
+    expected = [number for number in range(len(box.names)) if fault.strike is not _kill or number != host]
+
+    def look() -> bool:
+        for number, text in enumerate(run.since(before)):
+            found = NAMING.search(text)
+            if found and box.names[number] not in outcome.named and number in expected:
+                outcome.named[box.names[number]] = (time.monotonic() - began, found[0])
+        outcome.ranks_left = run.last_world(before)
+        return bool(outcome.ranks_left) and len(outcome.named) == len(expected)
+
+    if fault.harmless:
+        steps = len(STEP.findall("".join(run.since(before))))
+        run.wait(lambda: len(STEP.findall("".join(run.since(before)))) >= steps + 20, "20 steps with a slow link")
+        look()
+        box.set_rate(host, RATE)
+        return outcome
+    run.wait(
+        lambda: look() or (outcome.ranks_left > 0 and time.monotonic() - began > 90), f"going on after {fault.name}"
+    )
+    outcome.went_on = time.monotonic() - began
+    before = run.marks()
+    if fault.strike is _kill:
+        box.boot(host)
+        run.start(host)
+    else:
+        box.plug(host)
+        if not run.scripts[host].running:
+            run.start(host)
+    whole = len(box.names) * run.ranks
+    outcome.came_back = run.wait(lambda: run.last_world(before) == whole, f"all hosts back after {fault.name}")
+    return outcome
+
+
+def finish(run: Run) -> int:
+    """Asks the run to end. Returns its last iteration."""
+    (run.save / "exit").touch()
+    for process in run.scripts.values():
+        process.wait(PATIENCE)
+    return int((run.save / "latest_checkpointed_iteration.txt").read_text())
+
+
+def losses(save: Path) -> dict[int, tuple[float, float]]:
+    """Iteration -> loss and gradient norm."""
+    records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return {record["iteration"]: (record["lm loss"], record["grad norm"]) for record in records if "lm loss" in record}
+
+
+def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]:
+    """The same training by one process."""
+    save = folder / "undisturbed"
+    command = [sys.executable, "pretrain_gpt.py", *MODEL, "--exit-interval", str(iterations), "--save", str(save)]
+    with (folder / "undisturbed.log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
+    return losses(save)
+
+
+def difference(run: Run, last: int) -> float:
+    """Largest relative difference of losses and norms from one process's, over all iterations. Raises AssertionError
+    where one is missing."""
+    found, expected = losses(run.save), undisturbed(run.folder, last)
+    assert sorted(found) == sorted(expected) == list(range(1, last + 1)), f"iterations are missing: {run.folder}"
+    pairs = [(x, y) for number in found for x, y in zip(found[number], expected[number], strict=True)]
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
+def begin(run: Run) -> None:
+    for host in range(len(run.box.names)):
+        run.start(host)
+
+
+def named_fault(fault: Fault, args: argparse.Namespace) -> str:
+    """A row of the table."""
+    folder = Path(tempfile.mkdtemp(prefix="host-faults-"))
+    environ = {"PACE": args.pace, "HOLD": fault.hold, "HELD": str(folder / "held")}
+    with hosts(args.hosts, RATE) as box:
+        run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], environ)
+        begin(run)
+        whole = args.hosts * args.ranks
+        if fault.early:
+            run.wait(lambda: all("meets the others" in text for text in run.screens()), "start of the scripts")
+        elif fault.hold:
+            run.wait(run.held.exists, f"being held at {fault.hold}")
+        else:
+            run.wait(lambda: run.last_world([0] * args.hosts) == whole, "the first step")
+            time.sleep(2.0)
+        outcome = strike(run, fault, fault.host)
+        last = finish(run)
+    worst = difference(run, last)
+    if not args.keep:
+        shutil.rmtree(folder)
+    said = "<br>".join(f"{host} after {seconds:.1f} s: {line}" for host, (seconds, line) in outcome.named.items())
+    numbers = [
+        f"{number:.0f}" if number == number else "did not end" for number in (outcome.went_on, outcome.came_back)
+    ]
+    row = [fault.text, said or "nothing", numbers[0], str(outcome.ranks_left or whole), numbers[1], f"{worst:.0e}"]
+    return "| " + " | ".join(row) + " |"
+
+
+def random_faults(args: argparse.Namespace) -> None:
+    draw, folder = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="host-faults-"))
+    kinds = [fault for fault in FAULTS if not fault.hold and not fault.early and fault.host == 1]
+    began, named = time.monotonic(), list[float]()
+    went_on, came_back = list[float](), list[float]()
+    with hosts(args.hosts, RATE) as box:
+        run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], {"PACE": args.pace, "HELD": str(folder / "held")})
+        begin(run)
+        run.wait(lambda: run.last_world([0] * args.hosts) == args.hosts * args.ranks, "the first step")
+        for number in range(1, args.random + 1):
+            fault, host = draw.choice(kinds), draw.randrange(args.hosts)
+            time.sleep(draw.uniform(0.0, 3.0))
+            outcome = strike(run, fault, host)
+            first = [seconds for seconds, _ in outcome.named.values()]
+            named += first
+            went_on += [outcome.went_on] if outcome.went_on == outcome.went_on else []
+            came_back += [outcome.came_back] if outcome.came_back == outcome.came_back else []
+            said = ", ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in outcome.named.items()) or "nobody"
+            print(
+                f"{number}: {fault.text} (host{host}): named by {said}; went on after {outcome.went_on:.0f} s on "
+                f"{outcome.ranks_left} ranks; all back {outcome.came_back:.0f} s after mending",
+                flush=True,
+            )
+        last = finish(run)
+    worst = difference(run, last)
+    shown = [f"{max(values, default=0):.0f} s" for values in (named, went_on, came_back)]
+    print(
+        f"{args.random} faults (seed {args.seed}) in {time.monotonic() - began:.0f} s: named after at most {shown[0]}, "
+        f"went on after at most {shown[1]}, back at most {shown[2]} after mending; {last} iterations, none missing, "
+        f"losses and norms differ from one process's by at most {worst:.0e}"
+    )
+    assert worst < 1e-9, f"see {folder}"
+    if not args.keep:
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults between hosts of a box: named, gone on from, nothing lost.")
+    parser.add_argument("names", nargs="*", help=f"faults; default: all of {', '.join(each.name for each in FAULTS)}")
+    parser.add_argument("--random", type=int, default=0, help="this many random faults instead, in one run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pace", default="0.2", help="seconds that each step sleeps")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of runs that end well, too")
+    args = parser.parse_args()
+    if reason := missing():
+        sys.exit(reason)
+    if args.random:
+        return random_faults(args)
+    print(
+        "| fault | first line of each host | s until it goes on | ranks left | s until all are back "
+        "| losses differ by |"
+    )
+    print("|---|---|---|---|---|---|")
+    for fault in FAULTS:
+        if not args.names or fault.name in args.names:
+            print(named_fault(fault, args), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A cable that is pulled, or works one way only: both hosts name each other long before the timeout of collectives, and
+end by themselves."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Box, hosts, missing
+from tests.forked import forked_ranks, join
+from tests.limits import HANG
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+MODEL = (
+    "--cpu --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --mock-data "
+    "--make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 4 --train-iters 100000 --log-interval 5 "
+    "--eval-iters 0 --num-workers 0 --host-heartbeat-timeout-seconds 3"
+).split()
+
+
+def pull(box: Box) -> None:
+    box.pull_cable(1)
+
+
+def deafen(box: Box) -> None:
+    box.one_way(1, "in")
+
+
+@pytest.mark.parametrize(
+    ("strike", "line"),
+    [
+        (pull, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
+        (deafen, "and is heard itself: what host1 should receive is lost"),
+    ],
+)
+def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike, line: str) -> None:  # type: ignore[no-untyped-def]
+    with hosts(2) as box:
+
+        def enter(rank: int) -> None:
+            log = os.open(tmp_path / f"host{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            box.enter(rank)
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0"}
+
+        with forked_ranks(2, [*MODEL, "--save", str(tmp_path / "save")], tmp_path / "screen", enter) as ranks:
+            logs = [tmp_path / f"host{rank}.log" for rank in range(2)]
+            limit = time.monotonic() + HANG
+            while not (logs[0].exists() and " iteration " in logs[0].read_text()):
+                assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), logs[0].read_text()
+                time.sleep(0.05)
+            strike(box)
+            assert join(ranks) == [1, 1]
+    one, other = (log.read_text() for log in logs)
+    assert one.count("RUN FAILED: host1 (rank 1 of 2)\n") == 1 and line in one, one
+    assert other.count("RUN FAILED: host0 (rank 0 of 2)\n") == 1, other
+    assert "host1 (rank 1 of 2) has heard nothing from host0 (rank 0 of 2) for " in other
+    assert not (tmp_path / "save" / ".lease").exists()

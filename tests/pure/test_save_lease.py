@@ -1,0 +1,70 @@
+"""The lease on a --save folder: held by one run, free when that has ended, was killed, or does not renew it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.reliability.hosts import save_lease
+from megatron.training.reliability.hosts.save_lease import LeaseError, SaveLease
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lease, "RENEWAL", 0.02)
+    monkeypatch.setattr(save_lease, "STALE", 1.0)
+
+
+def of_another_machine(folder: Path) -> None:
+    """The file then looks like that of a process on a machine that this one cannot look into."""
+    file = folder / ".lease"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"namespace": "elsewhere", "host": "far"}))
+
+
+def never(error: LeaseError) -> None:
+    raise AssertionError(error)
+
+
+def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(tmp_path: Path) -> None:
+    first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
+    first.acquire()
+    with pytest.raises(LeaseError, match=f"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on "):
+        second.acquire()
+    first.release()
+    assert not (tmp_path / ".lease").exists()
+    second.acquire()
+    second.release()
+
+
+def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lease, "STALE", 1e6)
+    program = (
+        "from pathlib import Path; from megatron.training.reliability.hosts.save_lease import SaveLease; import os\n"
+    )
+    program += f"SaveLease(Path('{tmp_path}'), print).acquire(); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert (tmp_path / ".lease").exists()
+    lease = SaveLease(tmp_path, never)
+    lease.acquire()
+    lease.release()
+
+
+def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp_path: Path) -> None:
+    errors: list[LeaseError] = []
+    asleep = SaveLease(tmp_path, errors.append)
+    asleep._write()
+    of_another_machine(tmp_path)
+    lease = SaveLease(tmp_path, never)
+    lease.acquire()
+    asleep._renew()
+    assert len(errors) == 1 and "has taken over: this run stood still" in str(errors[0])
+    lease.release()
+    asleep.release()
+    assert list(tmp_path.iterdir()) == []
