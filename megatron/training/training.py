@@ -244,7 +244,8 @@ def _update(run: TrainingRun, interval: Interval, step: Step, before_update: Cal
     samples = run.progress.scheduled_samples  # settled: whether the step before counts is known
     lr, decoupled_lr = run.scheduler.lr_at(samples), run.scheduler.decoupled_lr_at(samples)
     weight_decay = run.scheduler.weight_decay_at(samples)
-    ahead = run.config.optimizer.optimizer_post_validation and before_update is None and not _reads_result(run, step)
+    ahead = run.config.optimizer.optimizer_post_validation and before_update is None
+    ahead = ahead and likely_to_stand(run) and not _reads_result(run, step)
     run.layer_stats.before_update(factor)
     with run.clock("optimizer"):
         result = run.optimizer.step(
@@ -278,6 +279,13 @@ def _gradients(run: TrainingRun, step: Step, batches: list[Batch]) -> Sums:
     except StaleForwards:
         run.layer_stats.begin(step.iteration)
         return run.forward_backward(step, batches, run.optimizer.loss_scale)
+
+
+def likely_to_stand(run: TrainingRun) -> bool:
+    """Whether the step before was neither clipped nor skipped: if it was, so may be this one, and a step that waits for
+    the norm costs less than one that is rolled back."""
+    last, largest = run.guard.last, run.config.optimizer.clip_grad
+    return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
 
 def _reads_result(run: TrainingRun, step: Step) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.memory import states_of_rank
+from megatron.training import training
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -34,6 +35,7 @@ MOE = (
     "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1"
 )
 DROPOUT, CLIPPED, FREE = "--hidden-dropout 0.2 --attention-dropout 0.2", "--clip-grad 0.01", "--clip-grad 1000"
+IN_CI = "clipped", "overflows of the loss scale"
 CASES: dict[str, tuple[int, str, int | None]] = {
     "clipped": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {DROPOUT} {CLIPPED}", 3),
     "clipped, 16 bits": (2, f"--pp 2 --pipeline-schedule zb-v --bf16 {CLIPPED} {MOE} --mtp-num-layers 1", 3),
@@ -94,6 +96,11 @@ def verdicts() -> Iterator[list[bool]]:
         yield found
 
 
+def always_ahead() -> AbstractContextManager[Any]:
+    """Steps do not wait for the norm where the one before was rolled back."""
+    return mock.patch.object(training, "likely_to_stand", return_value=True)
+
+
 def state_of(run: TrainingRun) -> dict[str, Any]:
     """What must be the same to the bit."""
     pieces = run.optimizer.sharded_state()
@@ -134,7 +141,7 @@ def both(
     whether the plan has the optimizer's bytes) of four steps."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4, plant)
-    with verdicts() as rolled_back, local_run(config, rank, world_size) as run:
+    with always_ahead(), verdicts() as rolled_back, local_run(config, rank, world_size) as run:
         found = trained(run, 4, plant)
         dims, stage = ParallelDims.from_config(config.parallel, world_size), run.runtime.state.pp.rank
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, stage).memory
@@ -142,7 +149,7 @@ def both(
     return different(expected, found), rolled_back, [skipped for _, skipped, _ in found["results"]], planned
 
 
-@pytest.mark.grid("name", list(CASES)[:3], list(CASES))
+@pytest.mark.grid("name", IN_CI, list(CASES))
 def test_an_update_ahead_has_the_bits_of_one_that_waits(name: str) -> None:
     world_size, flags, rolls_back = CASES[name]
     for wrong, rolled_back, skipped, planned in run_world(world_size, both, config_of(flags, world_size), None):
@@ -174,14 +181,17 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))
     with verdicts() as rolled_back, local_run(saving, rank, world_size) as run:
-        for _ in range(2):
+        train_step(run, Interval())
+        with always_ahead():
             train_step(run, Interval())
         save(run)
         run.saver.finish()
         assert rolled_back == [True, True]
-    with local_run(replace(config, checkpoint=replace(config.checkpoint, load=folder)), rank, world_size) as run:
+    loading = replace(config, checkpoint=replace(config.checkpoint, load=folder))
+    with verdicts() as rolled_back, local_run(loading, rank, world_size) as run:
         assert run.progress.iteration == 2
         found = trained(run, 2)
+        assert rolled_back == [True]  # the step after one that was clipped waits
     for state in (expected, found):
         del state["results"], state["losses"]
     return [key for key in different(expected, found) if not key.startswith("tally")]

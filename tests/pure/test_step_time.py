@@ -143,6 +143,14 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
     assert predicted(flags, device, gpus_per_node=8).seconds <= step.seconds * (1 + 1e-9)
 
 
+def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
+    layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
+    waits = Schedule("zb-h2", layout).times(costs, 24)
+    ahead = Schedule("zb-h2", layout, post_validation=True).times(costs, 24)
+    assert max(waits.ends) == pytest.approx(37.5)
+    assert ahead.ends == pytest.approx((36.0,) * 4)
+
+
 def test_a_device_without_a_link_is_named() -> None:
     device = replace(read_device("h100"), links={"node": LINKS["node"]})
     assert predicted("--tp 4 --sequence-parallel", device, 8).seconds > 0

@@ -107,6 +107,6 @@ class DataParallel:
         memory = states.memory
         shards = self.dims.shards(False) if self.optimizer.use_distributed_optimizer else 1
         moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
-        moved += 2 * (memory.main_parameters + memory.moments)
+        moved += 2 * (memory.main_parameters + memory.moments + memory.rollback)
         host = 2 * memory.host_states + 2 * memory.host_slots
         return moved / self.device.copy_tb_per_second / 1e12 + host / self.device.host_gb_per_second / 1e9

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.steady_state import post_validated
 
 ROUNDS = 4
 """Steps of more rounds of p micro-batches than this are extrapolated."""
@@ -36,6 +38,8 @@ class Schedule:
     layout: PipelineLayout
     group: int | None = None
     in_turns: bool = False
+    post_validation: bool = False
+    """Whether no rank waits for the others between two steps: ends are then those of a step behind another one."""
 
     def times(self, costs: StageCosts, microbatches: int) -> PipelineTimes:
         """Of a step of so many micro-batches."""
@@ -52,7 +56,11 @@ class Schedule:
         return tuple(b + (rounds - ROUNDS) * (b - a) for a, b in zip(few, more, strict=True))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
-        lists = build_schedule(self.name, self.layout.pp, microbatches, self.layout.chunks, self.group, self.in_turns)
+        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
+        if self.post_validation:
+            time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
+            return (time,) * self.layout.pp
+        lists = build_schedule(*shape, self.group, self.in_turns)
         found = simulate(lists, costs)
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 

@@ -186,7 +186,8 @@ class _Step:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
             in_turns = parallel.overlap_moe_expert_parallel_comm
-            schedule = Schedule(parallel.schedule, self.layout, group, in_turns)
+            ahead = config.optimizer.optimizer_post_validation
+            schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
             pipeline = schedule.times(costs, self.microbatches)
             ends, messages = list(pipeline.ends), list(pipeline.messages)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
