@@ -141,7 +141,7 @@ class DeviceFile:
             return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6)
         rate = speed.tflops * k / (k + speed.half_depth)
         us = 2.0 * batches * m * n * k / rate / 1e6
-        return max(self.kernel_floor_us, us / max(self._filled(m, n, batches, tile) for tile in TILES))
+        return max(self.kernel_floor_us, us / tile_share(m, n, self.multiprocessors, batches))
 
     def _gemm_speed(self, precision: str) -> GemmSpeed:
         if precision == "fp64" and precision not in self.gemm:
@@ -149,15 +149,6 @@ class DeviceFile:
         if precision not in self.gemm:
             raise ValueError(f"{self.name}: no speed of {precision} products; known are {', '.join(self.gemm)}")
         return self.gemm[precision]
-
-    def _filled(self, m: int, n: int, batches: int, tile: tuple[int, int]) -> float:
-        """Share of the multiprocessors' time that goes into results: the last wave and the edges waste some, and small
-        tiles load their operands more often."""
-        rows, columns = tile
-        tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
-        waves = math.ceil(tiles / self.multiprocessors)
-        reuse = min(1.0, (rows * columns / (rows + columns)) / (128 * 256 / (128 + 256)))
-        return reuse**0.5 * batches * m * n / (waves * self.multiprocessors * rows * columns)
 
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
         """Time of attention over `length` tokens by heads of size `width`, at the rates of the size next to it;
@@ -171,6 +162,19 @@ class DeviceFile:
         speed = of_widths[min(of_widths, key=lambda known: abs(known - width))]
         endless, half = speed.backward if backward else speed.forward
         return max(self.kernel_floor_us, flops / (endless * length / (length + half)) / 1e6)
+
+
+def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
+    """Share of a GPU's time that goes into the results [m, n] of a product, with the output tile that suits it best:
+    the last wave and the edges waste some, and small tiles load their operands more often."""
+
+    def filled(rows: int, columns: int) -> float:
+        tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(tiles / multiprocessors)
+        reuse = min(1.0, (rows * columns / (rows + columns)) / (128 * 256 / (128 + 256)))
+        return reuse**0.5 * batches * m * n / (waves * multiprocessors * rows * columns)
+
+    return max(filled(*tile) for tile in TILES)
 
 
 def device_names() -> list[str]:

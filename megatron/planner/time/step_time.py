@@ -255,6 +255,8 @@ class _Step:
     def _messages(self) -> list[float]:
         """By stage, the time of a message between it and the next one."""
         model, parallel = self.config.model, self.config.parallel
+        if self.layout.num_stages == 1:
+            return [0.0]
         rows = model.seq_length // self.dims.cp // (self.dims.tp if parallel.sequence_parallel else 1)
         size = rows * self.config.training.micro_batch_size * model.hidden_size
         size *= {"float32": 4, "float64": 8}.get(parallel.params_dtype, 2)

@@ -1,0 +1,127 @@
+"""Device files fitted to measured times: exact on times that follow the model, and read as they were written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.planner.calibration import fit
+from megatron.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
+from megatron.planner.calibration.reference import fit_steps
+from megatron.planner.device_file import DeviceFile, Link, read_device, tile_share
+from megatron.planner.time.links import Network, Placement
+from tests.harness import run_world
+
+SHAPES = [(m, n, k) for m in (256, 4096) for n, k in ((512, 512), (4096, 1024), (1024, 4096))]
+
+
+def seconds(us: float) -> float:
+    return 1e-6 * us
+
+
+@pytest.fixture(scope="module")
+def h100() -> DeviceFile:
+    return replace(read_device("h100"), kernel_floor_us=0.0)
+
+
+def measured(device: DeviceFile) -> fit.Measured:
+    """What this device would show."""
+    kernel, width, lengths = "flash", 128, (512, 2048, 8192)
+
+    def attention(length: int, way: bool) -> fit.AttentionTime:
+        flops = 1e6 * length**2
+        took = seconds(device.attention_us(kernel, width, flops, length, way))
+        return fit.AttentionTime(kernel, width, length, flops, way, took)
+
+    return fit.Measured(
+        tuple(fit.ProductTime("bf16", m, n, k, seconds(device.gemm_us("bf16", m, n, k))) for m, n, k in SHAPES),
+        tuple(attention(length, way) for length in lengths for way in (False, True)),
+        tuple(fit.MoveTime("copy", size, seconds(device.memory_us(size))) for size in (10**6, 10**7, 10**8)),
+        2e-6,
+    )
+
+
+def test_constants_of_a_device_are_found_again(h100: DeviceFile) -> None:
+    filled = {(m, n): tile_share(m, n, h100.multiprocessors) for m, n, _ in SHAPES}
+    about = {"name": "one", "multiprocessors": h100.multiprocessors, "memory_gib": 80.0, "capability": (9, 0)}
+    found = fit.device_file(measured(h100), filled, **about)
+    for name in ("tflops", "half_depth"):
+        assert getattr(found.gemm["bf16"], name) == pytest.approx(getattr(h100.gemm["bf16"], name), rel=1e-6)
+    known = h100.attention["flash"][128]
+    assert found.attention["flash"][128].forward == pytest.approx(known.forward, rel=1e-6)
+    assert found.attention["flash"][128].backward == pytest.approx(known.backward, rel=1e-6)
+    assert found.copy_tb_per_second == pytest.approx(h100.copy_tb_per_second)
+    assert max(fit.errors(replace(found, kernel_floor_us=0.0), measured(h100)).values()) < 1e-6
+
+
+def test_rates_and_latencies_of_links_are_found_again(h100: DeviceFile) -> None:
+    known = {"node": Link(0.4, 30.0, 200.0, {"send": 1.5}), "network": Link(0.0125, 100.0, 400.0, {"all_to_all": 0.5})}
+    device = replace(h100, links=known, ranks_per_node=2, adapters_per_node=1)
+    network = Network(device, 2)
+    places = {"node": Placement(2, 2), "network": Placement(2, 1)}
+    points = [
+        fit.CollectiveTime(link, kind, 2, moved, network.seconds(kind, moved, places[link]))
+        for link in known
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+        for moved in (4096, 65536, 1 << 20)
+    ]
+    found = fit.links_of(points, 2)
+    for link, expected in known.items():
+        assert found[link].gb_per_second == pytest.approx(expected.gb_per_second, rel=1e-3)
+        assert found[link].latency_us == pytest.approx(expected.latency_us, rel=1e-3)
+        assert found[link].launch_us == pytest.approx(expected.launch_us, rel=1e-3)
+        for kind in KINDS:
+            assert found[link].share.get(kind, 1.0) == pytest.approx(expected.share.get(kind, 1.0), rel=1e-3)
+
+
+def test_constants_of_whole_steps_are_found_again(h100: DeviceFile) -> None:
+    def step(operations: int, moved: float, products: float) -> object:
+        def predict(device: DeviceFile) -> float:
+            us = products + operations * device.launch_gap_us + device.memory_us(moved)
+            return seconds(us) + 1e-3 * device.step_overhead_ms
+
+        return predict
+
+    known = replace(h100, capability=None, copy_tb_per_second=0.004, launch_gap_us=12.0, step_overhead_ms=3.0)
+    steps = [step(500, 1e9, 1e5), step(2000, 1e9, 4e5), step(2000, 5e8, 2e4)]
+    start = replace(known, copy_tb_per_second=0.01, launch_gap_us=0.0, step_overhead_ms=0.0)
+    found = fit_steps(start, [(each, each(known)) for each in steps])  # type: ignore[arg-type, operator]
+    for name in ("copy_tb_per_second", "launch_gap_us", "step_overhead_ms"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-6)
+    on_gpu = replace(known, capability=(9, 0), step_overhead_ms=0.0)
+    slower = [(each, each(on_gpu) + 0.004) for each in steps]  # type: ignore[operator]
+    assert fit_steps(on_gpu, slower).step_overhead_ms == pytest.approx(4.0)  # type: ignore[arg-type]
+
+
+def test_points_that_no_line_fits_give_no_negative_constant() -> None:
+    assert fit.line([[1.0, 1.0], [1.0, 2.0]], [2.0, 1.0])[1] == 0.0
+    first, second = fit.line([[1.0, 1.0], [2.0, 1.0]], [2.0, 1.0])
+    assert first > 0 and second == 0.0
+
+
+def _measured(rank: int, world_size: int) -> tuple[object, ...]:
+    sizes = Sizes(((8, 8, 8), (8, 8, 16)), (16, 32), (16,), (8, 16), 32, (64, 256))
+    clock = Clock(torch.device("cpu"), 0.0002, rounds=1)
+    found = measure(clock, sizes, ["fp32"])
+    points, slowdown = measure_links(clock, sizes, 1)
+    assert dist.get_world_size() == world_size
+    return found, points, slowdown
+
+
+def test_ranks_measure_together_and_write_what_reads_the_same(tmp_path: Path) -> None:
+    (found, points, slowdown), other = run_world(2, _measured)
+    assert other == (found, points, slowdown)  # the mean of both ranks
+    assert {(point.link, point.kind) for point in points} == {("network", kind) for kind in KINDS}
+    assert 0 <= slowdown <= 1 and len(found.products) == 2 and {each.backward for each in found.attention} == {0, 1}
+    device = fit.device_file(found, {}, name="two processes", multiprocessors=1, memory_gib=1.5)
+    device = replace(device, links=fit.links_of(points, 1), ranks_per_node=1)
+    path = tmp_path / "mine.yaml"
+    path.write_text(fit.text_of(device, ["measured here"]))
+    read = read_device(str(path))
+    assert read.device_type == "cpu" and read.links.keys() == {"network"}
+    assert fit.text_of(read, ["measured here"]) == path.read_text()
+    assert len(CPU.products) > 4
