@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small language model from scratch and generates text with it, in under five minutes on two CPU cores: makes
 # .venv, builds a corpus from the Python standard library's source, trains a tokenizer and a small Llama-style model on
-# it, plots the loss curve and generates a few lines. Each command is printed as you could type it.
+# it, draws the loss curve and a report of the run, and generates a few lines. Each command is printed as you could type it.
 #
 #   bash scripts/quickstart.sh             run it again after an interruption: it resumes
 #   bash scripts/quickstart.sh --clean     starts over
@@ -53,7 +53,7 @@ if ((gpus > 0)); then
     layout=(--bf16 --micro-batch-size 16 --global-batch-size $((16 * gpus)))
 else
     processes=2
-    layout=(--cpu --tensor-model-parallel-size 2 --micro-batch-size 8 --global-batch-size 8)
+    layout=(--cpu --tensor-model-parallel-size 2 --micro-batch-size 8 --global-batch-size 8 --trace)
     export OMP_NUM_THREADS=1
 fi
 run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" pretrain_gpt.py "${layout[@]}" \
@@ -67,8 +67,9 @@ run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes
     --log-interval 10 --eval-interval 50 --eval-iters 10 \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 50
 
-step "6/7 Loss curve"
+step "6/7 Loss curve and report"
 run "$PYTHON" tools/plot_loss.py "$OUT/checkpoints/metrics.jsonl" --output "$OUT/loss.png"
+run "$PYTHON" tools/report.py "$OUT/checkpoints" --output "$OUT/report.html"
 
 step "7/7 Generated text"
 run "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "def read(self, size=-1):" "import os" \
@@ -83,5 +84,6 @@ Done in $((SECONDS - started)) s.
   checkpoints         $OUT/checkpoints
   metrics             $OUT/checkpoints/metrics.jsonl
   loss curve          $OUT/loss.png
+  report of the run   $OUT/report.html
   generated text      $OUT/sample.txt
 END

@@ -77,6 +77,7 @@ def test_two_commands_of_the_readme(clone: Path) -> None:
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (clone / "runs/quickstart/sample.txt").read_text().strip()
+    assert "memory by category, planned and held" in (clone / "runs/quickstart/report.html").read_text()
     assert re.search(r"\d+ passed", out)
 
 

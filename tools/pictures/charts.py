@@ -37,9 +37,15 @@ def thinned(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]
 
 
 def curves(
-    title: str, unit: str, series: Sequence[Series], text: Callable[[float], str] = short_number, zero: bool = False
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    text: Callable[[float], str] = short_number,
+    zero: bool = False,
+    base: int = 10,
 ) -> Svg | None:
-    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0."""
+    """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0; its numbers
+    are round in powers of `base`, 10 or 1024."""
     finite = [Series(one.name, [(x, y) for x, y in one.points if math.isfinite(y)], one.dots) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -50,7 +56,7 @@ def curves(
     if high - low < 1e-9 * max(abs(high), 1e-30):
         low, high = low - max(abs(low) * 0.05, 0.5), high + max(abs(high) * 0.05, 0.5)
     right = right if right > left else left + 1
-    width, height, x0, y0 = 720.0, 260.0, 74.0, 34.0
+    width, height, x0, y0 = 580.0, 240.0, 74.0, 34.0
     plot_width, plot_height = width - x0 - 16, height - y0 - 46
     last = "; ".join(f"{one.name} ends at {text(one.points[-1][1])}" for one in finite)
     picture = Svg(width, height, title, f"{title} over iterations {left:g} to {right:g}: {last}")
@@ -58,7 +64,8 @@ def curves(
     def place(x: float, y: float) -> tuple[float, float]:
         return x0 + (x - left) / (right - left) * plot_width, y0 + (high - y) / (high - low) * plot_height
 
-    for value in ticks(low, high, 5):
+    power = 1.0 if base == 10 else float(base) ** int(math.log(max(high, 1.0), base))
+    for value in (power * number for number in ticks(low / power, high / power, 5)):
         _, y = place(left, value)
         picture.line(x0, y, x0 + plot_width, y)
         picture.text(x0 - 6, y + 4, text(value), "soft", "end")

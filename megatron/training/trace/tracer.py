@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import resource
+import threading
 import time
 import zlib
 from base64 import b64decode, b64encode
@@ -56,6 +57,7 @@ class Tracer(Callback):
         self._first = config.logging.trace_step_start + 1
         self._recorder: Recorder | None = None
         self._taps = ExitStack()
+        self._writer: threading.Thread | None = None
         self._iteration: int | None = None
         self._step: AbstractContextManager[None] | None = None
 
@@ -69,8 +71,10 @@ class Tracer(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """Writes the trace of a run that was too short for it."""
+        """Writes the trace of a run that was too short for it, and waits for the file."""
         self._stop(run)
+        if self._writer is not None:
+            self._writer.join()
 
     def _turn(self, run: RunView) -> None:
         if run.progress.iteration == self.config.logging.trace_step_start:
@@ -167,11 +171,18 @@ class Tracer(Callback):
         dumps = self._collect(dump, alignment)
         if not dumps:
             return
-        last = run.progress.iteration
+        self._writer = threading.Thread(target=self._write, args=(dumps, run.progress.iteration, run.say))
+        self._writer.start()
+
+    def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
+        """Writes the file while training goes on."""
         path = trace_path(self.config, self._first, last)
-        trace = assemble(dumps, self._facts(last), self._lists())
-        write_trace(trace, path)
-        run.say(f" trace of iterations {self._first} to {last}: {path}")
+        try:
+            write_trace(assemble(dumps, self._facts(last), self._lists()), path)
+        except OSError as error:
+            say(f" the trace of iterations {self._first} to {last} cannot be written: {error}")
+        else:
+            say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, Any], alignment: Alignment) -> list[RankTrace]:
         """What all ranks have recorded, on rank 0; [] elsewhere. One rank after the other, through the store, so that

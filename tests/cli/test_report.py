@@ -1,0 +1,228 @@
+"""The report of a run: what is in it, of any run, and that a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.reliability.run_events import record_event
+from megatron.training.trace.trace_file import write_trace
+from tests.limits import HANG
+from tests.trace_cases import simulated_trace
+from tools.pictures.charts import MOST_POINTS
+from tools.pictures.run_folder import read_run
+from tools.report import main
+
+SECTIONS = "summary loss throughput memory layout timeline saves faults-and-restarts configuration".split()
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+ATTACK = "<script>alert('x')</script>&\"quoted\""
+
+CONFIG = f"""# Resolved configuration.
+# parallel
+tensor-model-parallel-size: 2
+pipeline-model-parallel-size: 2
+context-parallel-size: 1
+# derived: data-parallel-size: 2
+wandb-exp-name: '{ATTACK.replace("'", "''")}'
+train-iters: 400
+lr: 0.001
+"""
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects ids, text and whatever is fetched from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: dict[str, int] = {}
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} {name}"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "data", "action", "srcset"):
+                self.links.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def page_of(folder: Path, *flags: str) -> tuple[Page, str]:
+    assert main([str(folder), "--no-plan", *flags]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert [each for each in page.ids if not each.endswith("-title")] == SECTIONS
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert "script" not in page.tags and not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert len(page.ids) == len(set(page.ids)) and page.tags["h1"] == 1
+    return page, text
+
+
+def write_metrics(folder: Path, count: int, **more: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for iteration in range(1, count + 1):
+            record = {"iteration": iteration, "lm_loss": 8 / iteration + 2, "grad_norm": 1.0, "learning_rate": 1e-3}
+            record |= {
+                "tokens_per_second": 1000.0,
+                "step_time": 0.5,
+                "peak_memory_bytes": 2**30,
+                "time": 1.7e9 + iteration,
+            }
+            file.write(json.dumps(record | {"skipped_iterations": 0, "nan_iterations": 0} | more) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that crashed once, with a trace, a checkpoint, and hostile text wherever text comes from a run."""
+    folder = tmp_path / "a <b>run"
+    write_metrics(folder, 40, layer_alarms=[ATTACK])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"iteration": 40, "valid_loss": 2.5}\n{"iteration": 41, "lm_loss": "NaN", "nan_iterations": 1}\n{"iter'
+        )
+    (folder / "run_config.yaml").write_text(CONFIG)
+    record_event(folder, "start", iteration=0, world_size=4)
+    record_event(folder, "save", iteration=20, seconds=1.25)
+    record_event(folder, "save", iteration=30, seconds=0.5, error=ATTACK, complete=False)
+    record_event(folder, "end", name="FAILED", why=f"rank 3 of 4: {ATTACK}")
+    record_event(folder, "start", iteration=20, world_size=4)
+    for iteration in (20, 30):
+        (folder / f"iter_{iteration:07}").mkdir()
+        (folder / f"iter_{iteration:07}" / "__0_0.distcp").write_bytes(bytes(3000))
+    (folder / "iter_0000020/manifest.json").write_text("{}")
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    (folder / "stacks").mkdir()
+    (folder / "stacks/rank-00003.txt").write_text(f"Fatal {ATTACK}")
+    trace = simulated_trace(hosts=("one", ATTACK))
+    write_trace(trace, folder / "trace/iterations-3-3.json.gz")
+    return folder
+
+
+def test_all_sections_of_a_run(run: Path) -> None:
+    page, text = page_of(run)
+    for said in (
+        "no end recorded: still running, or killed",
+        "41 of 400",
+        "2.5000 at 40",
+        "metrics.jsonl: 1 damaged line passed over, the last one: the run was killed while it wrote",
+        "4 ranks on 2 nodes",
+        "PP: 1 group of 4, crosses nodes, up to 2 nodes each; such as ranks 0-3",
+        "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",
+        "The run was started 2 times.",
+        "end: FAILED",
+        "no manifest: not complete",
+        "20 (latest)",
+        "pp 0, rank 0: held 15.6 KiB",
+    ):
+        assert said in page.text, said
+    assert "<script" not in text and page.text.count(ATTACK) >= 6
+    assert page.tags["svg"] >= 9 and page.tags["table"] >= 6 and "prefers-color-scheme: dark" in text
+    assert not list(run.glob("*.tmp"))
+
+
+def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_metrics(other, 10)
+    (other / "run_config.yaml").write_text(CONFIG.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
+    page, _ = page_of(run, "--against", str(other))
+    assert "2 values that differ" in page.text and "other: training" in page.text and "not set" in page.text
+
+
+REMAINS: dict[str, tuple[dict[str, str], str]] = {
+    "nothing": ({}, "metrics.jsonl: not there"),
+    "an empty file": ({"metrics.jsonl": ""}, "has no record with an iteration"),
+    "lines that are no records": (
+        {"metrics.jsonl": "\x00\x01\n[1]\n{}\n" + '"text"\n', "run_config.yaml": "a: [1"},
+        "3 damaged lines passed over",
+    ),
+    "a list for a configuration": (
+        {"run_config.yaml": "- 1\n- 2\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'},
+        "The layout is not known",
+    ),
+    "a cut trace": (
+        {"metrics.jsonl": '{"iteration": 1, "lm_loss": "Infinity", "time": "x"}', "trace/iterations-1-2.json.gz": "x"},
+        "is not a trace",
+    ),
+    "values of other types": (
+        {"metrics.jsonl": '{"iteration": 1, "lm_loss": [1], "grad_norm": true}', "outcome": "name=FAILED\nwhy=x"},
+        "failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMAINS)
+def test_a_run_of_which_little_is_left(tmp_path: Path, name: str) -> None:
+    files, said = REMAINS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    page, _ = page_of(tmp_path)
+    assert said in page.text
+
+
+def test_of_a_long_run_points_are_left_out_and_it_says_so(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 20_000)
+    page, text = page_of(tmp_path)
+    assert f"20,000 records: of each curve at most {MOST_POINTS:,} points are drawn" in page.text
+    assert len(text) < 600_000 and all(
+        len(line.split()) <= MOST_POINTS for line in re.findall(r'points="([^"]*)"', text)
+    )
+
+
+def test_the_layout_without_a_trace(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 3)
+    (tmp_path / "run_config.yaml").write_text(CONFIG)
+    page, _ = page_of(tmp_path, "--gpus-per-node", "4")
+    assert read_run(tmp_path).world_size == 8
+    assert "PP: 4 groups of 2, all cross nodes, up to 2 nodes each; such as ranks 0,4" in page.text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such folder"):
+        main([str(tmp_path / "absent")])
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason=f"needs a browser: one of {', '.join(BROWSERS)}")
+def test_a_browser_shows_all_sections(run: Path, tmp_path: Path) -> None:
+    """The page as the browser has built it: same sections and pictures, none without a size, nothing loaded."""
+    page, _ = page_of(run)
+    browser = next(filter(None, map(shutil.which, BROWSERS)))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [browser, *flags, "--dump-dom", (run / "report.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    built = Page(done.stdout)
+    assert [each for each in built.ids if not each.endswith("-title")] == SECTIONS
+    assert {tag: count for tag, count in built.tags.items() if tag != "tbody"} == {
+        tag: count for tag, count in page.tags.items() if tag != "tbody"
+    }

@@ -1,0 +1,310 @@
+"""The sections of a run's report: each takes the run as far as it could be read, and says what is missing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from megatron.training.trace.pipeline_timeline import measured_steps
+
+from .charts import MOST_POINTS, Series, curves
+from .page import bullets, cards, details, figures, paragraph, table
+from .plot_memory import in_order, measured_bars, memory_picture, planned_bars, told
+from .plot_ranks import RankMap, lines, map_of_trace, rank_picture
+from .plot_trace import chosen, phases_picture, timeline_picture
+from .plot_trace import told as step_told
+from .run_folder import CONFIG, RunFolder, number
+from .svg import byte_text, short_number, time_text
+
+MOST_ROWS = 200
+
+
+def summary(run: RunFolder) -> str:
+    """The figures that one asks for first."""
+    loss, valid, speed = run.values("lm_loss"), run.values("valid_loss"), run.values("tokens_per_second")
+    tokens, peak, mfu = run.values("consumed_tokens"), run.values("peak_memory_bytes"), run.values("mfu")
+    state, look = status(run)
+    facts = [("status", state, look)]
+    of = run.config.get("train-iters")
+    reached = max((int(record["iteration"]) for record in run.records), default=None)
+    if reached is not None:
+        facts.append(("iterations", f"{reached:,}" + (f" of {of:,}" if isinstance(of, int) else ""), ""))
+    if loss:
+        facts.append(("training loss", f"{loss[-1][1]:.4f}", "" if math.isfinite(loss[-1][1]) else "bad"))
+    if valid:
+        facts.append(("validation loss", f"{valid[-1][1]:.4f} at {valid[-1][0]:,.0f}", ""))
+    if tokens:
+        facts.append(("tokens", short_number(tokens[-1][1]), ""))
+    if speed:
+        facts.append(("tokens/s, median", short_number(statistics.median(value for _, value in speed)), ""))
+    if mfu:
+        facts.append(("MFU, median", f"{statistics.median(value for _, value in mfu):.1%}", ""))
+    if peak:
+        facts.append(("peak memory of a rank", byte_text(max(value for _, value in peak)), ""))
+    if run.world_size is not None:
+        facts.append(("ranks", f"{run.world_size:,}", ""))
+    return cards(facts) + bullets(run.notes)
+
+
+def status(run: RunFolder) -> tuple[str, str]:
+    """(how the run stands, class of its colour)"""
+    last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end")), None)
+    name = str(last.get("name", "")) if last is not None and last["event"] == "end" else ""
+    name = name or run.outcome.get("name", "")
+    if name in ("DONE", "TO_BE_RESUMED"):
+        return name.lower().replace("_", " "), "good"
+    if name and name != "RUNNING":
+        return name.lower().replace("_", " "), "bad"
+    if last is not None or name:
+        return "no end recorded: still running, or killed", "bad"
+    return "not recorded", ""
+
+
+def loss(run: RunFolder, other: RunFolder | None) -> str:
+    """Curves of loss, validation loss, gradient norm and learning rate, of two runs where there are two."""
+    series = []
+    for each, prefix in [(run, ""), *([(other, f"{other.name}: ")] if other is not None else [])]:
+        series += [Series(f"{prefix}training", each.values("lm_loss"))]
+        if valid := each.values("valid_loss"):
+            series.append(Series(f"{prefix}validation", valid, dots=True))
+    shown = [
+        curves("loss", "nats per token", series),
+        curves("gradient norm", "before clipping", [Series("gradient norm", run.values("grad_norm"))], zero=True),
+        curves("learning rate", "", [Series("learning rate", run.values("learning_rate"))], zero=True),
+    ]
+    if not any(shown):
+        return paragraph("The run has logged no loss.")
+    rows = [record for record in run.records if "lm_loss" in record][-20:]
+    keys = [key for key in ("iteration", "lm_loss", "grad_norm", "learning_rate", "step_time") if rows]
+    cells = [[_cell(record.get(key)) for key in keys] for record in rows]
+    last = details("The last records as a table", table("last records", keys, cells, range(len(keys))))
+    return figures(shown) + _thinned(run) + last
+
+
+def _thinned(run: RunFolder) -> str:
+    count = len(run.records)
+    if count <= MOST_POINTS:
+        return ""
+    return paragraph(
+        f"{count:,} records: of each curve at most {MOST_POINTS:,} points are drawn, the lowest and highest of each of "
+        "equal parts, so that no spike is lost. Figures in words are of all records.",
+        "soft",
+    )
+
+
+def _cell(value: Any) -> str:
+    """A value of a record, numbers to six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def throughput(run: RunFolder) -> str:
+    """Tokens and FLOP/s, and the time of a step."""
+    shown = [
+        curves("tokens per second", "all ranks", [Series("tokens/s", run.values("tokens_per_second"))], zero=True),
+        curves("step time", "s", [Series("step time", run.values("step_time"))], zero=True),
+        curves("TFLOP/s per device", "", [Series("TFLOP/s", run.values("tflops_per_device"))], zero=True),
+        curves("MFU", "", [Series("MFU", run.values("mfu"))], lambda share: f"{share:.1%}", zero=True),
+    ]
+    slow = [
+        [int(record["iteration"]), phase, record.get(f"straggler_{phase}_rank"), f"x{ratio:.2f}"]
+        for record in run.records
+        for phase in ("data", "forward", "backward", "grad_sync", "optimizer")
+        if (ratio := number(record.get(f"straggler_{phase}_ratio"))) is not None and ratio > 1.5
+    ]
+    stragglers = table(
+        "ranks that took more than 1.5 times the median", ("iteration", "phase", "rank", "times"), slow[-50:], (0, 2, 3)
+    )
+    return (figures(shown) or paragraph("The run has logged no throughput.")) + stragglers
+
+
+def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan: str) -> str:
+    """The peak over the run, and bars by rank and category: as planned and as held when the run was traced."""
+    peak = Series("peak", run.values("peak_memory_bytes"))
+    chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True, base=1024)
+    bars = planned_bars(plan or [])
+    if run.trace is not None:
+        bars += measured_bars(run.trace["otherData"]["ranks"])
+    text = ""
+    if not plan:
+        text += paragraph(f"No plan beside it: {why_no_plan}.", "soft")
+    if run.trace is None:
+        text += paragraph("What each rank held by category is recorded with --trace.", "soft")
+    elif any("process" in (facts.get("memory") or {}) for facts in run.trace["otherData"]["ranks"]):
+        text += paragraph(
+            "On CPU the peak is that of the whole process, with the code of torch and data; activations are not "
+            "counted apart.",
+            "soft",
+        )
+    drawn = figures([memory_picture(bars)], wide=True) if bars else ""
+    words = details("The bars in words", bullets(f"{bar.label}: {told(bar)}" for bar in in_order(bars)))
+    return (figures([chart]) or paragraph("The run has logged no memory.")) + drawn + words + text
+
+
+def layout(run: RunFolder, gpus_per_node: int) -> str:
+    """Which rank is where, and which groups cross nodes."""
+    found, source = None, ""
+    if run.trace is not None:
+        try:
+            found, source = map_of_trace(run.trace), "Hosts as the trace has recorded them."
+        except (KeyError, TypeError, ValueError) as error:
+            source = f"The trace has no layout: {error!r}."
+    if found is None and (dims := run.dims()) is not None:
+        nodes = [f"node {rank // gpus_per_node}" for rank in range(dims.world_size)]
+        found = RankMap(dims, nodes)
+        source = f"Nodes of {gpus_per_node} consecutive ranks (--gpus-per-node); a trace records the hosts themselves."
+    if found is None:
+        return paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
+    text = "<pre>" + escape("\n".join(lines(found))) + "</pre>"
+    return paragraph(source, "soft") + figures([rank_picture(found)], wide=True) + details("As text", text)
+
+
+def timeline(run: RunFolder) -> str:
+    """The traced step, planned and measured."""
+    if run.trace is None:
+        return paragraph("No trace: --trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks.")
+    assert run.trace_path is not None
+    try:
+        steps = measured_steps(run.trace)
+        step = chosen(run.trace)
+        pictures = [timeline_picture(run.trace, step), phases_picture(run.trace, step.iteration)]
+    except (KeyError, TypeError, ValueError) as error:
+        return paragraph(f"The trace {run.trace_path.name} cannot be drawn: {error!r}.")
+    rows = [
+        [each.iteration, ", ".join(map(str, each.ranks)), time_text(each.makespan), f"{each.bubble:.1%}"]
+        for each in steps[:MOST_ROWS]
+    ]
+    facts = [facts.get("clock", {}) for facts in run.trace["otherData"]["ranks"]]
+    residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
+    clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
+    where = f"{run.trace_path.parent.name}/{run.trace_path.name} opens in Perfetto, with all ranks and collectives."
+    all_steps = table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
+    return (
+        paragraph(f"{step_told(run.trace, step)}. {clock}")
+        + figures(pictures, wide=True)
+        + paragraph(where, "soft")
+        + details("All traced steps", all_steps)
+    )
+
+
+def when(seconds: Any) -> str:
+    """A time in UTC."""
+    value = number(seconds)
+    if value is None or not 0 <= value < 4e9:
+        return ""
+    return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def saves(run: RunFolder) -> str:
+    """Checkpoints that are there, and every save with how long it took."""
+    kept = [
+        [
+            f"{one['iteration']:,}" + (" (latest)" if one["latest"] else ""),
+            byte_text(one["bytes"]),
+            one["files"],
+            "complete" if one["complete"] else "no manifest: not complete",
+            when(one["time"]),
+        ]
+        for one in run.checkpoints[-MOST_ROWS:]
+    ]
+    done = [event for event in run.events if event.get("event") == "save"]
+    rows = [
+        [
+            when(event.get("time")),
+            _cell(event.get("iteration")),
+            _cell(event.get("seconds")),
+            event.get("error", "saved"),
+        ]
+        for event in done[-MOST_ROWS:]
+    ]
+    text = table("checkpoints on disk", ("iteration", "size", "files", "state", "written (UTC)"), kept, (1, 2))
+    text += table("saves, until each was on disk", ("time (UTC)", "iteration", "seconds", "result"), rows, (1, 2))
+    left_out = max(len(done), len(run.checkpoints)) - MOST_ROWS
+    more = (
+        paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.") if left_out > 0 else ""
+    )
+    return (text or paragraph("No checkpoint in this folder.")) + more
+
+
+def faults(run: RunFolder) -> str:
+    """Starts and ends, steps that were skipped or not finite, pauses, alarms, stacks."""
+    rows = []
+    for event in run.events:
+        if event.get("event") == "start":
+            about = f"at iteration {event.get('iteration')} on {event.get('world_size')} ranks"
+            rows.append([when(event.get("time")), "start", about])
+        elif event.get("event") == "end":
+            rows.append([when(event.get("time")), f"end: {event.get('name', '')}", event.get("why", "")])
+    text = table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
+    starts = sum(row[1] == "start" for row in rows)
+    if starts > 1:
+        text = paragraph(f"The run was started {starts} times.") + text
+    if run.outcome:
+        told = [[key, value] for key, value in run.outcome.items()]
+        text += table("status for the script that started the run", ("key", "value"), told)
+    bad = [
+        [int(record["iteration"]), *(_cell(record.get(f"{kind}_iterations")) for kind in ("skipped", "nan", "spike"))]
+        for record in run.records
+        if any((number(record.get(f"{kind}_iterations")) or 0) > 0 for kind in ("skipped", "nan", "spike"))
+    ]
+    heads = ("until iteration", "skipped", "not finite", "spikes")
+    text += table("log intervals with steps out of line", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
+    text += table(
+        "pauses: time between log lines that training does not explain",
+        ("after iteration", "seconds"),
+        pauses(run),
+        (0, 1),
+    )
+    alarms = [line for record in run.records for line in record.get("layer_alarms") or () if isinstance(line, str)]
+    text += bullets(alarms[-MOST_ROWS:])
+    for name, stack in list(run.stacks.items())[:16]:
+        more = f"\n... {len(stack) - 20000:,} more characters" if len(stack) > 20000 else ""
+        text += details(f"stacks/{name}", f"<pre>{escape(stack[:20000] + more)}</pre>")
+    if len(run.stacks) > 16:
+        text += paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
+    return text or paragraph("None recorded.")
+
+
+def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
+    """[iteration, seconds] of the longest times between two log lines beyond what their steps took: evaluations, saves,
+    restarts."""
+    found = []
+    before: tuple[int, float] | None = None
+    for record in run.records:
+        time, step = number(record.get("time")), number(record.get("step_time"))
+        if time is None or step is None:
+            continue
+        if before is not None:
+            extra = time - before[1] - step * (record["iteration"] - before[0])
+            if extra > max(5.0, 10 * step):
+                found.append([before[0], round(extra, 1)])
+        before = record["iteration"], time
+    return sorted(found, key=lambda pause: -pause[1])[:most]
+
+
+def configuration(run: RunFolder, other: RunFolder | None) -> str:
+    """All values, and where another run's differ."""
+    if not run.config:
+        return paragraph(f"{CONFIG} is missing or cannot be read.")
+    text = ""
+    if other is not None:
+        keys = sorted(run.config.keys() | other.config.keys())
+        differ = [
+            [key, _value(run.config, key), _value(other.config, key)]
+            for key in keys
+            if run.config.get(key) != other.config.get(key)
+        ]
+        heads = ("flag", run.name, other.name if other.name != run.name else str(other.path))
+        text += table(f"{len(differ)} values that differ", heads, differ) or paragraph("No value differs.")
+    rows = [[key, _value(run.config, key)] for key in run.config]
+    return text + details(f"All {len(rows)} values", table(CONFIG, ("flag", "value"), rows))
+
+
+def _value(config: Mapping[str, Any], key: str) -> str:
+    if key not in config:
+        return "not set"
+    value = config[key]
+    return str(value).lower() if isinstance(value, bool) else str(value)

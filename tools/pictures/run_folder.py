@@ -1,0 +1,208 @@
+"""What a run has left in its --save folder, read missing and damaged files passed over. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.training.reliability.run_events import FILE as EVENTS
+from megatron.training.trace.trace_file import Trace, read_trace
+
+CONFIG, METRICS = "run_config.yaml", "metrics.jsonl"
+SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
+Record = dict[str, Any]
+
+
+@dataclass
+class RunFolder:
+    """A run as far as it can be read. `notes` say what could not."""
+
+    path: Path
+    records: list[Record] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    """By flag, without dashes in front; derived values too."""
+
+    events: list[Record] = field(default_factory=list)
+    outcome: dict[str, str] = field(default_factory=dict)
+    checkpoints: list[Record] = field(default_factory=list)
+    stacks: dict[str, str] = field(default_factory=dict)
+    """File -> its beginning, of the ranks that have dumped their stacks."""
+
+    trace_path: Path | None = None
+    trace: Trace | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the last start: as recorded, or as the saved sizes say."""
+        starts = [event for event in self.events if event.get("event") == "start"]
+        if self.trace is not None:
+            return len(self.trace["otherData"]["ranks"])
+        if starts and isinstance(starts[-1].get("world_size"), int):
+            return starts[-1]["world_size"]
+        names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+        sizes = [self.config.get(name) for name in (*names, "data-parallel-size")]
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        tp, pp, cp, dp = sizes
+        return tp * pp * cp * dp
+
+    def dims(self) -> ParallelDims | None:
+        """The layout; None where the configuration does not say or does not fit."""
+        world = self.world_size
+        sizes = {
+            axis: self.config.get(f"{name}-parallel-size", 1)
+            for axis, name in (
+                ("tp", "tensor-model"),
+                ("pp", "pipeline-model"),
+                ("cp", "context"),
+                ("ep", "expert-model"),
+            )
+        }
+        if world is None or not self.config or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+            return None
+        model = sizes["tp"] * sizes["pp"] * sizes["cp"]
+        expert_tp = self.config.get("expert-tensor-parallel-size")
+        expert_tp = expert_tp if isinstance(expert_tp, int) else sizes["tp"]
+        if world % model or (world // sizes["pp"]) % (sizes["ep"] * expert_tp):
+            return None
+        mapping = bool(self.config.get("use-tp-pp-dp-mapping"))
+        return ParallelDims(**sizes, dp=world // model, expt_tp=expert_tp, tp_pp_dp=mapping)
+
+    def values(self, key: str) -> list[tuple[float, float]]:
+        """(iteration, value) of the records that have a number of this name."""
+        found = []
+        for record in self.records:
+            value = number(record.get(key))
+            if value is not None:
+                found.append((float(record["iteration"]), value))
+        return found
+
+
+def number(value: Any) -> float | None:
+    """A number of a record, also one that stands there as "NaN"; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def read_run(
+    path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
+) -> RunFolder:
+    """Reads a --save folder, or the folder of a metrics file. Raises ValueError if there is no such folder."""
+    if path.is_file():
+        path, metrics = path.parent, metrics or path
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; name the --save folder of a run")
+    run = RunFolder(path)
+    _read_metrics(run, metrics or path / METRICS)
+    _read_config(run)
+    run.events = list(_json_lines(run, path / EVENTS, required=False))
+    for file in [outcome] if outcome is not None else [path / "outcome", path.parent / "outcome"]:
+        if file.is_file() and not run.outcome:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            run.outcome = dict(line.split("=", 1) for line in lines if "=" in line)
+    _read_checkpoints(run)
+    for file in sorted(path.glob("stacks/rank-*.txt")):
+        if text := file.read_text(encoding="utf-8", errors="replace").strip():
+            run.stacks[file.name] = text
+    _read_trace(run, trace)
+    return run
+
+
+def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
+    """Objects of a file, one a line; a line that is none is passed over and noted."""
+    if not path.is_file():
+        if required:
+            run.notes.append(f"{path.name}: not there, so nothing is known of the run's metrics")
+        return
+    damaged, last = 0, False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                record = None
+            last = not isinstance(record, dict)
+            damaged += last
+            if isinstance(record, dict):
+                yield record
+    if damaged:
+        where = ", the last one: the run was killed while it wrote" if last and damaged == 1 else ""
+        run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} passed over{where}")
+
+
+def _read_metrics(run: RunFolder, path: Path) -> None:
+    for record in _json_lines(run, path):
+        if isinstance(record.get("iteration"), int) and not isinstance(record["iteration"], bool):
+            run.records.append(record)
+    run.records.sort(key=lambda record: record["iteration"])
+    if path.is_file() and not run.records:
+        run.notes.append(f"{path.name}: has no record with an iteration; the first comes after --log-interval steps")
+    if older := sorted(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}")):
+        run.notes.append(f"metrics of earlier runs in this folder, not shown: {', '.join(each.name for each in older)}")
+
+
+def _read_config(run: RunFolder) -> None:
+    path = run.path / CONFIG
+    if not path.is_file():
+        run.notes.append(f"{CONFIG}: not there, so the configuration and the layout are not known")
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    derived = "\n".join(re.findall(r"^# derived: (.*)$", text, flags=re.M))
+    try:
+        for part in (derived, text):
+            found = yaml.safe_load(part)
+            run.config |= {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    except yaml.YAMLError as error:
+        run.notes.append(f"{CONFIG}: cannot be read: {' '.join(str(error).split())[:200]}")
+
+
+def _read_checkpoints(run: RunFolder) -> None:
+    latest = run.path / "latest_checkpointed_iteration.txt"
+    last = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    for folder in sorted(run.path.glob("iter_*")):
+        if not folder.is_dir() or not folder.name[5:].isdigit():
+            continue
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        run.checkpoints.append(
+            {
+                "iteration": int(folder.name[5:]),
+                "bytes": sum(path.stat().st_size for path in files),
+                "files": len(files),
+                "complete": (folder / "manifest.json").is_file(),
+                "latest": folder.name[5:].lstrip("0") == last.lstrip("0"),
+                "time": folder.stat().st_mtime,
+            }
+        )
+
+
+def _read_trace(run: RunFolder, path: Path | None) -> None:
+    found = (
+        [path]
+        if path is not None
+        else sorted(run.path.glob("trace/iterations-*.json.gz"), key=lambda file: file.stat().st_mtime)
+    )
+    if not found:
+        return
+    run.trace_path = found[-1]
+    try:
+        run.trace = read_trace(found[-1])
+    except (OSError, ValueError) as error:
+        run.notes.append(str(error))

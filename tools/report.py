@@ -1,0 +1,111 @@
+"""One HTML page about a run: loss, throughput, memory, layout, timeline, saves, faults, configuration.
+
+    python tools/report.py runs/a
+    python tools/report.py runs/a --against runs/b --output a.html
+
+RUN is a --save folder. The page needs no network and no script, and shows what there is: of a run that crashed or still
+runs, without a trace, or with damaged files. --against adds another run's loss and the values that differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file of a clone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    __package__ = "tools"
+
+from .common import run_tool
+from .pictures import report_sections as sections
+from .pictures.page import page, paragraph
+from .pictures.plot_memory import read_plan
+from .pictures.run_folder import CONFIG, RunFolder, read_run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="--save folder of the run, or its metrics.jsonl")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="another run to compare with")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run"
+    )
+    parser.add_argument("--metrics-file", type=Path, help="default: metrics.jsonl in the folder of the run")
+    parser.add_argument("--trace", type=Path, help="default: the newest in the folder trace of the run")
+    parser.add_argument("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome there")
+    parser.add_argument("--plan", type=Path, help="file of --dry-run --json; default: computed, if the layout is known")
+    parser.add_argument("--no-plan", action="store_true", help="compute no plan of the memory")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)"
+    )
+    args = parser.parse_args(argv)
+    if args.gpus_per_node < 1:
+        parser.error("--gpus-per-node must be at least 1")
+    run = read_run(args.run, args.metrics_file, args.outcome, args.trace)
+    other = read_run(args.against) if args.against is not None else None
+    plan, why = None, "--no-plan"
+    if args.plan is not None:
+        plan = read_plan(args.plan)
+    elif not args.no_plan:
+        plan, why = computed_plan(run)
+    output = args.output or run.path / "report.html"
+    text = report(run, other, plan, why, args.gpus_per_node)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f"{output.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, output)
+    print(f"report: {output}")
+    return 0
+
+
+def report(
+    run: RunFolder, other: RunFolder | None = None, plan: Any = None, why_no_plan: str = "", gpus_per_node: int = 8
+) -> str:
+    """The page of a run."""
+    last = next((record["time"] for record in reversed(run.records) if "time" in record), None)
+    lead = paragraph(f"{run.path.resolve()}" + (f"; last record {sections.when(last)} UTC" if last else ""), "soft")
+    if other is not None:
+        lead += paragraph(f"compared with {other.path.resolve()}", "soft")
+    return page(
+        f"Run {run.name}",
+        lead,
+        [
+            ("Summary", sections.summary(run)),
+            ("Loss", sections.loss(run, other)),
+            ("Throughput", sections.throughput(run)),
+            ("Memory", sections.memory(run, plan, why_no_plan)),
+            ("Layout", sections.layout(run, gpus_per_node)),
+            ("Timeline", sections.timeline(run)),
+            ("Saves", sections.saves(run)),
+            ("Faults and restarts", sections.faults(run)),
+            ("Configuration", sections.configuration(run, other)),
+        ],
+    )
+
+
+def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
+    """(the plan of the run's memory by pipeline rank, or None; why there is none)"""
+    path, world_size = run.path / CONFIG, run.world_size
+    if not path.is_file() or world_size is None:
+        return None, "the configuration or the number of ranks is not known"
+    try:
+        from megatron.core.parallel_dims import ParallelDims
+        from megatron.training.config.arguments import parse_args
+        from megatron.training.config.dry_run.memory import memory_of_ranks
+        from megatron.training.config.validation import resolve
+
+        config = resolve(parse_args(["--config", str(path)]), world_size)
+        dims = ParallelDims.from_config(config.parallel, world_size)
+        return [rank.record for rank in memory_of_ranks(config, dims)], ""
+    except SystemExit:
+        return None, f"{CONFIG} is not accepted by this version"
+    except Exception as error:  # a report must not fail for want of a plan
+        return None, f"it could not be computed ({type(error).__name__}: {error})"
+
+
+if __name__ == "__main__":
+    run_tool(main)
