@@ -23,6 +23,11 @@ def main(argv: list[str] | None = None) -> int:
         command = command_line(sys.argv[1:] if argv is None else argv, launch)
         config = prepare(command, launch)
 
+    if command.rehearsal is not None:
+        from megatron.rehearsal.command import rehearse
+
+        options, size = command.rehearsal, command.world_size or launch.world_size
+        return rehearse(config, size, options.ranks, options.device_memory)
     choose_allocators(os.environ)
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain

@@ -135,11 +135,14 @@ def initialize_model_parallel(
     return build_groups(config)
 
 
-def build_groups(config: ModelParallelConfig, timeout: timedelta | None = None) -> ParallelState:
-    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives."""
+def build_groups(
+    config: ModelParallelConfig, timeout: timedelta | None = None, lanes: bool | None = None
+) -> ParallelState:
+    """`initialize_model_parallel` for a configuration; `timeout` is that of the groups' collectives, `lanes` as in
+    `build_parallel_state`."""
     dims = ParallelDims.from_config(config, dist.get_world_size())
     global _STATE
-    _STATE = build_parallel_state(dims, dist.get_rank(), timeout)
+    _STATE = build_parallel_state(dims, dist.get_rank(), timeout, lanes)
     return _STATE
 
 

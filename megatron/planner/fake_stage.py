@@ -55,18 +55,19 @@ class MicroBatch:
     """Whether gradients are summed in bf16 (--main-grads-dtype)."""
 
 
-class _NoValues(TorchDispatchMode):
-    """Answers 0 where a number is read from a fake tensor, as the check of token ids does.
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
+    torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
+}
+"""Operators without an answer of torch's on fake tensors: a number that is read, as by the check of token ids, is 0; a
+grouped product has its shape, which torch knows in bf16 only."""
 
-    It also gives grouped products their shape, which torch knows for fake tensors in bf16 only.
-    """
+
+class _NoValues(TorchDispatchMode):
+    """Gives `ANSWERS`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 0.0 if args[0].is_floating_point() else 0
-        if func is torch.ops.aten._grouped_mm.default:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        return func(*args, **(kwargs or {}))
+        return ANSWERS.get(func, func)(*args, **(kwargs or {}))
 
 
 class FakeStages:
@@ -211,7 +212,7 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 
 @contextmanager
-def _as_on_gpus() -> Iterator[None]:
+def as_on_gpus() -> Iterator[None]:
     """Chooses what runs on GPUs, on fake CPU tensors. Products in fp8 are added to weight gradients where they are
     computed: Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
@@ -226,14 +227,14 @@ def _as_on_gpus() -> Iterator[None]:
 
 
 @contextmanager
-def _regions_as_kernels(fakes: FakeStages) -> Iterator[None]:
+def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
     """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
-    counted."""
+    counted by the present `live`."""
 
     def as_kernel(function: Callable[..., Any], static: bool) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any) -> Any:
-            with fakes.live.one_kernel():
+            with live().one_kernel():
                 return function(*args)
 
         return run
@@ -250,8 +251,8 @@ def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors. The process' own groups stay as they are."""
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
-    kernels = _as_on_gpus() if batch.device == "cuda" else nullcontext()
+    kernels = as_on_gpus() if batch.device == "cuda" else nullcontext()
     with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels:
         fakes = FakeStages(batch, state)
-        with _regions_as_kernels(fakes):
+        with regions_as_kernels(lambda: fakes.live):
             yield fakes

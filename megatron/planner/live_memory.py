@@ -72,6 +72,11 @@ class LiveMemory(TorchDispatchMode):
             same = same + 1 if before == self.now else 0
             before = self.now
 
+    def _made(self, key: int, size: int) -> None:
+        self.sizes[key] = size
+        self.now += size
+        self._note_peak()
+
     def _gone(self, key: int) -> None:
         self.now -= self.sizes.pop(key, 0)  # it may have given its memory back before
 
@@ -79,9 +84,7 @@ class LiveMemory(TorchDispatchMode):
         """Memory of a storage that is taken and given back while the storage stays."""
         self.now -= self.sizes.pop(storage._cdata, 0)
         if size := storage.nbytes():
-            self.sizes[storage._cdata] = size
-            self.now += size
-            self._note_peak()
+            self._made(storage._cdata, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -97,9 +100,7 @@ class LiveMemory(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 key = storage._cdata
                 if key not in self.sizes and key not in given:  # views of what was there before are not made
-                    self.sizes[key] = storage.nbytes()
-                    self.now += self.sizes[key]
-                    self._note_peak()
+                    self._made(key, storage.nbytes())
                     if leaf.dtype.itemsize == 4 and leaf.is_floating_point():
                         self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
                     weakref.finalize(storage, self._gone, key)

@@ -168,7 +168,7 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
     beta = 0 if overwrite else 1
     if out.dtype == dy.dtype:
         out.addmm_(dy.t(), x, beta=beta)
-    elif out.is_cuda and out.dtype == torch.float32:
+    elif adds_in_one_kernel(out):
         torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=beta, out=out)
     elif dy.dtype == torch.bfloat16:
         rows = max(1, CONVERTED_AT_ONCE // out.shape[1])
@@ -179,6 +179,11 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
     else:
         product = dy.t().mm(x)
         out.copy_(product) if overwrite else out.add_(product)
+
+
+def adds_in_one_kernel(out: Tensor) -> bool:
+    """Whether a product of 16-bit matrices is added to `out` by the kernel that computes it, as on GPUs."""
+    return out.is_cuda and out.dtype == torch.float32
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -54,6 +55,9 @@ OPTION_HELP = (
         "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
     ),
     ("--gpus-per-node INT", "With --device: ranks of a node; default: as the device file says."),
+    ("--rehearse", "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail."),
+    ("--ranks WORD", "With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23."),
+    ("--device-memory FLOAT", "With --rehearse: GiB at which a rank runs out of memory."),
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
     ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
     ("--version", "Print the version and exit."),
@@ -62,6 +66,15 @@ OPTION_HELP = (
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 """Extensions that a clone of the repository has."""
+
+
+@dataclass(frozen=True)
+class RehearsalOptions:
+    """What --rehearse and the flags beside it say."""
+
+    ranks: str = "all-distinct"
+    device_memory: float | None = None
+    """GiB."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,14 @@ class CommandLine:
     """The device that a dry run predicts the time of a step for."""
 
     gpus_per_node: int | None = None
+
+    rehearsal: RehearsalOptions | None = None
+    """None without --rehearse."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether ranks are started, which need the data and their world."""
+        return not self.dry_run and self.rehearsal is None
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -108,11 +129,13 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     if plan_file is not None and not dry_run:
         given = plan_file or None
         reader.problems.append(Problem("--json", given, "needs --dry-run, whose plan it writes", "add --dry-run"))
-    if world_size is not None and not dry_run and world_size != launch.world_size:
-        remedy = f"start {world_size} processes with torchrun or srun, or add --dry-run"
+    rehearsal = _rehearsal(reader, dry_run)
+    alone = dry_run or rehearsal is not None
+    if world_size is not None and not alone and world_size != launch.world_size:
+        remedy = f"start {world_size} processes with torchrun or srun, or add --dry-run or --rehearse"
         rule = f"the launcher started {launch.world_size} process{'es' if launch.world_size > 1 else ''}"
         reader.problems.append(Problem("--world-size", world_size, rule, remedy))
-    if world_size is None and dry_run and launch.launcher == "none":
+    if world_size is None and alone and launch.launcher == "none":
         parallel = config.parallel
         world_size = max(1, parallel.model_parallel_size * (parallel.data_parallel_size or 1))
         if world_size > 1:
@@ -125,7 +148,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             print_problems(problems)
         raise SystemExit(2)
-    return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file, device, gpus_per_node)
+    return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file, device, gpus_per_node, rehearsal)
 
 
 def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | None]:
@@ -144,6 +167,26 @@ def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | Non
             remedy = f"use one of {', '.join(device_names())}, or a device file"
             reader.problems.append(Problem("--device", device, str(error), remedy))
     return device, gpus_per_node
+
+
+def _rehearsal(reader: FlagReader, dry_run: bool) -> RehearsalOptions | None:
+    """What is rehearsed; a value that is wrong becomes a problem."""
+    options = RehearsalOptions(reader.options.get("--ranks", [RehearsalOptions.ranks])[-1])
+    if (text := reader.options.get("--device-memory", [None])[-1]) is not None:
+        with suppress(ValueError):
+            options = replace(options, device_memory=float(text))
+        if options.device_memory is None or not 0 < options.device_memory < float("inf"):
+            rule = "must be a number above 0"
+            reader.problems.append(Problem("--device-memory", text, rule, "give the GiB of a device, such as 80"))
+    if "--rehearse" not in reader.options:
+        for name in ("--ranks", "--device-memory"):
+            if name in reader.options:
+                value = reader.options[name][-1]
+                reader.problems.append(Problem(name, value, "is about a rehearsal", "add --rehearse"))
+        return None
+    if dry_run:
+        reader.problems.append(Problem.exclusive("--rehearse", None, "--dry-run"))
+    return options
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:

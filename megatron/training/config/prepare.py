@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from megatron.core.parallel_dims import ParallelDims
 from megatron.core.tokenizers import build_tokenizer
+from megatron.planner.rehearsal.ranks import chosen_ranks
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
 from megatron.training.config.flags import dashed
@@ -32,7 +34,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         config, notes = with_saved_flags(command.config)
         config = replace(config, data=with_data_lists(config.data))
     except FileNotFoundError as error:
-        if not command.dry_run:
+        if command.trains:
             named = next((f for f, value in config.data.listed.items() if value == error.filename), "data_path")
             _refuse([Problem(dashed(named), error.filename, "there is no such file", "correct the path")], launch)
         notes.append(f"{error.filename}: there is no such file; the plan does not need it, a run does")
@@ -50,7 +52,9 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)
     problems += validate(config, world_size)
-    if not command.dry_run:
+    if command.rehearsal is not None:
+        problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
+    if command.trains:
         problems += too_short_a_job(config, os.environ)
     if problems:
         _refuse(problems, launch)
@@ -66,6 +70,14 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
                 _refuse(Problem.of_errors("--device", command.device, error), launch)
         raise SystemExit(0)
     return config
+
+
+def _wrong_ranks(text: str, config: RunConfig, world_size: int) -> list[Problem]:
+    try:
+        chosen_ranks(text, ParallelDims.from_config(config.parallel, world_size))
+    except ValueError as error:
+        return [Problem.of_message("--ranks", text, str(error))] if str(error).startswith("--ranks") else []
+    return []
 
 
 def _refuse_wrong_names(config: RunConfig, launch: Launch) -> None:

@@ -22,6 +22,9 @@ OPTIONS: dict[str, tuple[int, ...]] = {
     "--device": (1,),
     "--gpus-per-node": (1,),
     "--dry-run": (0,),
+    "--rehearse": (0,),
+    "--ranks": (1,),
+    "--device-memory": (1,),
 }
 """What is not configuration -> its numbers of values."""
 

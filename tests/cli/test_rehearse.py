@@ -1,0 +1,61 @@
+"""`pretrain_gpt.py --rehearse` as a user types it: faults that a cluster would show are found, with their places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.forked import run_program
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "planted_collectives.py"
+
+SMALL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --tp 2 --pp 2 --bf16 --rehearse --world-size 8"
+)
+
+
+def rehearse(*flags: str) -> tuple[int, str]:
+    done = run_program("pretrain_gpt.py", *SMALL.split(), *flags)
+    return done.returncode, done.stdout + done.stderr
+
+
+PLANTED = {
+    "skipped": "one rank makes",
+    "group": "the calls differ",
+    "shape": "the sizes, types or roots differ",
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found_with_both_call_sites(fault: str) -> None:
+    flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault {fault} --ranks 4,5,7"
+    code, text = rehearse(*flags.split())
+    assert code == 1, text
+    report = text.partition("A run would fail:")[2]
+    assert "rank 4 (pp 1, dp 0, tp 0): all_reduce" in report, text
+    assert "rank 5 (pp 1, dp 0, tp 1): " in report and "tp group [4,5]" in report, text
+    assert f"{FIXTURE}:" in report and "in forward" in report, text
+
+
+def test_a_rank_that_runs_out_of_memory_says_where() -> None:
+    flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault memory --ranks 4,5 --device-memory 0.01"
+    code, text = rehearse(*flags.split())
+    report = text.partition("A run would fail:")[2]
+    assert code == 1 and "rank 5 (pp 1, dp 0, tp 1) failed in F(stage 1, microbatch 0)" in report, text
+    assert "OutOfMemoryError" in report and "in 1 tensors made at " + str(FIXTURE) in report, text
+    assert "rank 4 (pp 1, dp 0, tp 0) failed" not in report, text
+
+
+def test_a_run_without_faults_is_said_to_be_sound() -> None:
+    code, text = rehearse()
+    assert code == 0 and "Rehearsal of 8 of 8 ranks, 2 micro-batches" in text, text
+    assert "No rank fails, and their collectives agree." in text
+
+
+def test_flags_of_a_rehearsal_are_checked() -> None:
+    code, text = rehearse("--ranks", "0,8")
+    assert code == 2 and "--ranks 0,8: 8 must lie in 0 to 7; raise --world-size, or leave it out" in text
+    done = run_program("pretrain_gpt.py", *SMALL.replace("--rehearse", "").split(), "--ranks", "0", "--dry-run")
+    assert done.returncode == 2 and "--ranks 0: is about a rehearsal; add --rehearse" in done.stdout + done.stderr

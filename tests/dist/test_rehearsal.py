@@ -1,0 +1,65 @@
+"""A rehearsal against reality: the collectives that a rank of a real gloo world calls, in order, are those rehearsed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
+from megatron.planner.rehearsal.matching import mismatches
+from megatron.planner.rehearsal.record import Collective
+from megatron.rehearsal.fake_rank import rehearsal_of, rehearse_ranks
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run.batch import microbatches_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve_legal
+from megatron.training.metrics.interval import Interval
+from megatron.training.training import train_step
+from tests.harness import local_run, run_world
+
+COMMON = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --vocab-size 50 --lr 1e-2 --mock-data "
+    "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --num-workers 0 --cpu --bf16 --ddp-bucket-size 2000"
+)
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "
+    "--moe-token-dispatcher-type alltoall"
+)
+"""Padded, as in a real run the sizes of other messages follow from the tokens."""
+
+LAYOUTS = [
+    "--tp 2 --pp 2 --sequence-parallel --global-batch-size 3 --overlap-grad-reduce --overlap-param-gather",
+    "--pp 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1",
+    "--cp 2 --data-parallel-sharding-strategy optim_grads_params --global-batch-size 4",
+    f"--ep 2 --tp 2 --sequence-parallel --global-batch-size 4 --data-parallel-sharding-strategy optim_grads {EXPERTS}",
+    "--pp 2 --pipeline-schedule zb-h1 --global-batch-size 6 --fp8-format hybrid --cpu-offloading "
+    "--cpu-offloading-num-layers 1",
+    "--pp 4 --pipeline-schedule zb-v --num-layers 8 --global-batch-size 8 --untie-embeddings-and-output-weights",
+]
+
+
+def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
+    log = CollectiveLog()
+    with LoggedWorld(log), log.objects(answer=False), local_run(config, rank, world_size) as run:
+        train_step(run, Interval())
+    return log.collectives
+
+
+def bare(collective: Collective) -> Collective:
+    return collective._replace(phase="", microbatch=-1)
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
+    config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
+    dims = ParallelDims.from_config(config.parallel, 4)
+    rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
+    records = sorted(rehearse_ranks(rehearsal, range(4), workers=2), key=lambda record: record.rank)
+    assert [record.failure for record in records] == [None] * 4
+    assert not mismatches(records)
+    for record, real in zip(records, run_world(4, recorded, config), strict=True):
+        step = [bare(each) for each in record.collectives]
+        assert step == [bare(each) for each in real]
+        assert step
