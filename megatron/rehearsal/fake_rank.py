@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.dist_checkpointing import storage
 from megatron.core.fp8.casts import has_kernel
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.parallel_dims import ParallelDims
@@ -228,6 +229,16 @@ class _Phases:
 
 
 @contextmanager
+def _alone() -> Iterator[None]:
+    """The rank does itself what the first rank does for all."""
+    asked, storage.runs_for_all = storage.runs_for_all, lambda world: True
+    try:
+        yield
+    finally:
+        storage.runs_for_all = asked
+
+
+@contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """torch.distributed with a default group of fake ranks, of which this process is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -289,7 +300,7 @@ def _run(
     runtime = Runtime(launch, torch.device("cpu"), state, StartupPhases(phases.begin))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(mode)
-    for context in (mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
+    for context in (_alone(), mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
         stack.enter_context(context)
     run = build_run(config, runtime)
     stack.callback(run.data.close)
