@@ -130,7 +130,7 @@ def one_in(number: int) -> pytest.MarkDecorator:
 PLACES = (("bf16", WHOLE), ("fp32", LAST), ("bf16", MIDDLE), ("fp64", FIRST))
 
 
-@one_in(47)
+@one_in(101)
 def test_one_process(stride: int) -> None:
     cases = [
         (f"{style} {kind} {dtype} {stage}", replace(model, **more), ModelParallelConfig(**{dtype: True}), stage)
@@ -140,7 +140,7 @@ def test_one_process(stride: int) -> None:
     assert differing(1, cases[::stride]) == []
 
 
-@one_in(29)
+@one_in(61)
 def test_fused_regions(stride: int) -> None:
     """They are planned as measured, and keep no more than what they replace but the numbers of norms in fp32."""
     kinds = ("none", "full", "layernorm", "all")
@@ -190,7 +190,7 @@ def test_offload_leaves_the_input_of_a_stage_alone(kind: str) -> None:
     assert kept[1].kept + kept[1].offloaded == kept[0].kept
 
 
-@one_in(5)
+@one_in(11)
 def test_experts_in_one_process(stride: int) -> None:
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48)
     models = {
@@ -273,7 +273,7 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
     return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)[0]
 
 
-@one_in(47)
+@one_in(101)
 def test_fp8(stride: int) -> None:
     """Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow."""
     moe = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_layer_freq="2")
@@ -311,7 +311,7 @@ PROPERTIES = (
 """Styles with properties of layers that no other case of a layout has: a fifth of them at each layout."""
 
 
-@one_in(4)
+@one_in(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, stride: int) -> None:
     """A part has each kind of recomputation at each layout and, over the layouts, with each style."""
