@@ -6,9 +6,9 @@
 #                                                     the tests need, for a machine where nothing can be installed
 #   bash scripts/gpu_first_hour.sh predict FOLDER     before, or at any time: what a step should take, with torch's CUDA
 #                                                     build but without a GPU (tools/bench/gpu_bytes.py)
-#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | llama | models | headline | page
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | features | llama | models | headline | page
 #   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another
-#   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in about a minute
+#   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
 # FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part and page.md. A command that fails or
 # takes too long is named at the end, and the others go on. PYTHON is the interpreter, by default python3. DEVICE is the
@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-PARTS=(parts tests llama models headline)
+PARTS=(parts tests features llama models headline)
 WHEELS=.wheels
 PYTHON="${PYTHON:-python3}"
 OUT="${OUT:-runs/gpu}"
@@ -118,6 +118,31 @@ tests() {
     limited 100 "$PYTHON" pretrain_gpt.py $experts --global-batch-size 8 --disable-bias-linear --swiglu --mock-data \
         --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 5 --eval-iters 0 --log-interval 1 \
         --num-workers 0 ${cpu:+"$cpu"}
+}
+
+# Five steps of a small model with what has no measured run, and texts of its checkpoint. Two ranks share the GPU.
+features() {
+    local size=(--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16) ranks train
+    if [[ -n "$tiny" ]]; then
+        size=(--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16)
+    fi
+    train=(pretrain_gpt.py "${size[@]}" --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0
+        --hidden-dropout 0 --mock-data --tokenizer-type ByteTokenizer --eval-iters 0 --log-interval 1 --num-workers 0)
+    if [[ -n "$cpu" ]]; then
+        train+=("$cpu")
+    fi
+    ranks=(-m torch.distributed.run --standalone --nproc-per-node 2 "${train[@]}" --distributed-backend gloo --dp 2)
+    rm -rf "$OUT/checkpoints"
+    limited 70 "$PYTHON" "${train[@]}" --log-layer-stats 2 --log-params-norm --save "$OUT/checkpoints"
+    limited 70 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "a" "some words" --max-new-tokens 8
+    limited 70 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
+    limited 70 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
+    limited 70 "$PYTHON" "${train[@]}" --optimizer muon
+    limited 70 "$PYTHON" "${ranks[@]}" --data-parallel-sharding-strategy optim_grads
+    limited 70 "$PYTHON" "${ranks[@]}" --data-parallel-sharding-strategy optim_grads_params
+    limited 70 "$PYTHON" "${train[@]}" --deterministic-mode
+    rm -rf "$OUT/checkpoints"
 }
 
 # Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.

@@ -25,7 +25,7 @@ from megatron.core.offload.saved_activations import build_offload
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
-from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms
+from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.checkpointing import Checkpointer
@@ -159,7 +159,7 @@ def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTMo
     tokens = config.training.micro_batch_size * config.model.seq_length // parallel.context_parallel_size
     stage, device = runtime.state.axis("stage"), runtime.device
     for residual, choice in choose_additions(stages.values(), tokens, stage, device).items():
-        runtime.say(f" residual addition after {residual}: in the {choice.winner or 'norm'} ({choice.times})")
+        runtime.say(f" residual addition after {residual}: in the {place_of(choice)} ({choice.times})")
     if parallel.fp8_format is None:
         return
     found = choose_weight_grad_kernels(stages.values(), tokens, parallel.fp8_recipe, stage, device)

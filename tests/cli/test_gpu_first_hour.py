@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.validation import resolve, validate
 from tests.limits import HANG
 from tools.bench.gpu import SHAPES, chosen_config, config_of, parser_of_args
 from tools.bench.gpu_page import EXPECTED, page, read_folder
@@ -71,10 +73,26 @@ def test_every_command_is_legal_and_fits(commands: list[list[str]]) -> None:
     assert written | {"tests.txt"} == set(EXPECTED)
 
 
+def test_every_run_is_legal(commands: list[list[str]]) -> None:
+    """Of pretrain_gpt.py: what has no measured run is tried once."""
+    runs = [words for words in commands if "pretrain_gpt.py" in words]
+    tried = set[str]()
+    for words in runs:
+        at, world = words.index("pretrain_gpt.py"), 2 if "torch.distributed.run" in words else 1
+        config = resolve(parse_args(words[at + 1 :]), world)
+        assert not validate(config, world), words
+        tried |= set(words)
+    assert {"optim_grads", "optim_grads_params", "--num-experts"} < tried
+    assert {"--optimizer-cpu-offload", "--cpu-offloading", "--log-layer-stats", "--deterministic-mode"} < tried
+    assert [words[0] for words in commands].count("tools/generate_text.py") == 1
+
+
 def test_parts_take_less_than_ten_minutes() -> None:
     text = (ROOT / SCRIPT).read_text()
-    parts = re.findall(r"^(parts|tests|llama|models|headline)\(\) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    assert len(parts) == 5
+    parts = re.findall(
+        r"^(parts|tests|features|llama|models|headline)\(\) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+    )
+    assert len(parts) == 6
     for name, body in parts:
         body = body.partition("else")[0]
         assert 0 < sum(map(int, re.findall(r"^ +(?:limited|measure) (\d+) ", body, re.MULTILINE))) < 590, name
@@ -84,7 +102,7 @@ def test_wrong_arguments() -> None:
     for arguments, message in (
         (
             ["nothing"],
-            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|llama|models|headline|page|",
+            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|features|llama|models|headline|page|",
         ),
         (["parts", "--gpu"], "unknown argument --gpu"),
         (["parts", "--cpu"], "--cpu is for trials: add --tiny"),

@@ -168,8 +168,14 @@ def check_compiled_norms() -> None:
 
     types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
     types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts"), "*fp32")
-    types |= {"part_amax": "*i32", "eps": "fp32", **dict.fromkeys(("n", "h", "steps", "count", "width"), "i32")}
-    both = {"ADDS": True, "ONE_PLUS": False, "ROWS": True, "COLUMNS": True, "LARGEST": 448.0}
+    types |= {
+        "state": "*i32",
+        "scale": "*fp32",
+        "noted": "*fp32",
+        "eps": "fp32",
+        **dict.fromkeys(("n", "h", "steps", "count", "width"), "i32"),
+    }
+    both = {"NOTES": True, "ADDS": True, "ONE_PLUS": False, "ROWS": True, "COLUMNS": True, "LARGEST": 448.0}
     for capability, name, dtype in ((80, "fp8e5", tl.float8e5), (90, "fp8e4nv", tl.float8e4nv)):
         outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
         constants = both | {"FORMAT": dtype, "CENTERED": capability == 80}
@@ -192,7 +198,8 @@ def check_compiled_heads() -> None:
 
     from megatron.core.kernels import heads_cast_triton as kernels
 
-    types = {**dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16"), "multiplier": "*fp32", "part_amax": "*i32"}
+    types = {**dict.fromkeys(("dq", "dk", "dv", "cos", "sin"), "*bf16"), "multiplier": "*fp32", "state": "*i32"}
+    types |= {"scale": "*fp32", "noted": "*fp32"}
     types |= dict.fromkeys(("n", "groups", "q_per_group"), "i32")
     for capability, name, dtype in (
         (80, "fp8e5", tl.float8e5),
@@ -200,7 +207,15 @@ def check_compiled_heads() -> None:
         (90, "fp8e4nv", tl.float8e4nv),
     ):
         outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
-        constants = {"TURNS": True, "ROWS": True, "COLUMNS": True, "FORMAT": dtype, "LARGEST": 448.0, "HALF": 64}
+        constants = {
+            "NOTES": True,
+            "TURNS": True,
+            "ROWS": True,
+            "COLUMNS": True,
+            "FORMAT": dtype,
+            "LARGEST": 448.0,
+            "HALF": 64,
+        }
         constants |= {"TILE_N": kernels.TILE_N}
         ptx = compiled(kernels.head_tiles, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
         # A thread has 32 elements of each half, of cosines and of sines: four loads of 16 bytes of each.

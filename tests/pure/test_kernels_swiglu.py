@@ -82,9 +82,17 @@ def check_compiled() -> None:
 
     from megatron.core.kernels import swiglu_cast_triton as kernels
 
-    types = {"x": "*bf16", "grad": "*bf16", "multiplier": "*fp32", "part_amax": "*i32", "n": "i32", "f": "i32"}
+    types = {"x": "*bf16", "grad": "*bf16", "multiplier": "*fp32", "state": "*i32", "n": "i32", "f": "i32"}
+    types |= {"scale": "*fp32", "noted": "*fp32"}
     for backward, (name, dtype) in product((False, True), (("fp8e4nv", tl.float8e4nv), ("fp8e5", tl.float8e5))):
-        constants = {"BACKWARD": backward, "ROWS": True, "COLUMNS": True, "FORMAT": dtype, "LARGEST": 448.0}
+        constants = {
+            "NOTES": True,
+            "BACKWARD": backward,
+            "ROWS": True,
+            "COLUMNS": True,
+            "FORMAT": dtype,
+            "LARGEST": 448.0,
+        }
         constants |= {"TILE_N": kernels.TILE_N, "TILE_F": kernels.TILE_F}
         outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
         ptx = compiled(kernels.swiglu_tiles, types | outputs, constants, 90, num_warps=kernels.WARPS).asm["ptx"]

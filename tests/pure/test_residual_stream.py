@@ -167,7 +167,7 @@ def test_sums_are_rounded_once() -> None:
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2.0**-8, atol=1e-5)
 
 
-def test_the_faster_addition_that_is_right_is_chosen(
+def test_additions_are_in_the_gemm_where_it_is_right_and_not_much_slower(
     added: list[Tensor], addends: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(STYLES["gpt"], num_layers=2)
@@ -187,10 +187,12 @@ def test_the_faster_addition_that_is_right_is_chosen(
         return next(seconds)
 
     found = residual_choice.choose_additions([model], 64, Axis(), torch.device("cpu"), clock)
-    names = {shape.inputs: choice.winner for shape, choice in found.items()}
+    names = {shape.inputs: residual_choice.place_of(choice) for shape, choice in found.items()}
     assert names == {config.hidden_size: "GEMM", config.ffn_size: "norm"}
     for block in model.decoder.layers:
         assert block.self_attention.takes_addend() and not block.mlp.takes_addend()
+    near, slow = (residual_choice.Choice({"GEMM": seconds, "norm": 1.0}) for seconds in (1.05, 1.2))
+    assert [residual_choice.place_of(choice) for choice in (near, slow)] == ["GEMM", "norm"]
 
 
 def test_stages_send_the_sum(added: list[Tensor]) -> None:

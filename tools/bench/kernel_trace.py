@@ -41,11 +41,6 @@ FREE = (
 ).split()
 """Operations without a kernel."""
 
-SECOND_KERNELS = (
-    "cast_transpose_noting_amax swiglu_cast swiglu_gradient_cast heads_gradient_cast norm_cast norm_gradients"
-).split()
-"""Operations of our own that end with a small kernel: of the maxima of all programs, or of their sums."""
-
 WRITES_ONLY = "copy_ fill_ zero_ normal_ uniform_ random_ _foreach_zero_ _foreach_copy_".split()
 """In-place operations that do not read what they overwrite."""
 
@@ -168,9 +163,8 @@ class KernelCounter(TorchDispatchMode):
             if func.namespace == "megatron" and any(x.element_size() == 1 for x in made):
                 group = group if group == "fp8 transposes" else "fp8 casts"
             kernels = [Kernel(group, f"{name}{shape} ({where[0]})", read, written)]
-            if name in SECOND_KERNELS:
-                sums_too = name == "norm_gradients" and len(made) > 2
-                kernels.append(Kernel(group, f"{name}: maxima or sums of programs", 0, 0, launches=1 + sums_too))
+            if name == "norm_gradients":
+                kernels.append(Kernel(group, f"{name}: sums of programs", 0, 0))
         self.trace.kernels.update(kernels)
 
     def _special(

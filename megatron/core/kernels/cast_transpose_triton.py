@@ -15,9 +15,6 @@ from torch import Tensor
 
 TILE = 128
 WARPS = 8
-PARTS = 1024
-"""Tiles' maxima that the last reduction reads at a time."""
-
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -73,6 +70,23 @@ def cast_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def note_amax(bits, state, multiplier, scale, noted, NOTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The end of every program of a cast, which has found the `bits` of a largest size. The last one to get here stores
+    the scale of the tensor, NaN if its amax is not finite, and the larger of the amax and `noted`.
+
+    `state` [2] holds bits of the largest size so far and the number of programs that have ended: zeros before and
+    after."""
+    tl.atomic_max(state, bits)
+    if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
+        largest = tl.atomic_xchg(state, 0)
+        tl.atomic_xchg(state + 1, 0)
+        tl.store(scale, _reciprocal(tl.load(multiplier)) + 0.0 * largest.to(tl.float32, bitcast=True))
+        if NOTES:
+            before = _bits_of_size(tl.load(noted))
+            tl.store(noted, tl.maximum(before, largest).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
     x,
     given_rows,
@@ -81,11 +95,13 @@ def cast_tiles(  # type: ignore[no-untyped-def]
     columns,
     row_scale,
     column_scale,
-    part_amax,
+    state,
+    noted,
     n,
     k,
     x_stride_n,
     x_stride_k,
+    NOTES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_AMAX: tl.constexpr,
@@ -96,16 +112,14 @@ def cast_tiles(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     """Casts x [n, k] to `rows` [n, k] and `columns` [k, n]. What is given is an amax, or with BY_AMAX false a
-    multiplier; one for all, or with BY_VECTOR [n] and [k]. With a multiplier, `part_amax` [tiles] gets bits of maxima,
-    and scales are not written."""
+    multiplier; one for all, or with BY_VECTOR [n] and [k]. With a multiplier the amax is noted, and `row_scale` is that
+    of both."""
     across = tl.cdiv(k, TILE)
     tile_n, tile_k = tl.program_id(0) // across, tl.program_id(0) % across
     i = (tile_n * TILE + tl.arange(0, TILE)).to(tl.int64)
     j = (tile_k * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = (i < n)[:, None] & (j < k)[None, :]
     values = tl.load(x + i[:, None] * x_stride_n + j[None, :] * x_stride_k, mask=inside, other=0.0).to(tl.float32)
-    if not BY_AMAX:
-        tl.store(part_amax + tl.program_id(0), tl.max(_bits_of_size(values)))
     by_row, by_column = 1.0, 1.0
     if not BY_VECTOR:
         by_row = tl.load(given_rows)
@@ -125,20 +139,8 @@ def cast_tiles(  # type: ignore[no-untyped-def]
             tl.store(column_scale + j, _reciprocal(of_columns), mask=j < k)
         by_column = of_columns[None, :]
     cast_and_store(values, by_row, by_column, rows, columns, i, j, i < n, j < k, n, k, ROWS, COLUMNS, FORMAT, LARGEST)
-
-
-@triton.jit
-def scale_and_note(part_amax, parts, multiplier, scale, noted, NOTES: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The amax of a tensor from its tiles': its scale, NaN if that is not finite, and the larger of it and `noted`."""
-    largest = tl.zeros([PARTS], tl.int32)
-    for start in range(0, parts, PARTS):
-        at = start + tl.arange(0, PARTS)
-        largest = tl.maximum(largest, tl.load(part_amax + at, mask=at < parts, other=0))
-    bits = tl.max(largest)
-    tl.store(scale, _reciprocal(tl.load(multiplier)) + 0.0 * bits.to(tl.float32, bitcast=True))
-    if NOTES:
-        before = _bits_of_size(tl.load(noted))
-        tl.store(noted, tl.maximum(before, bits).to(tl.float32, bitcast=True))
+    if not BY_AMAX:
+        note_amax(tl.max(_bits_of_size(values)), state, given_rows, row_scale, noted, NOTES)
 
 
 @triton.jit
@@ -189,12 +191,19 @@ def _outputs(x: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype) -> tuple[
     return rows, columns
 
 
-def finished(
-    made: Sequence[Tensor], wanted: tuple[bool, bool], part_amax: Tensor, multiplier: Tensor, noted: Tensor | None
-) -> list[Tensor]:
-    """The casts that are wanted, and their scale; updates `noted`."""
-    scale, notes = torch.empty((), device=multiplier.device), noted is not None
-    scale_and_note[(1,)](part_amax, len(part_amax), multiplier, scale, noted if notes else scale, notes, PARTS)
+_states: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def state_of(device: torch.device) -> Tensor:
+    """The `state` of `note_amax`, one for each stream: kernels of one follow each other."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if (device, stream) not in _states:
+        _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _states[device, stream]
+
+
+def casts_of(made: Sequence[Tensor], wanted: tuple[bool, bool], scale: Tensor) -> list[Tensor]:
+    """The casts that are wanted, and their scale."""
     return [*(values for values, wants in zip(made, wanted, strict=True) if wants), scale]
 
 
@@ -220,9 +229,11 @@ def cast_by_amax(
         row_scale,
         column_scale,
         row_scale,
+        row_scale,
         n,
         k,
         *x.stride(),
+        False,
         *wanted,
         True,
         vector,
@@ -244,31 +255,33 @@ def cast_noting_amax(
     wanted = wants_rows, wants_columns
     n, k = x.shape
     rows, columns = _outputs(x, wanted, dtype)
-    tiles = _tiles(x)
-    part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    if tiles:
-        cast_tiles[(tiles,)](
-            x,
-            multiplier,
-            multiplier,
-            rows,
-            columns,
-            multiplier,
-            multiplier,
-            part_amax,
-            n,
-            k,
-            *x.stride(),
-            *wanted,
-            False,
-            False,
-            FORMATS[dtype],
-            torch.finfo(dtype).max,
-            0.0,
-            TILE,
-            num_warps=WARPS,
-        )
-    return finished((rows, columns), wanted, part_amax, multiplier, noted)
+    if not _tiles(x):
+        return casts_of((rows, columns), wanted, multiplier.reciprocal())
+    scale = torch.empty((), device=x.device)
+    cast_tiles[(_tiles(x),)](
+        x,
+        multiplier,
+        multiplier,
+        rows,
+        columns,
+        scale,
+        scale,
+        state_of(x.device),
+        scale if noted is None else noted,
+        n,
+        k,
+        *x.stride(),
+        noted is not None,
+        *wanted,
+        False,
+        False,
+        FORMATS[dtype],
+        torch.finfo(dtype).max,
+        0.0,
+        TILE,
+        num_warps=WARPS,
+    )
+    return casts_of((rows, columns), wanted, scale)
 
 
 def amax_of_rows_and_columns(x: Tensor, wants_rows: bool, wants_columns: bool) -> list[Tensor]:

@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.cast_transpose_triton import FORMATS, WARPS, _bits_of_size, cast_and_store, finished
+from megatron.core.kernels.cast_transpose_triton import (
+    FORMATS,
+    WARPS,
+    _bits_of_size,
+    cast_and_store,
+    casts_of,
+    note_amax,
+    state_of,
+)
 
 TILE_N = 128
 """Tokens of a tile."""
@@ -24,10 +32,13 @@ def head_tiles(  # type: ignore[no-untyped-def]
     multiplier,
     rows,
     columns,
-    part_amax,
+    scale,
+    state,
+    noted,
     n,
     groups,
     q_per_group,
+    NOTES: tl.constexpr,
     TURNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -37,7 +48,7 @@ def head_tiles(  # type: ignore[no-untyped-def]
     TILE_N: tl.constexpr,
 ):
     """dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] -> casts of them joined by groups.
-    `part_amax` [programs] gets bits of maxima."""
+    The amax is noted."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -65,7 +76,8 @@ def head_tiles(  # type: ignore[no-untyped-def]
     by, width, k = tl.load(multiplier), slots * (2 * HALF), slot * (2 * HALF) + j
     cast_and_store(first, by, by, rows, columns, i, k, in_i, in_j, n, width, ROWS, COLUMNS, FORMAT, LARGEST)
     cast_and_store(second, by, by, rows, columns, i, k + HALF, in_i, in_j, n, width, ROWS, COLUMNS, FORMAT, LARGEST)
-    tl.store(part_amax + tl.program_id(0), tl.max(tl.maximum(_bits_of_size(first), _bits_of_size(second))))
+    bits = tl.max(tl.maximum(_bits_of_size(first), _bits_of_size(second)))
+    note_amax(bits, state, multiplier, scale, noted, NOTES)
 
 
 def heads_gradient_cast(
@@ -84,7 +96,7 @@ def heads_gradient_cast(
     sizes = (n, slots * width) if wanted[0] else (0,), (slots * width, n) if wanted[1] else (0,)
     rows, columns = (torch.empty(size, dtype=dtype, device=grads[0].device) for size in sizes)
     programs = triton.cdiv(n, TILE_N) * slots
-    part_amax = torch.empty(programs, dtype=torch.int32, device=grads[0].device)
+    scale = torch.empty((), device=grads[0].device)
     head_tiles[(programs,)](
         *grads,
         grads[0] if cos is None else cos,
@@ -92,10 +104,13 @@ def heads_gradient_cast(
         multiplier,
         rows,
         columns,
-        part_amax,
+        scale,
+        state_of(scale.device),
+        scale if noted is None else noted,
         n,
         groups,
         slots // groups - 2,
+        noted is not None,
         cos is not None,
         *wanted,
         FORMATS[dtype],
@@ -104,4 +119,4 @@ def heads_gradient_cast(
         TILE_N,
         num_warps=WARPS,
     )
-    return finished((rows, columns), wanted, part_amax, multiplier, noted)
+    return casts_of((rows, columns), wanted, scale)

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.kernels.availability import multiprocessors
-from megatron.core.kernels.cast_transpose_triton import FORMATS, _bits_of_size, cast_and_store, finished
+from megatron.core.kernels.cast_transpose_triton import (
+    FORMATS,
+    _bits_of_size,
+    cast_and_store,
+    casts_of,
+    note_amax,
+    state_of,
+)
 
 ELEMENTS, WARPS = 2**15, 16
 """Elements that a program holds of each operand: 64 a thread. A backward, with more operands and sums, has half of
@@ -44,10 +51,13 @@ def norm_cast_rows(  # type: ignore[no-untyped-def]
     mean,
     rows,
     columns,
-    part_amax,
+    scale,
+    state,
+    noted,
     n,
     h,
     eps,
+    NOTES: tl.constexpr,
     ADDS: tl.constexpr,
     CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -59,8 +69,8 @@ def norm_cast_rows(  # type: ignore[no-untyped-def]
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
 ):
-    """x + update [n, h] -> `total`, its statistics [n], and its norm cast to `rows` and `columns`. `part_amax`
-    [programs] gets bits of maxima."""
+    """x + update [n, h] -> `total`, its statistics [n], and its norm cast to `rows` and `columns`. The amax of the
+    norm is noted."""
     i = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = tl.arange(0, TILE_H)
     in_i, in_j = i < n, j < h
@@ -84,7 +94,7 @@ def norm_cast_rows(  # type: ignore[no-untyped-def]
     normed = tl.where(inside, normed, 0.0).to(dtype).to(tl.float32)
     by = tl.load(multiplier)
     cast_and_store(normed, by, by, rows, columns, i, j, in_i, in_j, n, h, ROWS, COLUMNS, FORMAT, LARGEST)
-    tl.store(part_amax + tl.program_id(0), tl.max(_bits_of_size(normed)))
+    note_amax(tl.max(_bits_of_size(normed)), state, multiplier, scale, noted, NOTES)
 
 
 @triton.jit
@@ -100,10 +110,13 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
     rows,
     columns,
     part_sums,
-    part_amax,
+    scale,
+    state,
+    noted,
     n,
     h,
     steps,
+    NOTES: tl.constexpr,
     ADDS: tl.constexpr,
     CENTERED: tl.constexpr,
     ONE_PLUS: tl.constexpr,
@@ -117,14 +130,15 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
     TILE_H: tl.constexpr,
 ):
     """Gradients `dx` [n, h] of x and their casts, of `steps` blocks of rows. `part_sums` [programs, sums, h] gets the
-    program's sums: of the weight's gradient, with CENTERED of the bias's, with SUMS of dx. `part_amax`
-    [programs * steps] gets bits of maxima."""
+    program's sums: of the weight's gradient, with CENTERED of the bias's, with SUMS of dx. With CASTS the amax of dx
+    is noted."""
     j = tl.arange(0, TILE_H)
     in_j = j < h
-    scale = _scale_of(weight, j, in_j, ONE_PLUS)
+    gamma = _scale_of(weight, j, in_j, ONE_PLUS)
     of_weight = tl.zeros([TILE_H], tl.float32)
     of_bias = tl.zeros([TILE_H], tl.float32)
     of_dx = tl.zeros([TILE_H], tl.float32)
+    bits = tl.zeros([TILE_H], tl.int32)
     for step in range(0, steps):
         i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
         in_i = i < n
@@ -138,7 +152,7 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
             of_bias += tl.sum(dy, axis=0)
         z *= factor
         of_weight += tl.sum(dy * z, axis=0)
-        g = dy * scale
+        g = dy * gamma
         grad = g - z * (tl.sum(g * z, axis=1) / h)[:, None]
         if CENTERED:
             grad -= (tl.sum(g, axis=1) / h)[:, None]
@@ -153,13 +167,15 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
         if CASTS:
             by = tl.load(multiplier)
             cast_and_store(grad, by, by, rows, columns, i, j, in_i, in_j, n, h, ROWS, COLUMNS, FORMAT, LARGEST)
-            tl.store(part_amax + step * tl.num_programs(0) + tl.program_id(0), tl.max(_bits_of_size(grad)))
+            bits = tl.maximum(bits, tl.max(_bits_of_size(grad), axis=0))
     place = part_sums + tl.program_id(0).to(tl.int64) * (1 + CENTERED + SUMS) * h + j
     tl.store(place, of_weight, mask=in_j)
     if CENTERED:
         tl.store(place + h, of_bias, mask=in_j)
     if SUMS:
         tl.store(place + (1 + CENTERED) * h, of_dx, mask=in_j)
+    if CASTS:
+        note_amax(tl.max(bits), state, multiplier, scale, noted, NOTES)
 
 
 @triton.jit
@@ -205,9 +221,8 @@ def norm_cast(
     rows, columns = _outputs(x, wanted, dtype)
     total = x if update is None else torch.empty_like(x)
     inverse, mean = (torch.empty(n, 1, device=x.device) for _ in range(2))
-    programs = triton.cdiv(n, tile["TILE_N"])
-    part_amax = torch.empty(programs, dtype=torch.int32, device=x.device)
-    norm_cast_rows[(programs,)](
+    scale = torch.empty((), device=x.device)
+    norm_cast_rows[(triton.cdiv(n, tile["TILE_N"]),)](
         x,
         x if update is None else update,
         weight,
@@ -218,10 +233,13 @@ def norm_cast(
         mean,
         rows,
         columns,
-        part_amax,
+        scale,
+        state_of(x.device),
+        scale if noted is None else noted,
         n,
         h,
         eps,
+        noted is not None,
         update is not None,
         centered,
         bias is not None,
@@ -233,8 +251,7 @@ def norm_cast(
         num_warps=WARPS,
     )
     statistics = [inverse, mean] if centered else [inverse]
-    casts = finished((rows, columns), wanted, part_amax, multiplier, noted)
-    return [*([] if update is None else [total]), *statistics, *casts]
+    return [*([] if update is None else [total]), *statistics, *casts_of((rows, columns), wanted, scale)]
 
 
 def norm_gradients(
@@ -260,7 +277,7 @@ def norm_gradients(
     programs = min(blocks, multiprocessors(x.device))  # whose registers a program fills
     steps = triton.cdiv(blocks, programs)
     part_sums = torch.empty(programs, 1 + centered + sums, h, device=x.device)
-    part_amax = torch.empty(programs * steps, dtype=torch.int32, device=x.device)
+    scale = torch.empty((), device=x.device)
     norm_gradient_rows[(programs,)](
         x,
         x if of_total is None else of_total,
@@ -273,10 +290,13 @@ def norm_gradients(
         rows,
         columns,
         part_sums,
-        part_amax,
+        scale,
+        state_of(x.device),
+        scale if noted is None else noted,
         n,
         h,
         steps,
+        noted is not None,
         of_total is not None,
         centered,
         one_plus,
@@ -293,4 +313,4 @@ def norm_gradients(
     add_parts[(triton.cdiv(width, SUMMED),)](part_sums, summed, programs, width, SUMMED, SUMMED_PARTS)
     if multiplier is None:
         return [dx, summed]
-    return [dx, summed, *finished((rows, columns), wanted, part_amax, multiplier, noted)]
+    return [dx, summed, *casts_of((rows, columns), wanted, scale)]

@@ -12,7 +12,9 @@ from megatron.core.kernels.cast_transpose_triton import (
     WARPS,
     _bits_of_size,
     cast_and_store,
-    finished,
+    casts_of,
+    note_amax,
+    state_of,
 )
 
 TILE_N, TILE_F = 128, 64
@@ -26,9 +28,12 @@ def swiglu_tiles(  # type: ignore[no-untyped-def]
     multiplier,
     rows,
     columns,
-    part_amax,
+    scale,
+    state,
+    noted,
     n,
     f,
+    NOTES: tl.constexpr,
     BACKWARD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -38,7 +43,7 @@ def swiglu_tiles(  # type: ignore[no-untyped-def]
     TILE_F: tl.constexpr,
 ):
     """x [n, 2f] -> SiLU(gate) * up [n, f], or with BACKWARD the gradient of x from that of it, cast to `rows` and
-    `columns`. `part_amax` [tiles] gets bits of maxima."""
+    `columns`. The amax is noted."""
     across = tl.cdiv(f, TILE_F)
     i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = ((tl.program_id(0) % across) * TILE_F + tl.arange(0, TILE_F)).to(tl.int64)
@@ -60,7 +65,7 @@ def swiglu_tiles(  # type: ignore[no-untyped-def]
         y = (gate * sigmoid * up).to(dtype).to(tl.float32)
         cast_and_store(y, by, by, rows, columns, i, j, i < n, j < f, n, f, ROWS, COLUMNS, FORMAT, LARGEST)
         bits = _bits_of_size(y)
-    tl.store(part_amax + tl.program_id(0), tl.max(tl.where(inside, bits, 0)))
+    note_amax(tl.max(tl.where(inside, bits, 0)), state, multiplier, scale, noted, NOTES)
 
 
 def swiglu_cast(
@@ -80,24 +85,28 @@ def swiglu_cast(
     sizes = (n, width) if wants_rows else (0,), (width, n) if wants_columns else (0,)
     rows, columns = (torch.empty(size, dtype=dtype, device=x.device) for size in sizes)
     tiles = triton.cdiv(n, TILE_N) * triton.cdiv(f, TILE_F)
-    part_amax = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    if tiles:
-        swiglu_tiles[(tiles,)](
-            x,
-            x if grad is None else grad,
-            multiplier,
-            rows,
-            columns,
-            part_amax,
-            n,
-            f,
-            grad is not None,
-            wants_rows,
-            wants_columns,
-            FORMATS[dtype],
-            torch.finfo(dtype).max,
-            TILE_N,
-            TILE_F,
-            num_warps=WARPS,
-        )
-    return finished((rows, columns), (wants_rows, wants_columns), part_amax, multiplier, noted)
+    if not tiles:
+        return casts_of((rows, columns), (wants_rows, wants_columns), multiplier.reciprocal())
+    scale = torch.empty((), device=x.device)
+    swiglu_tiles[(tiles,)](
+        x,
+        x if grad is None else grad,
+        multiplier,
+        rows,
+        columns,
+        scale,
+        state_of(x.device),
+        scale if noted is None else noted,
+        n,
+        f,
+        noted is not None,
+        grad is not None,
+        wants_rows,
+        wants_columns,
+        FORMATS[dtype],
+        torch.finfo(dtype).max,
+        TILE_N,
+        TILE_F,
+        num_warps=WARPS,
+    )
+    return casts_of((rows, columns), (wants_rows, wants_columns), scale)

@@ -1,0 +1,64 @@
+"""Kernels of a GPU beside their definitions in torch, in a process of their own: residual additions within GEMMs, and
+losses with their gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.limits import HANG
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+ROOT = Path(__file__).parents[2]
+
+RESIDUALS = """
+from itertools import product
+import torch
+from megatron.core.kernels.gemms import cublaslt
+from megatron.core.kernels.gemms.residual_gemm import residual_gemm, residual_gemm_twin, residual_sum
+from megatron.core.tensor_parallel.residual_choice import GEMM, NORM, ResidualShape, runs_of
+
+device, hopper = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)
+for bias, fp8, dtype in product((False, True), (False, True), (torch.bfloat16, torch.float16)):
+    if fp8 and (dtype == torch.float16 or not hopper):
+        continue
+    for run in runs_of(ResidualShape(512, 384, 256, bias, fp8), dtype, device).values():
+        run()  # compares its sums
+x, weight, addend = (torch.randn(size, device=device).bfloat16() for size in ((384, 512), (256, 512), (384, 256)))
+expected = residual_gemm_twin(x, weight, addend, None, None)
+for found in (residual_gemm(x, weight, addend), residual_sum(x, weight, addend, None, None)):
+    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-5)
+print("agree")
+"""
+
+LOSSES = """
+import torch
+from megatron.core.kernels import cross_entropy as twins
+
+for n, width, vocab_size, z_loss in ((300, 50304, 50257, 0.0), (77, 128256, 128256, 1e-4), (5, 1000, 999, 0.0)):
+    torch.manual_seed(n)
+    logits, labels = (4 * torch.randn(n, width)).bfloat16(), torch.randint(0, vocab_size, (n,))
+    expected, found = logits.clone(), logits.cuda()
+    losses = twins.loss_and_gradient_twin_(expected, labels, vocab_size, z_loss)
+    on_device = twins.loss_and_gradient_(found, labels.cuda(), vocab_size, z_loss)
+    torch.testing.assert_close(on_device.cpu(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
+    factors = torch.randint(0, 3, (n,)).float() / 2
+    twins.scale_rows_(found, factors.cuda())
+    twins.scale_rows_twin_(expected, factors)
+    torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-9)
+print("agree")
+"""
+
+
+@pytest.mark.parametrize("program", [RESIDUALS, LOSSES], ids=["residual additions", "losses"])
+def test_kernels_are_their_twins(program: str) -> None:
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("agree\n")
