@@ -216,7 +216,7 @@ def finish(run: Run) -> int:
 def losses(save: Path) -> dict[int, tuple[float, float]]:
     """Iteration -> loss and gradient norm."""
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    return {record["iteration"]: (record["lm loss"], record["grad norm"]) for record in records if "lm loss" in record}
+    return {record["iteration"]: (record["lm_loss"], record["grad_norm"]) for record in records}
 
 
 def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]:
