@@ -115,7 +115,7 @@ while true; do
     at="$(meeting 15)"
     [[ -z "$stopped" ]] || exit 75
     conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
-    conf+=",read_timeout=10,close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
+    conf+=",read_timeout=6,close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
     say "meets the others at $at:$port, $min_hosts to ${#hosts[@]} hosts"
     LAUNCH="$PYTHON -m megatron.training.reliability.hosts.torchrun --nnodes $min_hosts:${#hosts[@]}"
     LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"

@@ -180,6 +180,8 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
             if found and box.names[number] not in outcome.named and number in expected:
                 outcome.named[box.names[number]] = (time.monotonic() - began, found[0])
         outcome.ranks_left = run.last_world(before)
+        if outcome.ranks_left and outcome.went_on != outcome.went_on:
+            outcome.went_on = time.monotonic() - began
         return bool(outcome.ranks_left) and len(outcome.named) == len(expected)
 
     if fault.harmless:
@@ -191,7 +193,6 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
     run.wait(
         lambda: look() or (outcome.ranks_left > 0 and time.monotonic() - began > 90), f"going on after {fault.name}"
     )
-    outcome.went_on = time.monotonic() - began
     before = run.marks()
     if fault.strike is _kill:
         box.boot(host)

@@ -1,7 +1,10 @@
-"""torchrun with the rendezvous backend `c10d-open`: `c10d`, but a failed agent does not close it for the other hosts.
+"""torchrun with the rendezvous backend `c10d-open`: `c10d` for hosts that may be lost.
 
-torchrun's agent closes the rendezvous for good when it ends by a failure. That of a host whose cable was pulled does so
-as well: its request waits in the kernel and is delivered when the cable is plugged. After that no host can join.
+- torchrun's agent closes the rendezvous for good when it ends by a failure. That of a host whose cable was pulled does
+  so as well: its request waits in the kernel and is delivered when the cable is plugged. After that no host can join.
+  Here, only the end of the run closes it.
+- An agent that writes to the store of a host that is lost waits until TCP gives up, a quarter of an hour. Here, it ends
+  when the store has not answered for some seconds.
 
     python -m megatron.training.reliability.hosts.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """
@@ -9,14 +12,44 @@ as well: its request waits in the kernel and is delivered when the cable is plug
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.run import main
 
 BACKEND = "c10d-open"
+ANSWER = 8.0
+"""Seconds in which a store that can be reached answers, on a machine however busy."""
+
+
+def bounded(call: Callable[..., Any], seconds: float = ANSWER) -> Callable[..., Any]:
+    """`call`, but it raises RendezvousConnectionError if it does not return in time."""
+
+    def within(*args: Any) -> Any:
+        results, errors = list[Any](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                results.append(call(*args))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if errors:
+            raise errors[0]
+        if not results:
+            raise RendezvousConnectionError(f"the rendezvous does not answer: no reply in {seconds:g} s")
+        return results[0]
+
+    return within
 
 
 def _shutdown(handler: DynamicRendezvousHandler) -> bool:
@@ -29,6 +62,8 @@ def _shutdown(handler: DynamicRendezvousHandler) -> bool:
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """The handler of `c10d-open`."""
     backend, store = create_backend(params)
+    backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
+    backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
     handler = create_handler(store, backend, params)
     handler.shutdown = MethodType(_shutdown, handler)  # type: ignore[method-assign]
     handler.get_backend = lambda: BACKEND  # type: ignore[method-assign]
