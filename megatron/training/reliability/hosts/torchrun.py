@@ -29,7 +29,8 @@ ANSWER = 8.0
 
 
 def bounded(call: Callable[..., Any], seconds: float = ANSWER) -> Callable[..., Any]:
-    """`call`, but it raises RendezvousConnectionError if it does not return in time."""
+    """`call`, but it raises RendezvousConnectionError if it does not return in time, and at once while one hangs."""
+    hanging = list[threading.Thread]()
 
     def within(*args: Any) -> Any:
         results, errors = list[Any](), list[BaseException]()
@@ -40,9 +41,11 @@ def bounded(call: Callable[..., Any], seconds: float = ANSWER) -> Callable[..., 
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
+        if not any(thread.is_alive() for thread in hanging):
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            thread.join(seconds)
+            hanging[:] = [thread] if thread.is_alive() else []
         if errors:
             raise errors[0]
         if not results:
