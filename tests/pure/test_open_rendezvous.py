@@ -20,5 +20,5 @@ def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -
         bounded(broken)()
     hanging = bounded(threading.Event().wait, 0.05)
     for _ in range(2):
-        with pytest.raises(RendezvousConnectionError, match="the rendezvous does not answer: no reply in 0.05 s"):
+        with pytest.raises(RendezvousConnectionError, match=r"the rendezvous does not answer: no reply in 0\.05 s"):
             hanging()
