@@ -139,12 +139,11 @@ while true; do
     case "$stopped:$name:$code" in
         1:*) say "stopped" && exit 75 ;;
         :DONE:0) say "done: $(outcome why)" && exit 0 ;;
-        :TO_BE_RESUMED:0) say "stopped: $(outcome why)" && exit 75 ;;
         :CALLBACK_FAILED:*) say "done, but $(outcome why)" && exit 3 ;;
         :BAD_CONFIGURATION:*) say "the configuration cannot run on the hosts that are there" && exit 2 ;;
-        *:0) # rank 0 was elsewhere and knows how the run ended: if it goes on, there is a rendezvous
+        *:0) # stopped; or rank 0 was elsewhere, and knows how the run ended: if it goes on, there is a rendezvous
             sleep 5
-            [[ "$(meeting 0)" != "$here" ]] || { say "done" && exit 0; } ;;
+            [[ "$(meeting 0)" != "$here" ]] || { say "done, or stopped: see where rank 0 was" && exit 0; } ;;
         *) say "torchrun ended with $code${name:+, the run $name: $(outcome why)}" ;;
     esac
     save="$(outcome save)"
