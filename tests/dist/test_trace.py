@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.trace.assembly import RankTrace, assemble
 from megatron.training.trace.host_clocks import Alignment, Offset, measure
 from megatron.training.trace.pipeline_timeline import measured_steps
+from megatron.training.trace.recorder import Recorder
 from megatron.training.trace.trace_file import Event, Trace, problems, read_trace
 from megatron.training.training import train
 from tests.harness import run_world
@@ -48,9 +51,7 @@ def slices(trace: Trace, category: str) -> list[Event]:
 
 def test_a_trace_of_four_ranks(tmp_path: Path) -> None:
     flags = RUN + "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --pipeline-schedule zb-h1 "
-    plain = run_world(4, traced, flags, str(tmp_path / "plain"))
-    found = run_world(4, traced, flags + TRACE, str(tmp_path))
-    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
+    found = run_world(4, traced, flags + "--train-iters 3 " + TRACE, str(tmp_path))
     assert all(as_before for _, as_before in found)
     trace = read_trace(tmp_path / "trace" / "iterations-2-3.json.gz")
     assert problems(trace) == []
@@ -90,7 +91,8 @@ def test_axes_and_purposes_of_collectives_and_phases_between_steps(tmp_path: Pat
 
 
 def test_a_run_that_ends_within_its_trace_writes_it(tmp_path: Path) -> None:
-    run_world(1, traced, RUN + "--trace --trace-step-start 2 --trace-step-end 30", str(tmp_path))
+    ((losses, _),) = run_world(1, traced, RUN + "--trace --trace-step-start 2 --trace-step-end 30", str(tmp_path))
+    assert losses == run_world(1, traced, RUN, str(tmp_path / "plain"))[0][0]
     trace = read_trace(tmp_path / "trace" / "iterations-3-4.json.gz")
     assert problems(trace) == [] and [step.iteration for step in measured_steps(trace)] == [3, 4]
     assert "B(stage 0, microbatch 3)" in {event["name"] for event in trace["traceEvents"]}
@@ -152,3 +154,42 @@ def test_rules() -> None:
     assert [problem.flag for problem in validate(config, 1)] == ["--trace-step-end"]
     config = resolve(parse_args((RUN + "--trace-step-end 4").split()), 1)
     assert [problem.flag for problem in notices(config, 1)] == ["--trace-step-end"]
+
+
+class FakeEvent:
+    """An event of a stream that is at work on nothing: it passes when it is recorded."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter_ns()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.at - self.at) / 1e6
+
+
+def test_spans_of_a_device_are_read_from_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, of which the events are those of the host here."""
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    recorder = Recorder(torch.device("cuda"))
+    args = {"kind": "F", "stage": 0, "microbatch": 0, "iteration": 1}
+    with recorder.span("F", "pipeline", args):
+        with recorder.span("wait for receive pp", "wait", {"axis": "pp"}):
+            time.sleep(0.002)
+        time.sleep(0.001)
+    assert len(waited) == 1, "waits for the device before the steps and after them only"
+    spans = recorder.take()
+    assert len(waited) == 2
+    assert [span.track for span in spans] == [*["training thread"] * 2, *["GPU, training thread"] * 2]
+    rank = RankTrace([list(span) for span in spans], [], {}, lambda at: at)
+    trace = assemble([rank], {"pipelines": [[0]], "device": "cuda"}, None)
+    assert problems(trace) == []
+    (step,) = measured_steps(trace)
+    on_device = spans[3]
+    assert step.makespan == pytest.approx((on_device.stop - spans[2].stop) / 1e3, abs=2e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,19 @@ def test_a_run_begins_and_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file] and not outcome.asked
     (tmp_path / "outcome.asked").touch()
     assert outcome.asked
+
+
+def test_ends_are_events_of_the_run(tmp_path: Path) -> None:
+    """Beside its checkpoints, also where no script asks for a status; not before that folder is there."""
+    save = tmp_path / "save"
+    for code in (ExitCode.FAILED, ExitCode.TO_BE_RESUMED, ExitCode.KILLED + 9):
+        outcome = Outcome.from_environment({})
+        outcome.begin(str(save), None, write=False)
+        outcome.end(code, "rank 5\nof 8")
+        save.mkdir(exist_ok=True)
+    events = [json.loads(line) for line in (save / "run_events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["name"]) for event in events] == [("end", "TO_BE_RESUMED"), ("end", "KILLED")]
+    assert events[0]["why"] == "rank 5 of 8"
 
 
 def test_only_one_rank_says_that_it_runs_and_any_may_end_it(tmp_path: Path) -> None:

@@ -43,9 +43,10 @@ def curves(
     text: Callable[[float], str] = short_number,
     zero: bool = False,
     base: int = 10,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> Svg | None:
     """A chart over iterations; None where no series has a finite value. With `zero` the axis begins at 0; its numbers
-    are round in powers of `base`, 10 or 1024."""
+    are round in powers of `base`, 10 or 1024. `marks` are upright lines at iterations, with what happened there."""
     finite = [Series(one.name, [(x, y) for x, y in one.points if math.isfinite(y)], one.dots) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -75,6 +76,10 @@ def curves(
         picture.text(x, y0 + plot_height + 17, short_number(value), "soft", "middle")
     picture.text(x0 + plot_width / 2, height - 8, "iteration", "soft", "middle")
     picture.text(4, 14, f"{title}{f' ({unit})' if unit else ''}", "strong")
+    for iteration, what in marks:
+        if left <= iteration <= right:
+            x, _ = place(iteration, low)
+            picture.rect(x - 0.75, y0, 1.5, plot_height, "c-reduction", f"iteration {iteration:g}: {what}")
     for number, one in enumerate(finite):
         points = [place(x, y) for x, y in thinned(one.points)]
         if one.dots or len(points) == 1:

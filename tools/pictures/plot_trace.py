@@ -136,7 +136,10 @@ def _draw_rows(
         picture.line(LEFT, y + row - 1, LEFT + length * scale, y + row - 1)
         for action, begin, end in line:
             x, width = LEFT + (begin - start) * scale, (end - begin) * scale
-            picture.rect(x, y + 1, width, row - 3, f"bar c-{action.kind.value}", f"{action}: {time_text(end - begin)}")
+            outline = "bar " if width > 3 else ""
+            picture.rect(
+                x, y + 1, width, row - 3, f"{outline}c-{action.kind.value}", f"{action}: {time_text(end - begin)}"
+            )
             label = str(action.microbatch)
             if width > 6 + 6 * len(label):
                 picture.text(x + width / 2, y + row / 2 + 3.5, label, "small on", "middle")

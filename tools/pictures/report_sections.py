@@ -71,8 +71,10 @@ def loss(run: RunFolder, other: RunFolder | None) -> str:
         series += [Series(f"{prefix}training", each.values("lm_loss"))]
         if valid := each.values("valid_loss"):
             series.append(Series(f"{prefix}validation", valid, dots=True))
+    again = [number(event.get("iteration")) for event in run.events if event.get("event") == "start"][1:]
+    marks = [(at, "the run was started again") for at in again if at is not None]
     shown = [
-        curves("loss", "nats per token", series),
+        curves("loss", "nats per token" + ("; red: restarts" if marks else ""), series, marks=marks),
         curves("gradient norm", "before clipping", [Series("gradient norm", run.values("grad_norm"))], zero=True),
         curves("learning rate", "", [Series("learning rate", run.values("learning_rate"))], zero=True),
     ]
