@@ -87,6 +87,15 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
     return coefficients
 
 
+def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds a byte, seconds beside it) of messages of growing sizes. The bytes show in the two largest ones alone:
+    networks pass short bursts faster than their rate."""
+    last = len(sizes) - 1
+    grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
+    per_byte = grown if grown > 0 else seconds[last] / sizes[last]
+    return per_byte, max(0.0, median(took - per_byte * size for size, took in zip(sizes, seconds, strict=True)))
+
+
 def gemm_speed(points: Sequence[ProductTime], filled: Sequence[float]) -> GemmSpeed:
     """`filled`: by point, the share of the device that its tiles fill."""
     flops = [2.0 * each.m * each.n * each.k for each in points]
@@ -115,8 +124,8 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
     rates, starts = dict[str, float](), dict[str, float]()
     for kind in dict.fromkeys(each.kind for each in points):
         own = [each for each in points if each.kind == kind]
-        per_byte, start = line([[sent(each), 1.0] for each in own], [each.seconds for each in own])
-        rates[kind], starts[kind] = ranks_per_adapter * 1e-9 / per_byte, start
+        per_byte, starts[kind] = growth([sent(each) for each in own], [each.seconds for each in own])
+        rates[kind] = ranks_per_adapter * 1e-9 / per_byte
     best = rates["all_reduce"]
     size = points[0].size
     # An all-reduce takes twice as many steps as a gather, and both are started once.

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.collectives import start_all_gather, start_reduce_scatter
+from megatron.core.parallel_state import Axis
 from megatron.planner.calibration.fit import AttentionTime, CollectiveTime, Measured, MoveTime, ProductTime
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,7 +53,7 @@ CPU = Sizes(
     widths=(32, 64),
     rows=(128, 512, 2048),
     columns=512,
-    messages=(4096, 65536, 524288, 2097152),
+    messages=(4096, 65536, 524288, 2097152, 8388608),
 )
 GPU = Sizes(
     products=tuple(
@@ -215,29 +217,47 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
-    """Sizes grow until a call takes a quarter of a second."""
+    """Sizes grow until a call takes a third of a second. On CPUs each call follows a product, whose time is subtracted:
+    ranks that share processors do not arrive at the same moment, and training has them wait for each other."""
+    m, n, k = sizes.products[-1]
+    a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
+    before = partial(torch.mm, a, b) if clock.device.type == "cpu" else None
+    alone = clock.seconds(before) if before else 0.0
     for kind in KINDS:
         for moved in sizes.messages:
-            seconds = clock.seconds(collective(kind, moved, group, clock.device))
-            yield CollectiveTime(link, kind, group.size(), moved, seconds)
-            if seconds > 0.25:
+            seconds = clock.seconds(_after(before, collective(kind, moved, group, clock.device))) - alone
+            yield CollectiveTime(link, kind, group.size(), moved, max(seconds, 1e-6))
+            if seconds > 0.35:
                 break
 
 
+def _after(before: Callable[[], object] | None, call: Callable[[], object]) -> Callable[[], object]:
+    if before is None:
+        return call
+
+    def both() -> None:
+        before()
+        call()
+
+    return both
+
+
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    """A call of a collective whose whole operand has `moved` bytes of fp32."""
+    """A call of a collective whose whole operand has `moved` bytes of fp32, as training calls it: on CPUs reductions
+    are exchanges with sums."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
-    part, other = whole[: whole.numel() // n], torch.zeros_like(whole)
+    part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)
+    ranks = dist.get_process_group_ranks(group)
+    axis = Axis(group, dist.get_rank(group), n, tuple(ranks))
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(other, part, group=group)
+        return lambda: start_all_gather(part, axis, other).wait()
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, other, group=group)
+        return lambda: start_reduce_scatter(whole, axis, part).wait()
     if kind == "all_to_all":
         return lambda: dist.all_to_all_single(other, whole, group=group)
-    ranks = dist.get_process_group_ranks(group)
     place = ranks.index(dist.get_rank())
     after, before = ranks[(place + 1) % n], ranks[place - 1]
 

@@ -9,7 +9,7 @@ from math import ceil, prod
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.distributed.param_layout import DTYPE_BYTES
+from megatron.core.distributed.param_layout import DTYPE_BYTES, unit_of
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.device_file import DeviceFile
 from megatron.planner.memory import RankStates, local_shape
@@ -43,8 +43,9 @@ class DataParallel:
             if not self.optimizer.freezes(meta.name):
                 numels[meta.expert] += prod(local_shape(meta, self.dims))
         every_batch = self.ddp.shards_gradients
-        reduce = [time for expert, numel in numels.items() for time in self._reductions(numel, expert)]
-        gather = [time for expert, numel in numels.items() for time in self._gathers(numel, expert)]
+        units = len({unit_of(meta.name) for meta in states.metas})
+        reduce = [time for expert, numel in numels.items() for time in self._reductions(numel, expert, units)]
+        gather = [time for expert, numel in numels.items() for time in self._gathers(numel, expert, units)]
         overlaps = self.ddp.overlap_grad_reduce or every_batch
         reduced = self._behind(reduce, backward) if overlaps else sum(reduce)
         reduced *= microbatches if every_batch else 1
@@ -65,25 +66,25 @@ class DataParallel:
         exposed = max(0.0, clock - compute) if times else 0.0
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
-    def _reductions(self, numel: int, expert: bool) -> list[float]:
-        """Times of the buckets of gradients."""
+    def _reductions(self, numel: int, expert: bool, units: int) -> list[float]:
+        """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
         main = 2 if self.ddp.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16" else None
         size = main or DTYPE_BYTES[self.parallel.main_dtype]
         kind = "reduce_scatter" if self.optimizer.use_distributed_optimizer else "all_reduce"
-        return self._buckets(numel, size, expert, kind)
+        return self._buckets(numel, size, expert, kind, units if self.ddp.shards_gradients else 1)
 
-    def _gathers(self, numel: int, expert: bool) -> list[float]:
+    def _gathers(self, numel: int, expert: bool, units: int) -> list[float]:
         size = 1 if self.ddp.fp8_param_gather and self.parallel.fp8_format else DTYPE_BYTES[self.parallel.params_dtype]
-        return self._buckets(numel, size, expert, "all_gather")
+        return self._buckets(numel, size, expert, "all_gather", units if self.ddp.shards_parameters else 1)
 
-    def _buckets(self, numel: int, size: int, expert: bool, kind: str) -> list[float]:
+    def _buckets(self, numel: int, size: int, expert: bool, kind: str, least: int) -> list[float]:
         if not numel:
             return []
         within, across = self._groups(expert)
         if within.size * across.size == 1:
             return []
         limit = self.ddp.ddp_bucket_size or max(40_000_000, 1_000_000 * within.size)
-        count = max(1, ceil(numel / limit))
+        count = max(least, ceil(numel / limit))
         moved = numel * size / count
         time = self.network.seconds(kind, moved, within)
         if across.size > 1 and kind != "all_gather":

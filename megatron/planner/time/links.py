@@ -60,7 +60,8 @@ class Network:
         if kind == "send":
             return self._message(moved, group)
         node, network = self._links(group)
-        if kind == "all_to_all":
+        if kind == "all_to_all" or (kind == "reduce_scatter" and self.device.device_type == "cpu"):
+            # On CPUs the ranks exchange their parts and add them up (`core.collectives`).
             near = moved * (group.in_node - 1) / group.size / _rate(node, kind)
             far = moved * (group.size - group.in_node) / group.size / self._rank_rate(network, kind)
             return max(near, far) + self._latency(group, 1)

@@ -262,7 +262,8 @@ class _Step:
         size *= {"float32": 4, "float64": 8}.get(parallel.params_dtype, 2)
         ranks = [self.dims.rank(pp=place) for place in range(self.layout.pp)]
         crossing = message_places(self.layout, ranks, self.network.ranks_per_node)
-        within, between = Placement(2, 2), Placement(2, 1)
+        # Of the ranks of a node those send to another one whose pipeline goes on there.
+        within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [self.network.seconds("send", size, between if crosses else within) for crosses in crossing]
 
     def _rank(self, times: Sequence[_StageTimes], rank: int) -> Times:
