@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.planner.memory import states_of_rank
 from megatron.training import training
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run import batch
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, save, train_step
 from tests.harness import local_run, run_world
@@ -34,6 +36,7 @@ MOE = (
     "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1"
 )
+SWITCH = "--optimizer-post-validation"
 DROPOUT, CLIPPED, FREE = "--hidden-dropout 0.2 --attention-dropout 0.2", "--clip-grad 0.01", "--clip-grad 1000"
 IN_CI = "clipped", "overflows of the loss scale"
 CASES: dict[str, tuple[int, str, int | None]] = {
@@ -203,6 +206,24 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "bubble", "notice"),
+    [
+        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
+        ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
+        ("--pipeline-schedule zb-v", "0.0%", ""),
+        ("--pipeline-schedule zb-v --log-interval 1", "0.0%", "--log-interval 1"),
+    ],
+)
+def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
+    config = resolve(parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()]), 2)
+    assert [p for p in notices(config, 2) if p.flag == SWITCH and notice not in str(p)] == []
+    assert any(p.flag == SWITCH for p in notices(config, 2)) == bool(notice)
+    even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
+    with mock.patch.multiple(batch, **even):
+        assert f"bubble {bubble}" in batch._pipeline_line(config, 4)
+
+
+@pytest.mark.parametrize(
     "other",
     [
         "--use-precision-aware-optimizer",
@@ -213,5 +234,5 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_rolled_back_is_refused(other: str) -> None:
     config = resolve(parse_args([*MODEL.split(), "--pp", "2", *other.split()]), 4)
-    (problem,) = [p for p in validate(config, 4) if p.flag == "--optimizer-post-validation"]
+    (problem,) = [p for p in validate(config, 4) if p.flag == SWITCH]
     assert other in str(problem)

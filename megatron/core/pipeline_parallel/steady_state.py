@@ -19,12 +19,18 @@ def consecutive(lists: Lists, steps: int) -> Schedule:
     ]
 
 
-def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
+def post_validated(lists: Lists, costs: StageCosts | None = None, tied: bool = False) -> tuple[float, float]:
     """(time of a step, idle share of it) in a steady run with --optimizer-post-validation.
 
     `lists` are of one step, with VALIDATE; there each rank waits for the end of the step before on all ranks. Without
     VALIDATE no rank waits. arXiv 2401.10241, section 4, and section 5.2 for the bubble.
+
+    With `tied` weights on the first and on the last rank, the sum of their gradients makes these two end a step
+    together, and all others wait for the first one's forward passes: steps do not overlap.
     """
+    if tied:
+        alone = simulate(lists, costs)
+        return alone.makespan, alone.bubble
     found = simulate(consecutive(lists, STEPS), costs)
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     ends = [_end(found, step * m) for step in (STEPS - 1, STEPS)]

@@ -17,7 +17,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.planner.device_file import DeviceFile
 from megatron.planner.fake_stage import MicroBatch
 from megatron.planner.flops import model_flops
@@ -186,7 +186,7 @@ class _Step:
             parallel = config.parallel
             group = parallel.microbatch_group_size_per_virtual_pipeline_stage
             in_turns = parallel.overlap_moe_expert_parallel_comm
-            ahead = config.optimizer.optimizer_post_validation
+            ahead = config.optimizer.optimizer_post_validation and not tied_stages(config.model, self.layout)
             schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
             pipeline = schedule.times(costs, self.microbatches)
             ends, messages = list(pipeline.ends), list(pipeline.messages)

@@ -9,7 +9,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs
+from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
 from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.batch_size import BatchSizes, num_microbatches
 from megatron.training.config.run_config import RunConfig
@@ -50,7 +50,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     ahead = config.optimizer.optimizer_post_validation
     shape = parallel.schedule, layout.pp, microbatches, layout.chunks
     if ahead:
-        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times)
+        tied = bool(tied_stages(config.model, layout))
+        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times, tied)
     else:
         bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"

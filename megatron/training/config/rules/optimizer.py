@@ -9,6 +9,7 @@ from math import prod
 from megatron.core.distributed.param_layout import SCALE_BLOCK
 from megatron.core.models.gpt.parameters import is_declared, parameter_metas
 from megatron.core.parts import OPTIMIZERS
+from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -89,6 +90,16 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.logging.log_interval == 1:
         rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
         yield Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
+    try:
+        tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
+    except (ArithmeticError, ValueError):
+        return  # sizes that do not fit: other rules say which
+    if tied:
+        rule = "saves no time: the embedding on the first and on the last rank sums up its gradients over both"
+        remedy = "use --pipeline-schedule zb-v, which has both on one rank"
+        if not c.model.mtp_depths:
+            remedy += ", or --untie-embeddings-and-output-weights"
+        yield Problem(switch, None, rule, remedy, harmless=True)
 
 
 FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
