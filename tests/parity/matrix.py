@@ -259,6 +259,8 @@ def legal(combination: Combination) -> bool:
 def _distinct(combination: Combination) -> bool:
     """Without experts, their layout is not varied; nor are messages that do not travel, or a plain schedule without a
     pipeline."""
+    if combination["norm"] != "awaited" and combination["pp"] == "1":
+        return False
     if combination["mlp"] == "dense":
         return all(combination[name] == next(iter(FACTORS[name])) for name in OF_EXPERTS)
     if combination["expert messages"] == "padded" and (combination["mlp"], combination["dispatcher"]) != (
@@ -268,8 +270,7 @@ def _distinct(combination: Combination) -> bool:
         return False
     if combination["expert messages"] != "plain" and combination["ep"] == "1":
         return False
-    plain = combination["schedule"] in ("1f1b", "interleaved2", "zb-v") and combination["norm"] == "awaited"
-    return combination["pp"] != "1" or plain
+    return combination["pp"] != "1" or combination["schedule"] in ("1f1b", "interleaved2", "zb-v")
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -320,6 +321,12 @@ def _complete(pair: Pair, random: Random) -> Combination:
         fixed.setdefault("dispatcher", "alltoall")
     if messages == "in turns":
         fixed.setdefault("schedule", random.choice(("interleaved2", "interleaved3", "zb-h2")))
+    if fixed.setdefault("norm", random.choice(("awaited", "awaited", "awaited", "validated later"))) != "awaited":
+        fixed.setdefault("pp", random.choice(("2", "4")))
+        fixed.setdefault("optimizer", random.choice(("zero1", "replicated", "overlapped", "replicated overlapped")))
+        fixed.setdefault("update", random.choice(("adam", "muon")))
+        for name in ("states", "offload", "activations"):
+            fixed.setdefault(name, next(iter(FACTORS[name])))
     return Combination(tuple(fixed.get(name) or random.choice(list(options)) for name, options in FACTORS.items()))
 
 
