@@ -115,6 +115,10 @@ class DeviceFile:
     adapters_per_node: int = 8
     """Network adapters that the ranks of a node share."""
 
+    sustained: float = 1.0
+    """Share of the rates of products and attention that a step reaches: kernels alone run at higher clocks than a step
+    that keeps the device at its power limit."""
+
     overlap_slowdown: float = 0.0
     """Share of the time of a hidden collective by which it delays what is computed beside it."""
 

@@ -25,7 +25,7 @@ CACHE = PlannerCache()
 
 @pytest.fixture(scope="module")
 def device() -> DeviceFile:
-    plain = replace(read_device("h100"), links=LINKS, overlap_slowdown=0.0, launch_gap_us=0.0)
+    plain = replace(read_device("h100"), links=LINKS, overlap_slowdown=0.0, launch_gap_us=0.0, sustained=1.0)
     return replace(plain, step_overhead_ms=0.0, adapters_per_node=8)
 
 

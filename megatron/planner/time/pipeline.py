@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from megatron.core.pipeline_parallel.actions import COMPUTE, Action, Kind, Lists
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.simulator import StageCosts, at_stage, execution_order, simulate
 from megatron.core.pipeline_parallel.steady_state import post_validated
 
-ROUNDS = 4
+ROUNDS = 3
 """Steps of more rounds of p micro-batches than this are extrapolated."""
 
 
@@ -56,13 +58,50 @@ class Schedule:
         return tuple(b + (rounds - ROUNDS) * (b - a) for a, b in zip(few, more, strict=True))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
-        shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if self.post_validation:
+            shape = self.name, self.layout.pp, microbatches, self.layout.chunks
             time, _ = post_validated(pipeline_lists(*shape, False, self.group, self.in_turns, True), costs)
             return (time,) * self.layout.pp
-        lists = build_schedule(*shape, self.group, self.in_turns)
-        found = simulate(lists, costs)
-        return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
+        if self.in_turns:
+            found = simulate(_lists(self, microbatches), costs)
+            return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
+        durations = {
+            kind: [costs.time(Action(kind, stage, 0)) for stage in range(self.layout.num_stages)] for kind in COMPUTE
+        }
+        free, done = [0.0] * self.layout.pp, list[float]()
+        for rank, kind, stage, needs in _order(self, microbatches):
+            start = free[rank]
+            for need, edge in needs:
+                arrival = done[need] if edge is None else done[need] + at_stage(costs.comm, edge)
+                if arrival > start:
+                    start = arrival
+            free[rank] = start + durations[kind][stage]
+            done.append(free[rank])
+        return tuple(free)
+
+
+def _lists(schedule: Schedule, microbatches: int) -> Lists:
+    layout = schedule.layout
+    return build_schedule(schedule.name, layout.pp, microbatches, layout.chunks, schedule.group, schedule.in_turns)
+
+
+Step = tuple[int, Kind, int, list[tuple[int, int | None]]]
+"""Rank, kind and stage of an action, and what it needs: the place in the order, and the first of the two stages whose
+message brings it, None without a message."""
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: Schedule, microbatches: int) -> list[Step]:
+    """`execution_order` of a schedule: the same for all costs."""
+    found = execution_order(_lists(schedule, microbatches))
+    steps = []
+    for rank, action, needs in found:
+        edges = []
+        for need in needs:
+            sender, other, _ = found[need]
+            edges.append((need, None if sender == rank else min(action.stage, other.stage)))
+        steps.append((rank, action.kind, action.stage, edges))
+    return steps
 
 
 def message_places(layout: PipelineLayout, ranks: Sequence[int], ranks_per_node: int) -> list[bool]:

@@ -92,16 +92,15 @@ class Replay:
         """(subject, seconds) of a kernel, with the gap before it."""
         device = self.device
         if isinstance(event, Product):
-            us = max(
-                device.gemm_us(event.precision, event.m, event.n, event.k, event.batches), self._bytes(event.moved)
-            )
+            us = device.gemm_us(event.precision, event.m, event.n, event.k, event.batches) / device.sustained
+            us = max(us, self._bytes(event.moved))
             us += device.epilogue_exposed * self._bytes(event.sums)
             if event.expert and "ep" in self.groups and self.groups["ep"].size > 1:
                 us *= EXPERT_IMBALANCE
             return "matmul", 1e-6 * (us + device.launch_gap_us)
         if isinstance(event, Attention):
             us = device.attention_us(event.backend, event.width, event.flops, event.length, event.backward)
-            return "attention", 1e-6 * (us + device.launch_gap_us)
+            return "attention", 1e-6 * (us / device.sustained + device.launch_gap_us)
         return "element_wise", 1e-6 * (device.memory_us(event.moved) + device.launch_gap_us)
 
     def _bytes(self, size: int) -> float:
