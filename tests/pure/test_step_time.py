@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.stages import Stage
 from megatron.planner.device_file import DeviceFile, Link, read_device
 from megatron.planner.time.events import Collective, Event, Move, Product, Wait
 from megatron.planner.time.links import Network, Placement
@@ -16,7 +19,12 @@ from megatron.planner.time.pipeline import Schedule
 from megatron.planner.time.replay import Replay
 from megatron.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.validation import resolve, validate
+from tools.bench.gpu import PRECISIONS, SHAPES, config_of
+from tools.bench.published_runs import compare, published_runs
+
+GPU_BYTES = Path(__file__).parents[1] / "fixtures" / "gpu_bytes.json"
 
 LINKS = {"node": Link(100.0, 1.0, 10.0), "network": Link(10.0, 5.0, 20.0)}
 GEMM = Product("bf16", 8192, 8192, 8192)
@@ -131,12 +139,9 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
     assert min(step.parts.values()) >= -1e-12
     assert step.tokens_per_second == pytest.approx(32 * 1024 / step.seconds)
     faster = {name: replace(link, gb_per_second=2 * link.gb_per_second) for name, link in device.links.items()}
-    quicker = {name: replace(link, latency_us=0.0) for name, link in device.links.items()}
     for better in (
         replace(device, links=faster),
-        replace(device, links=quicker),
         replace(device, copy_tb_per_second=2 * device.copy_tb_per_second),
-        replace(device, overlap_slowdown=0.0),
         replace(device, host_launch_us=1.0),
     ):
         assert predicted(flags, better).seconds <= step.seconds * (1 + 1e-9)
@@ -156,3 +161,40 @@ def test_a_device_without_a_link_is_named() -> None:
     assert predicted("--tp 4 --sequence-parallel", device, 8).seconds > 0
     with pytest.raises(ValueError, match="has no link network"):
         predicted("--tp 2 --sequence-parallel --pp 2", device, 2)
+
+
+OF_INDUCTOR = {
+    "bf16": ("bf16", "", 0.06),
+    "fp8 delayed": ("fp8", "", 0.08),
+    "fp8 rowwise": ("fp8", "rowwise", 0.04),
+    "experts": ("bf16", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", 0.16),
+}
+"""Run of tests/fixtures/gpu_bytes.json: precision, recipe or flags, and how far element-wise bytes may be off."""
+
+
+@pytest.mark.parametrize("run", OF_INDUCTOR)
+def test_bytes_of_a_layer_beside_those_of_the_compiled_kernels(run: str) -> None:
+    precision, more, tolerance = OF_INDUCTOR[run]
+    recipe, flags = (more or "delayed", "") if precision == "fp8" else ("", more)
+    given = PRECISIONS[precision].format(format="hybrid", recipe=recipe)
+    config = config_of(SHAPES["tiny"], 2, 1, f"{given} {flags}")
+    batch = replace(micro_batch_of(config), device="cuda", parallel=replace(config.parallel, cpu=False, compile=None))
+    ((layer, _),) = CACHE.parts_of(batch, [Stage(range(2), False, False)])
+    events = layer.forward + layer.backward
+    golden = json.loads(GPU_BYTES.read_text())["runs"][run]["parts"]["layer"]
+    apart = ("GEMMs", "weight-gradient sums", "attention", "optimizer")
+    expected = sum(read + written for group, (_, read, written, _) in golden.items() if group not in apart)
+    moved = sum(event.moved for event in events if isinstance(event, Move))
+    assert moved == pytest.approx(expected, rel=tolerance)
+    products = [event for event in events if isinstance(event, Product)]
+    assert sum(2 * each.m * each.n * each.k * each.batches for each in products) == golden["GEMMs"][3]
+
+
+def test_published_runs_that_cost_little() -> None:
+    """The whole table takes a minute: python tools/bench/published_runs.py."""
+    every = list(published_runs())
+    assert len(every) > 60 and sum(run.fit for run in every) == 13
+    some = [run for run in every if run.model == "llama3.1-8b" and run.gpus == 8 and not run.other]
+    found = list(compare([run for run in some if run.source == "dgxc"], CACHE))
+    assert len(found) == 2
+    assert all(abs(each.error) < 0.08 for each in found)
