@@ -96,9 +96,13 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         from megatron.core.parallel_dims import ParallelDims
         from megatron.training.config.arguments import parse_args
         from megatron.training.config.dry_run.memory import memory_of_ranks
+        from megatron.training.config.stages.plan import stage_plan
         from megatron.training.config.validation import resolve
 
-        config = resolve(parse_args(["--config", str(path)]), world_size)
+        given = parse_args(["--config", str(path)])
+        # The size that the run's tokenizer had stands in the file as derived: the tokenizer may be gone.
+        vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
+        config = stage_plan(resolve(given, world_size, vocab_size)).longest.config
         dims = ParallelDims.from_config(config.parallel, world_size)
         return [rank.record for rank in memory_of_ranks(config, dims)], ""
     except SystemExit:

@@ -18,7 +18,7 @@ from tests.limits import HANG
 from tests.trace_cases import simulated_trace
 from tools.pictures.charts import MOST_POINTS
 from tools.pictures.run_folder import read_run
-from tools.report import main
+from tools.report import computed_plan, main
 
 SECTIONS = "summary loss throughput memory layout timeline saves faults-and-restarts configuration".split()
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -202,6 +202,18 @@ def test_the_layout_without_a_trace(tmp_path: Path) -> None:
     page, _ = page_of(tmp_path, "--gpus-per-node", "4")
     assert read_run(tmp_path).world_size == 8
     assert "PP: 4 groups of 2, all cross nodes, up to 2 nodes each; such as ranks 0,4" in page.text
+
+
+def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "checkpoints"
+    write_metrics(folder, 3)
+    model = "num-layers: 2\nhidden-size: 16\nnum-attention-heads: 2\nseq-length: 8\nmicro-batch-size: 1\ncpu: true\n"
+    tokenizer = "tokenizer-type: SentencePieceTokenizer\ntokenizer-model: gone.model\n# derived: vocab-size: 300\n"
+    (folder / "run_config.yaml").write_text(CONFIG + model + tokenizer)
+    found = read_run(folder)
+    plan, why = computed_plan(found)
+    assert why == "" and plan is not None and found.name == "a/checkpoints"
+    assert [rank["pp_rank"] for rank in plan] == [0, 1] and all(rank["weights"] > 0 for rank in plan)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

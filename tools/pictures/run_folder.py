@@ -41,7 +41,9 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        """The folder; one called checkpoints with the folder it is in, whose name tells more."""
+        path = self.path.resolve()
+        return f"{path.parent.name}/{path.name}" if path.name in ("checkpoints", "save") else path.name
 
     @property
     def world_size(self) -> int | None:
