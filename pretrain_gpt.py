@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
         config = prepare(command, launch)
 
     if command.rehearsal is not None:
+        if launch.rank > 0:  # one process rehearses all ranks
+            return 0
         from megatron.rehearsal.command import rehearse
 
         options, size = command.rehearsal, command.world_size or launch.world_size

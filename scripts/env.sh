@@ -38,7 +38,7 @@ run() {
 }
 
 # Runs pretrain_gpt.py with the given flags under LAUNCH (the words of a launcher, as train_gpt_slurm.sh sets them), or
-# else under torchrun on this machine with a process for each GPU. A dry run needs no launcher.
+# else under torchrun on this machine with a process for each GPU. A dry run and a rehearsal need no launcher.
 launch_training() {
     if [[ -z "${PYTHON:-}" ]]; then
         PYTHON=python3
@@ -47,7 +47,7 @@ launch_training() {
         fi
     fi
     local launcher=("$PYTHON") gpus
-    if [[ " $* " != *" --dry-run "* ]]; then
+    if [[ " $* " != *" --dry-run "* && " $* " != *" --rehearse "* ]]; then
         if [[ -n "${LAUNCH:-}" ]]; then
             read -r -a launcher <<<"$LAUNCH"
         else

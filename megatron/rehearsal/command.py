@@ -14,7 +14,7 @@ from megatron.planner.memory import states_of_rank
 from megatron.planner.rehearsal.ranks import chosen_ranks
 from megatron.planner.rehearsal.record import RankRecord
 from megatron.rehearsal.fake_rank import Rehearsal, device_of, rehearsal_of, rehearse_ranks
-from megatron.rehearsal.report import compared_line, memory_lines, problem_lines, traffic_lines
+from megatron.rehearsal.report import compared_line, memory_lines, problem_lines, shard_lines, traffic_lines
 from megatron.training.config.dry_run.batch import micro_batch_of, microbatches_of
 from megatron.training.config.dry_run.memory import come_and_go
 from megatron.training.config.run_config import RunConfig
@@ -36,7 +36,7 @@ def rehearse(config: RunConfig, world_size: int, ranks: str, device_memory: floa
     records.sort(key=lambda record: record.rank)
     for line in report(rehearsal, records, planned):
         print(line)
-    problems = problem_lines(records)
+    problems = problem_lines(records, world_size)
     processor = sum(record.seconds for record in records)
     print(f"{time.monotonic() - began:.1f} s, {processor:.1f} s of processor time in the ranks")
     if problems:
@@ -78,3 +78,4 @@ def report(rehearsal: Rehearsal, records: Sequence[RankRecord], planned: dict[in
     yield f"Sent in a step of {microbatches} micro-batches"
     yield from (f"  {line}" for line in traffic_lines(records, rehearsed, microbatches))
     yield compared_line(records)
+    yield from shard_lines(records, rehearsal.world_size)

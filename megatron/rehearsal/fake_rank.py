@@ -33,7 +33,7 @@ from megatron.planner.fake_stage import ANSWERS, as_on_gpus, regions_as_kernels
 from megatron.planner.live_memory import LiveMemory
 from megatron.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
 from megatron.planner.rehearsal.ranks import coords_of
-from megatron.planner.rehearsal.record import Failure, Holder, RankRecord
+from megatron.planner.rehearsal.record import Box, Failure, Holder, RankRecord
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
@@ -308,7 +308,14 @@ def _run(
     phases.begin("step")
     phases.watch(run)
     train_step(run, Interval())
-    record.holders = mode.holders()
+    phases.begin("checkpoint")
+    tensors, _ = run.saver.checkpointer.contents(run.progress)
+    record.boxes = [
+        Box(key, tuple(tensor.shape), tuple(offset), tuple(data.shape), data.itemsize)
+        for key, tensor in tensors.items()
+        if tensor.writes
+        for offset, data in dict(reversed(tensor.boxes)).items()
+    ]
     return run
 
 

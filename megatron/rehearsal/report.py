@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.planner.rehearsal.matching import compared, mismatches
 from megatron.planner.rehearsal.record import Failure, RankRecord, bytes_sent
+from megatron.planner.rehearsal.shards import coverage_problems, written_bytes
 from megatron.training.config.dry_run.memory import byte_text
 
 SITES_SHOWN = 4
@@ -24,7 +25,7 @@ def sent_by_axis(record: RankRecord, rehearsed: int, microbatches: int) -> dict[
     return {axis: (calls[axis], sizes[axis]) for axis in calls}
 
 
-def problem_lines(records: Sequence[RankRecord]) -> list[str]:
+def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
     """Everything that a run would fail of; empty if nothing was found."""
     lines: list[str] = []
     failed: dict[tuple[str, str, tuple[str, ...]], list[RankRecord]] = defaultdict(list)
@@ -38,7 +39,7 @@ def problem_lines(records: Sequence[RankRecord]) -> list[str]:
         lines += [f"{same[0].name()} failed in {failure.phase}{others if len(same) > 1 else ''}", *_failure(failure)]
     for mismatch in mismatches(records):
         lines += mismatch.lines()
-    return lines
+    return lines + [f"checkpoint: {line}" for line in coverage_problems(records, len(records) == world_size)]
 
 
 def _failure(failure: Failure) -> Iterator[str]:
@@ -72,6 +73,17 @@ def traffic_lines(records: Sequence[RankRecord], rehearsed: int, microbatches: i
     yield f"{'axis':<20}{'calls':>10}{'sent':>14}  by"
     for axis, (calls, size, record) in sorted(most.items(), key=lambda item: -item[1][1]):
         yield f"{axis:<20}{calls:>10,}{byte_text(size):>14}  {record.name()}"
+
+
+def shard_lines(records: Sequence[RankRecord], world_size: int) -> Iterator[str]:
+    """What ranks write of a checkpoint."""
+    sizes = {record.rank: written_bytes(record.boxes) for record in records if record.failure is None}
+    if sizes:
+        least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        ends = f"rank {most} writes most, {byte_text(sizes[most])}, rank {least} least, {byte_text(sizes[least])}"
+        yield f"checkpoint: {ends}"
+    if len(sizes) == world_size:
+        yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}"
 
 
 def compared_line(records: Sequence[RankRecord]) -> str:

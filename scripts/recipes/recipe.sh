@@ -11,7 +11,7 @@ unknown_size() {
 }
 
 # Trains the recipe NAME, whose vocabulary has VOCAB tokens, or plans it: on as many ranks as the variable GPUS says if
-# --dry-run comes without --world-size. TP, PP, CP and EP come from the environment or the recipe; with
+# --dry-run or --rehearse comes without --world-size. TP, PP, CP and EP come from the environment or the recipe; with
 # SEPARATE_DOCUMENTS tokens of real data attend to their own document only. Further flags win.
 run_recipe() {
     local name="$1" vocab="$2" save parallel output data world=()
@@ -36,7 +36,7 @@ run_recipe() {
         --save "$save" --load "$save" --save-interval 1000 --eval-interval 1000 --eval-iters 10
         --log-interval 10 --tensorboard-dir "$save/tensorboard"
     )
-    if [[ " $* " == *" --dry-run "* && " $* " != *" --world-size "* ]]; then
+    if [[ " $* " == *" --dry-run "* || " $* " == *" --rehearse "* ]] && [[ " $* " != *" --world-size "* ]]; then
         world=(--world-size "$GPUS")
     fi
     # shellcheck disable=SC2154  # the recipe sets `model` and `training`

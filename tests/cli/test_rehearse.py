@@ -51,7 +51,7 @@ def test_a_rank_that_runs_out_of_memory_says_where() -> None:
 def test_a_run_without_faults_is_said_to_be_sound() -> None:
     code, text = rehearse()
     assert code == 0 and "Rehearsal of 8 of 8 ranks, 2 micro-batches" in text, text
-    assert "No rank fails, and their collectives agree." in text
+    assert "No rank fails, and their collectives agree." in text and "checkpoint of all ranks: " in text
 
 
 def test_flags_of_a_rehearsal_are_checked() -> None:

@@ -7,7 +7,8 @@ import pytest
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.planner.rehearsal.matching import mismatches
-from megatron.planner.rehearsal.record import Collective
+from megatron.planner.rehearsal.record import Box, Collective, RankRecord
+from megatron.planner.rehearsal.shards import coverage_problems
 from megatron.rehearsal.fake_rank import rehearsal_of, rehearse_ranks
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run.batch import microbatches_of
@@ -58,8 +59,22 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
     records = sorted(rehearse_ranks(rehearsal, range(4), workers=2), key=lambda record: record.rank)
     assert [record.failure for record in records] == [None] * 4
-    assert not mismatches(records)
+    assert not mismatches(records) and not coverage_problems(records, every_rank=True)
+    assert all(record.boxes for record in records if record.rank == 0)
     for record, real in zip(records, run_world(4, recorded, config), strict=True):
         step = [bare(each) for each in record.collectives]
         assert step == [bare(each) for each in real]
         assert step
+
+
+def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:
+    def written(*offsets: int) -> list[RankRecord]:
+        boxes = [Box("w", (6, 4), (offset, 0), (2, 4), 2) for offset in offsets]
+        return [RankRecord(rank, {"dp": rank}, boxes=[box]) for rank, box in enumerate(boxes)]
+
+    assert not coverage_problems(written(0, 2, 4), every_rank=True)
+    assert coverage_problems(written(0, 2, 3), every_rank=True) == [
+        "w: rank 1 (dp 1) and rank 2 (dp 2) both write elements of it"
+    ]
+    assert coverage_problems(written(0, 4), every_rank=True) == ["w (6, 4): no rank writes all of its elements"]
+    assert not coverage_problems(written(0, 4), every_rank=False)

@@ -88,6 +88,16 @@ def bytes_sent(collective: Collective, rank: int) -> int:
     return size * up // down
 
 
+class Box(NamedTuple):
+    """Part of a tensor of a checkpoint that a rank writes."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+
+
 @dataclass(frozen=True)
 class Holder:
     """Memory of one place of the program."""
@@ -131,8 +141,8 @@ class RankRecord:
     host: int = 0
     """Bytes of the host's buffers for what is offloaded."""
 
-    holders: tuple[Holder, ...] = ()
-    """The places that held most at the peak of a failed rank, else after the step."""
+    boxes: list[Box] = field(default_factory=list)
+    """What it writes of a checkpoint."""
 
     failure: Failure | None = None
     seconds: float = 0.0
