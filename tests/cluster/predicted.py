@@ -156,7 +156,7 @@ def predict(layouts: Sequence[str], device: Path, cache: PlannerCache) -> dict[s
 
 def measure(box: Box, shares: Sequence[Path], layout: str, folder: Path, expected: float) -> float:
     """Median step time of a run, without its first step."""
-    steps = min(7, max(2, int(4 / expected)))
+    steps = min(6, max(2, int(3 / expected)))
     metrics = folder / f"{layout}.jsonl"
     metrics.unlink(missing_ok=True)
     flags = [*flags_of(layout, steps + 1), "--metrics-file", str(metrics)]
@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of calibration, for each rate (default: 40)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of calibration, for each rate (default: 30)")
     parser.add_argument(
         "--share", type=float, default=SHARE, help="of a core, for each rank: small on a machine with other work"
     )
