@@ -37,9 +37,7 @@ RATE = "1gbit"
 PATIENCE = 240.0
 """Seconds after which a run that does not go on has failed; many times of what it takes on a free machine."""
 
-NAMING = re.compile(
-    r"RUN FAILED: .*|ended because .*|.*does not answer: .*|.*RendezvousConnectionError.*|.*RendezvousTimeoutError.*"
-)
+NAMING = re.compile(r"^(?:RUN FAILED: .*|ended because .*|torch\S*Rendezvous\w*Error: .*)", re.MULTILINE)
 STEP = re.compile(r" iteration +(\d+)/")
 WORLD = re.compile(r"layout: (\d+) rank")
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.training import training
+from megatron.training.reliability.hosts import host_watch
 from tests.cluster.hosts import Box, hosts, missing
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
@@ -60,3 +63,28 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike, line: str) -
     assert other.count("RUN FAILED: host0 (rank 0 of 2)\n") == 1, other
     assert "host1 (rank 1 of 2) has heard nothing from host0 (rank 0 of 2) for " in other
     assert not (tmp_path / "save" / ".lease").exists()
+
+
+def test_a_host_whose_heartbeats_a_firewall_blocks_is_not_taken_for_lost(tmp_path: Path) -> None:
+    program = tmp_path / "mute_heartbeat.py"
+    program.write_text(host_watch.PROGRAM.read_text().replace("self._network.sendto(data, address)", "pass"))
+    train_step = training.train_step
+
+    def slow_step(run: training.TrainingRun, *args: Any) -> None:
+        time.sleep(0.5)
+        train_step(run, *args)
+
+    with hosts(2) as box:
+
+        def enter(rank: int) -> None:
+            box.enter(rank)
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0"}
+            host_watch.PROGRAM = program
+            training.train_step = slow_step
+
+        with forked_ranks(2, [*MODEL, "--exit-interval", "14"], tmp_path / "screen", enter) as ranks:
+            assert join(ranks) == [0, 0]
+    text = (tmp_path / "screen").read_text()
+    for rank in range(2):
+        line = f"no heartbeat of host{rank} (rank {rank} of 2) has arrived on host{1 - rank} in "
+        assert text.count(line) == 1 and "does a firewall block UDP to port " in text, text

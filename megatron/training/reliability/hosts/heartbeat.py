@@ -141,9 +141,14 @@ class Heartbeat:
         self._network.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self._network.bind(("", 0))
         self._network.setblocking(False)
+        self.port: int = self._network.getsockname()[1]
+        self._door = socket.socket(family, socket.SOCK_STREAM)
+        """Connections show that this host is there, where its UDP does not arrive."""
+        with suppress(OSError):  # another program has the port, and answers too
+            self._door.bind(("", self.port))
+            self._door.listen()
         self._loopback = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._orders = b""
-        self.port: int = self._network.getsockname()[1]
 
     def serve(self) -> None:
         """Beats until the first rank of this host orders the end, or has ended."""

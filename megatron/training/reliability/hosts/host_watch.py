@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,8 +29,8 @@ PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
 """Of so many ranks each is looked up as it comes, of more ranks once all have come."""
 
-FRESH = 3.0
-"""Seconds within which a host that lives beats in the store several times, whatever its ranks do."""
+ANSWER = 2.0
+"""Seconds in which the kernel of a host that lives accepts a connection."""
 
 
 @dataclass(frozen=True)
@@ -174,19 +173,13 @@ class HostWatch:
             self._failures.report_gone(int(host))
 
     def _lives(self, host: int, age: float) -> bool:
-        """Whether a host from which no heartbeat ever came beats in the store: then something keeps its UDP away."""
-        board, seen = self._board, list[dict[int, str]]()
-        assert board is not None
-
-        def compare() -> None:
-            for _ in range(2):
-                beats = board.get_all("beat")
-                seen.append({rank: beats.get(rank, "") for rank in self.ranks_of(host)})
-                time.sleep(FRESH)
-
-        threading.Thread(target=compare, daemon=True).start()
-        time.sleep(FRESH + 1.0)
-        if len(seen) < 2 or seen[0] == seen[1]:
+        """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""
+        try:
+            with socket.create_connection((self._address(host), self._links[host].port), ANSWER):
+                pass
+        except ConnectionRefusedError:
+            pass  # so it is there
+        except (OSError, KeyError):
             return False
         self._excused.add(host)
         if self._launch.local_rank == 0:
