@@ -166,3 +166,28 @@ def test_a_plan_refuses_to_freeze_nothing_or_all(pattern: str, rule: str) -> Non
     done = pretrain(f"{RIGHT} --freeze {pattern}")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"--freeze {pattern}: " in done.stderr and rule in done.stderr
+
+
+def test_json_alone_is_one_object_with_the_predicted_time() -> None:
+    done = pretrain(f"{RIGHT} --json --device h100 --gpus-per-node 4")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    time = found["time"]
+    assert time["gpus_per_node"] == 4 and time["seconds"] == pytest.approx(sum(time["parts"].values()))
+    assert time["bound_by"] == max(time["parts"], key=time["parts"].get)
+    assert time["tokens_per_second"] == pytest.approx(16 * 128 / time["seconds"])
+    assert [rank["pp_rank"] for rank in found["memory"]] == [0, 1]
+    shown = pretrain(f"{RIGHT} --device h100 --gpus-per-node 4")
+    assert shown.stdout.splitlines() == [
+        line for title, lines in found["plan"].items() for line in (title, *(f"  {each}" for each in lines))
+    ]
+
+
+def test_wrong_devices_are_told() -> None:
+    told = pretrain(f"{RIGHT} --device h1000 --gpus-per-node 0").stderr
+    assert "  --device h1000: there is no device h1000" in told and "use one of a100" in told
+    assert "  --gpus-per-node 0: must be a whole number above 0" in told
+    told = pretrain(f"{RIGHT} --gpus-per-node 4").stderr
+    assert "  --gpus-per-node 4: needs --device, whose nodes it describes" in told
+    told = pretrain(f"{RIGHT.replace('--dry-run', '').replace('--world-size 8', '')} --device h100").stderr
+    assert "  --device h100: needs --dry-run, which predicts; add --dry-run" in told
