@@ -69,7 +69,7 @@ class Network:
         sent = rounds * moved * (group.size - 1) / group.size
         near = sent / _rate(node, kind) if group.in_node > 1 else 0.0
         far = sent / (group.in_node * self._rank_rate(network, kind)) if group.crosses else 0.0
-        return max(near, far) + self._latency(group, rounds)
+        return max(near, far) + self._latency(group, rounds, ring=self.device.device_type == "cpu")
 
     def _message(self, moved: float, group: Placement) -> float:
         """A message to the next rank of the group, as all ranks send one."""
@@ -84,13 +84,13 @@ class Network:
         """Bytes per second between nodes that one rank of a node has if all of them send."""
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
-    def _latency(self, group: Placement, rounds: float) -> float:
-        """Steps of a ring within the node, and of a tree between nodes."""
+    def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
+        """Steps of a ring within the node, and of a tree between nodes, or of a `ring` through all of them (gloo)."""
         node, network = self._links(group)
         near = node.launch_us + rounds * (group.in_node - 1) * node.latency_us
         if not group.crosses:
             return 1e-6 * near
-        steps = math.ceil(math.log2(math.ceil(group.size / group.in_node)))
+        steps = group.size - 1 if ring else math.ceil(math.log2(math.ceil(group.size / group.in_node)))
         return 1e-6 * (max(network.launch_us, near) + max(1.0, rounds) * steps * network.latency_us)
 
     def _links(self, group: Placement) -> tuple[Link, Link]:
