@@ -130,8 +130,10 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
     size = points[0].size
     # An all-reduce takes twice as many steps as a gather, and both are started once.
     steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
-    latency = max(0.0, starts["all_reduce"] - starts["all_gather"]) / steps
-    launch = max(0.0, min(starts["all_gather"], starts["all_reduce"]) - latency * steps)
+    latency = (starts["all_reduce"] - starts["all_gather"]) / steps
+    if latency <= 0:  # too noisy to tell apart: all of it is steps
+        latency = starts["all_reduce"] / 2 / steps
+    launch = max(0.0, starts["all_gather"] - latency * steps)
     share = {kind: _rounded(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
     return Link(_rounded(best), _rounded(1e6 * latency), _rounded(1e6 * launch), share)
 
