@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule, splits_bac
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_a_layer, layer_kinds
 from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
@@ -99,7 +99,8 @@ class ActivationPlan:
     def __init__(self, batch: MicroBatch) -> None:
         self.batch = batch
         self._measured: dict[Hashable, StageMemory] = {}
-        self._kinds = layer_kinds(batch)
+        first: dict[Hashable, int] = {}
+        self._kinds = [first.setdefault(kind, number) for number, kind in enumerate(layer_kinds(batch))]
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
@@ -233,10 +234,25 @@ class RankActivations:
         return self.peak + self.weight_copies + self.working
 
 
-def activations_of_ranks(batch: MicroBatch, microbatches: int) -> list[RankActivations]:
-    """By pipeline rank, for steps of so many micro-batches."""
+class ActivationPlans:
+    """Plans of many configurations; those whose layers do the same share one."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, ActivationPlan] = {}
+
+    def of(self, batch: MicroBatch) -> ActivationPlan:
+        key = in_a_layer(batch)
+        if key not in self._plans:
+            self._plans[key] = ActivationPlan(batch)
+        return self._plans[key]
+
+
+def activations_of_ranks(
+    batch: MicroBatch, microbatches: int, plans: ActivationPlans | None = None
+) -> list[RankActivations]:
+    """By pipeline rank, for steps of so many micro-batches. `plans` keeps what is measured between calls."""
     model, parallel = batch.model, batch.parallel
-    layout, plan = pipeline_layout(model, parallel), ActivationPlan(batch)
+    layout, plan = pipeline_layout(model, parallel), (plans or ActivationPlans()).of(batch)
     stages = [plan.stage(stage) for stage in pipeline_stages(model, parallel)]
     share = [stage.for_weights / max(1, stage.kept) for stage in stages]
     costs = StageCosts(activation=[stage.kept for stage in stages], kept_for_weight_grad=share)

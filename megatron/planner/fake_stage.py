@@ -31,6 +31,7 @@ from megatron.core.moe import dispatcher
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.transformer.recompute import Segment
@@ -53,6 +54,32 @@ class MicroBatch:
 
     bf16_sums: bool = False
     """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+
+
+OF_PIPELINE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "data_parallel_size": None,
+    "num_distributed_optimizer_instances": 1,
+    "use_tp_pp_dp_mapping": False,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "cuda_graph_impl": "none",
+    "distributed_backend": None,
+}
+"""Settings that change nothing about a micro-batch in a layer."""
+
+
+def in_a_layer(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
+    split = splits_backward(batch.parallel.schedule)
+    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule="zb-h1" if split else "1f1b")
+    return replace(batch, parallel=parallel)
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {

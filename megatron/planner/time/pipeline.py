@@ -55,7 +55,14 @@ class Schedule:
         if rounds <= ROUNDS:
             return self._simulated(costs, microbatches)
         few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
-        return tuple(b + (rounds - ROUNDS) * (b - a) for a, b in zip(few, more, strict=True))
+        # Where stages are uneven, a round lasts as long as that of the busiest rank once the others wait for it.
+        longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
+        return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
+
+    def _work(self, costs: StageCosts, rank: int) -> float:
+        """Time that a rank computes for one micro-batch."""
+        passes = (costs.forward, costs.input_grad, costs.weight_grad)
+        return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
     def _simulated(self, costs: StageCosts, microbatches: int) -> tuple[float, ...]:
         if self.post_validation:

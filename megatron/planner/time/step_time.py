@@ -17,7 +17,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages, whole_model
 from megatron.planner.device_file import DeviceFile
 from megatron.planner.fake_stage import MicroBatch
 from megatron.planner.flops import model_flops
@@ -129,8 +129,23 @@ def predict_step(
     return step.predict()
 
 
+def part_times(
+    config: StepConfig,
+    world_size: int,
+    device: DeviceFile,
+    gpus_per_node: int | None = None,
+    cache: PlannerCache | None = None,
+) -> list[StageTimes]:
+    """What `predict_step` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
+    whose layers do the same have equal times, wherever their stages lie. Raises ValueError as `predict_step` does."""
+    step = _Step(config, world_size, device, gpus_per_node or device.ranks_per_node, cache or PlannerCache())
+    found: dict[int, Times] = {}
+    (parts,) = step.cache.parts_of(step.batch, [whole_model(config.model)])
+    return [step.stage([part], found) for part in parts]
+
+
 @dataclass(frozen=True)
-class _StageTimes:
+class StageTimes:
     """Of one micro-batch on one stage."""
 
     forward: Times
@@ -177,7 +192,7 @@ class _Step:
         self.layout = pipeline_layout(config.model, config.parallel)
         stages = pipeline_stages(config.model, config.parallel)
         found: dict[int, Times] = {}
-        times = [self._stage(parts, found) for parts in self.cache.parts_of(self.batch, stages)]
+        times = [self.stage(parts, found) for parts in self.cache.parts_of(self.batch, stages)]
         costs = self._costs(times)
         ranks = [self._rank(times, rank) for rank in range(self.layout.pp)]
         busy = [self.microbatches * each.total for each in ranks]
@@ -211,7 +226,7 @@ class _Step:
         bubble = 1 - sum(busy) / len(busy) / seconds
         return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else 0.0, dict(parts), bubble)
 
-    def _stage(self, parts: Sequence[PassEvents], found: dict[int, Times]) -> _StageTimes:
+    def stage(self, parts: Sequence[PassEvents], found: dict[int, Times]) -> StageTimes:
         """`found` keeps the times of lists of events that occur again."""
 
         def of(events: Sequence[object]) -> Times:
@@ -233,9 +248,9 @@ class _Step:
             swaps = [e for e in part.forward if isinstance(e, Collective) and e.kind == "all_to_all"]
             exchanges += len(swaps)
             exchange += sum(map(self.replay.collective, swaps))
-        return _StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
+        return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
-    def _costs(self, times: Sequence[_StageTimes]) -> StageCosts:
+    def _costs(self, times: Sequence[StageTimes]) -> StageCosts:
         parallel = self.config.parallel
         split = splits_backward(parallel.schedule)
         in_turns = parallel.overlap_moe_expert_parallel_comm
@@ -266,14 +281,14 @@ class _Step:
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [self.network.seconds("send", size, between if crosses else within) for crosses in crossing]
 
-    def _rank(self, times: Sequence[_StageTimes], rank: int) -> Times:
+    def _rank(self, times: Sequence[StageTimes], rank: int) -> Times:
         """What a rank does for one micro-batch."""
         spent = Times()
         for stage in self.layout.stages_of(rank):
             spent.add(times[stage].every)
         return spent
 
-    def _between(self, rank: int, times: Sequence[_StageTimes]) -> Exposed:
+    def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
         config, own = self.config, self.layout.stages_of(rank)
         key = config.model, config.parallel, config.optimizer, config.ddp, self.dims, rank
         if key not in self.cache.states:

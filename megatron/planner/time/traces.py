@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core import compiled_regions
 from megatron.core.attention import core_attention
+from megatron.core.config.recompute import RecomputeConfig
 from megatron.core.fp8 import casts, weight_grads
 from megatron.core.fp8.casts import Scaled
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.planner.fake_ranks import FakeGroup
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, layer_kinds
+from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_a_layer, layer_kinds
 from megatron.planner.time.events import PassEvents
 from megatron.planner.time.fused_attention import RecordedKernel
 from megatron.planner.time.recorder import Recorder
@@ -45,19 +46,23 @@ class TraceCache:
     kinds: dict[Hashable, list[int]] = field(default_factory=dict)
     """Model -> for each layer the first layer that is like it."""
 
-    events: dict[Hashable, PassEvents] = field(default_factory=dict)
+    events: dict[Hashable, dict[_Part, PassEvents]] = field(default_factory=dict)
+    """Micro-batch in a layer -> part -> what it does."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         """By stage, the parts that it runs in order. Traces those that are not known yet, all in one fake step."""
         alike = self._alike(batch)
         wanted = [list(_parts(batch, stage, alike)) for stage in stages]
-        local = _shapes(batch)
-        missing = list(dict.fromkeys(part for parts in wanted for part in parts if (local, part) not in self.events))
+        of_layers = self.events.setdefault(in_a_layer(batch), {})
+        of_ends = self.events.setdefault(in_a_layer(_nothing_recomputed(batch)), {})
+        known = {False: of_layers, True: of_ends}  # by whether a part is an end of the model
+        every = dict.fromkeys(part for parts in wanted for part in parts)
+        missing = [part for part in every if part not in known[part.layer is None]]
         if missing:
             with recorded_stages(batch) as (fakes, recorder):
                 for part in missing:
-                    self.events[local, part] = _trace(fakes, recorder, part)
-        return [[self.events[local, part] for part in parts] for parts in wanted]
+                    known[part.layer is None][part] = _trace(fakes, recorder, part)
+        return [[known[part.layer is None][part] for part in parts] for parts in wanted]
 
     def _alike(self, batch: MicroBatch) -> list[int]:
         plain = replace(
@@ -77,30 +82,13 @@ class TraceCache:
         return self.kinds[key]
 
 
-IRRELEVANT: dict[str, Any] = {
-    "pipeline_model_parallel_size": 1,
-    "data_parallel_size": None,
-    "num_distributed_optimizer_instances": 1,
-    "use_tp_pp_dp_mapping": False,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "pipeline_model_parallel_layout": None,
-    "microbatch_group_size_per_virtual_pipeline_stage": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "cuda_graph_impl": "none",
-    "distributed_backend": None,
-}
-"""Settings that change nothing about a micro-batch in a layer."""
-
-
-def _shapes(batch: MicroBatch) -> Hashable:
-    """What determines the trace of a part."""
-    split = splits_backward(batch.parallel.schedule)
-    parallel = replace(batch.parallel, **IRRELEVANT, pipeline_schedule="zb-h1" if split else "1f1b")
-    return replace(batch, parallel=parallel)
+def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same at the ends of the model, where layers stand with multi-token prediction
+    alone."""
+    if batch.model.mtp_depths:
+        return batch
+    none: dict[str, Any] = dict.fromkeys(field.name for field in fields(RecomputeConfig))
+    return replace(batch, model=replace(batch.model, **none))
 
 
 def _parts(batch: MicroBatch, stage: Stage, alike: Sequence[int]) -> Iterator[_Part]:

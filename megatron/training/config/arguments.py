@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -55,9 +54,14 @@ OPTION_HELP = (
         "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
     ),
     ("--gpus-per-node INT", "With --device: ranks of a node; default: as the device file says."),
+    ("--suggest", "With --dry-run and --device: judge the layout, and search for the fastest ones that fit."),
     ("--rehearse", "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail."),
     ("--ranks WORD", "With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23."),
-    ("--device-memory FLOAT", "With --rehearse: GiB at which a rank runs out of memory."),
+    (
+        "--device-memory FLOAT",
+        "GiB at which a rank of --rehearse runs out of memory, and that layouts of --suggest must fit; default of the "
+        "latter: as the device file says.",
+    ),
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
     ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
     ("--version", "Print the version and exit."),
@@ -103,6 +107,12 @@ class CommandLine:
         """Whether ranks are started, which need the data and their world."""
         return not self.dry_run and self.rehearsal is None
 
+    suggest: bool = False
+    """Whether a dry run searches for layouts."""
+
+    device_memory: float | None = None
+    """GiB of a device that these must fit."""
+
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
@@ -126,10 +136,14 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
     device, gpus_per_node = _device_of(reader, dry_run)
+    suggest, device_memory = "--suggest" in reader.options, _device_memory(reader)
+    if suggest and (device is None or not dry_run):
+        rule, remedy = "searches by predicted times", f"add --dry-run --device, {', '.join(device_names())}"
+        reader.problems.append(Problem("--suggest", None, rule, remedy))
     if plan_file is not None and not dry_run:
         given = plan_file or None
         reader.problems.append(Problem("--json", given, "needs --dry-run, whose plan it writes", "add --dry-run"))
-    rehearsal = _rehearsal(reader, dry_run)
+    rehearsal = _rehearsal(reader, dry_run, device_memory)
     alone = dry_run or rehearsal is not None
     if world_size is not None and not alone and world_size != launch.world_size:
         remedy = f"start {world_size} processes with torchrun or srun, or add --dry-run or --rehearse"
@@ -148,7 +162,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             print_problems(problems)
         raise SystemExit(2)
-    return CommandLine(config, dry_run, world_size, tuple(reader.notes), plan_file, device, gpus_per_node, rehearsal)
+    notes = tuple(reader.notes)
+    return CommandLine(
+        config, dry_run, world_size, notes, plan_file, device, gpus_per_node, rehearsal, suggest, device_memory
+    )
 
 
 def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | None]:
@@ -169,24 +186,37 @@ def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | Non
     return device, gpus_per_node
 
 
-def _rehearsal(reader: FlagReader, dry_run: bool) -> RehearsalOptions | None:
+def _rehearsal(reader: FlagReader, dry_run: bool, device_memory: float | None) -> RehearsalOptions | None:
     """What is rehearsed; a value that is wrong becomes a problem."""
-    options = RehearsalOptions(reader.options.get("--ranks", [RehearsalOptions.ranks])[-1])
-    if (text := reader.options.get("--device-memory", [None])[-1]) is not None:
-        with suppress(ValueError):
-            options = replace(options, device_memory=float(text))
-        if options.device_memory is None or not 0 < options.device_memory < float("inf"):
-            rule = "must be a number above 0"
-            reader.problems.append(Problem("--device-memory", text, rule, "give the GiB of a device, such as 80"))
+    options = RehearsalOptions(reader.options.get("--ranks", [RehearsalOptions.ranks])[-1], device_memory)
     if "--rehearse" not in reader.options:
-        for name in ("--ranks", "--device-memory"):
-            if name in reader.options:
-                value = reader.options[name][-1]
-                reader.problems.append(Problem(name, value, "is about a rehearsal", "add --rehearse"))
+        if "--ranks" in reader.options:
+            value = reader.options["--ranks"][-1]
+            reader.problems.append(Problem("--ranks", value, "is about a rehearsal", "add --rehearse"))
         return None
     if dry_run:
         reader.problems.append(Problem.exclusive("--rehearse", None, "--dry-run"))
     return options
+
+
+def _device_memory(reader: FlagReader) -> float | None:
+    """--device-memory in GiB; what is wrong with it becomes a problem."""
+    name = "--device-memory"
+    given = reader.options.get(name, [None])[-1]
+    if given is None:
+        return None
+    if not {"--rehearse", "--suggest"} & set(reader.options):
+        rule, remedy = "is about a rehearsal, or a search for layouts", "add --rehearse, or --suggest"
+        reader.problems.append(Problem(name, given, rule, remedy))
+    try:
+        size = float(given)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        rule = "must be a number above 0"
+        reader.problems.append(Problem(name, given, rule, "give the GiB of a device, such as 80"))
+        return None
+    return size
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:

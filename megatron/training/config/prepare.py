@@ -13,6 +13,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.planner.rehearsal.ranks import chosen_ranks
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
+from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
@@ -56,13 +57,15 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
     if command.trains:
         problems += too_short_a_job(config, os.environ)
+    if command.suggest and config.training.global_batch_size:
+        _suggest(config, world_size, command, problems, launch)
     if problems:
         _refuse(problems, launch)
     if command.dry_run:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
                 _refuse_wrong_names(config, launch)
-            from megatron.training.config.dry_run.plan import DeviceError, print_plan
+            from megatron.training.config.dry_run.plan import print_plan
 
             try:
                 print_plan(config, world_size, command.plan_file, command.device, command.gpus_per_node)
@@ -78,6 +81,24 @@ def _wrong_ranks(text: str, config: RunConfig, world_size: int) -> list[Problem]
     except ValueError as error:
         return [Problem.of_message("--ranks", text, str(error))] if str(error).startswith("--ranks") else []
     return []
+
+
+def _suggest(
+    config: RunConfig, world_size: int, command: CommandLine, problems: Sequence[Problem], launch: Launch
+) -> NoReturn:
+    """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every layout
+    has problems, the run's own are told as those of a run."""
+    from megatron.training.config.suggest.printed import print_suggestions
+
+    assert command.device is not None, "--suggest comes with --device"
+    if launch.rank == 0:
+        asked = command.device, command.gpus_per_node, command.device_memory, command.plan_file
+        try:
+            if not print_suggestions(config, world_size, *asked, problems) and problems:
+                _refuse(problems, launch)
+        except DeviceError as error:
+            _refuse(Problem.of_errors("--device", command.device, error), launch)
+    raise SystemExit(0)
 
 
 def _refuse_wrong_names(config: RunConfig, launch: Launch) -> None:

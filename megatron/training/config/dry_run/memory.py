@@ -17,7 +17,7 @@ from megatron.training.config.dry_run.groups import RANKS_SHOWN
 from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from megatron.planner.activations import MicroBatch, RankActivations
+    from megatron.planner.activations import ActivationPlans, MicroBatch, RankActivations
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class RankMemory:
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
 
 
-def memory_of_ranks(config: RunConfig, dims: ParallelDims) -> list[RankMemory]:
-    """By pipeline rank."""
+def memory_of_ranks(config: RunConfig, dims: ParallelDims, measured: ActivationPlans | None = None) -> list[RankMemory]:
+    """By pipeline rank. `measured` keeps between calls what layers of other layouts hold."""
     from megatron.planner.activations import activations_of_ranks
 
     plans = [
         states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         for rank in range(dims.pp)
     ]
-    activations = activations_of_ranks(micro_batch_of(config), microbatches_of(config, dims))
+    activations = activations_of_ranks(micro_batch_of(config), microbatches_of(config, dims), measured)
     pairs = zip(plans, activations, strict=True)
     return [RankMemory(plan, held, come_and_go(plan, held, config)) for plan, held in pairs]
 

@@ -1,0 +1,243 @@
+"""Time and memory of the layouts of a searched run, and lower bounds on both that cost next to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate
+from math import prod
+
+from megatron.core.distributed.param_layout import ALIGNMENT, BufferBytes, buffer_bytes, plan_buffers
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.actions import Lists
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_stages, whole_model
+from megatron.planner.activations import ActivationPlan, ActivationPlans, StageMemory, peak_of_actions
+from megatron.planner.device_file import DeviceFile
+from megatron.planner.parameters import stage_metas
+from megatron.planner.search.bounds import PassTimes, StageParameters, states_bound, step_bound
+from megatron.planner.search.ideal import ideal_seconds_of_a_sample
+from megatron.planner.search.layouts import Family, Layout, Pipeline, Saving
+from megatron.planner.time.events import PassEvents
+from megatron.planner.time.step_time import PlannerCache, StageTimes, StepTime, part_times, predict_step
+from megatron.training.config.dry_run.batch import micro_batch_of
+from megatron.training.config.dry_run.memory import RankMemory, memory_of_ranks
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.suggest.space import SearchedRun
+from megatron.training.config.validation import validate
+
+ELEMENTS = 2**20
+"""Elements of a shard of the matrix that tells what each element of a state takes: so many that padding is none."""
+
+
+SAME_LAYERS = 0.98
+"""Layers that compute more again, or weight gradients apart, take no less than this share of the time of those that do
+not: kernels that are the same may follow each other in another order."""
+
+
+class LayoutCosts:
+    """Prices layouts. What layouts share is measured once."""
+
+    def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
+        self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
+        self.cache, self.plans = PlannerCache(), ActivationPlans()
+        self._times: dict[Family, list[StageTimes]] = {}
+        self._slopes: dict[tuple[str, bool, Stage], StageMemory] = {}
+        self._stages: dict[PipelineLayout, list[Stage]] = {}
+
+    # Exact
+
+    def legal(self, config: RunConfig) -> bool:
+        return not validate(config, self.run.world_size)
+
+    def step(self, config: RunConfig) -> StepTime:
+        """The predicted step. Raises ValueError as `predict_step`."""
+        return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+
+    def memory(self, config: RunConfig) -> list[RankMemory]:
+        """By pipeline rank."""
+        return memory_of_ranks(config, ParallelDims.from_config(config.parallel, self.run.world_size), self.plans)
+
+    # Bounds on the time
+
+    def family_bound(self, family: Family) -> float:
+        """Seconds of a step below which no layout of the family can go: its products, attention and element-wise bytes
+        at the device's best, shared evenly, and the collectives of layers that nothing hides."""
+        seconds = self._ideal(1, family.recompute, family.split)
+        tp, ep = family.tp, family.ep
+        if family.cp > 1:  # rings of more ranks do no less than one of two
+            seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
+        if tp > 1:  # a rank sends (t - 1) / t of what it sends for t = 2, twice
+            seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
+        if ep > 1 and not self.run.given.parallel.overlap_moe_expert_parallel_comm:
+            seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
+        bound = self.run.space.global_batch_size / self.run.world_size * seconds
+        plain = family._replace(recompute="none", split=False)
+        if plain != family and plain in self._times:
+            more = self._ideal(1, family.recompute, family.split) - self._ideal(1, "none", False)
+            more *= self.run.space.global_batch_size / self.run.world_size
+            return max(bound, SAME_LAYERS * (self._mean_work(plain) + max(0.0, more)))
+        return bound
+
+    def _mean_work(self, family: Family) -> float:
+        """Seconds that the layers of a family take of a step of each rank."""
+        samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
+        return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
+
+    @cache  # noqa: B019
+    def _ideal(self, cp: int, recompute: str, split: bool) -> float:
+        """Of one sample on one of `cp` ranks; 0 where that layout is illegal."""
+        families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
+        if cp > 1 and not self._possible(families[0], cp):
+            return 0.0
+        one, two = map(self._events, families)
+        return ideal_seconds_of_a_sample(one, two, self.device)
+
+    def _events(self, family: Family) -> list[PassEvents]:
+        batch = micro_batch_of(self._probe(family))
+        return self.cache.parts_of(batch, [whole_model(batch.model)])[0]
+
+    @cache  # noqa: B019
+    def _exposed(self, subject: str, tp: int, ep: int) -> float:
+        """Seconds of a subject in all layers, for one sample on links without latency; 0 where that is illegal."""
+        family = Family(tp, 1, ep, tp, 1, "none", False)
+        config, ranks = self._probe(family), tp * ep
+        if not self._possible(family, ranks):
+            return 0.0
+        links = {name: replace(link, latency_us=0.0, launch_us=0.0) for name, link in self.device.links.items()}
+        times = part_times(config, ranks, replace(self.device, links=links), ranks, self.cache)
+        return sum(part.every.get(subject, 0.0) for part in times)
+
+    def _possible(self, family: Family, ranks: int) -> bool:
+        """Whether a family has a legal layout on so many ranks, whatever the batch."""
+        config = self._probe(family)
+        parallel = replace(config.parallel, data_parallel_size=None)
+        training = replace(config.training, global_batch_size=None, num_microbatches=None)
+        return not validate(replace(config, parallel=parallel, training=training), ranks)
+
+    def _probe(self, family: Family) -> RunConfig:
+        """A layout of a family without pipeline stages, for its layers alone."""
+        config = self.run.with_layout(Layout(family, Pipeline("1f1b", 1, 1), 1))
+        schedule = next(kind.name for kind in self.run.space.schedules if kind.split) if family.split else "1f1b"
+        return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
+
+    def times(self, family: Family) -> list[StageTimes]:
+        """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
+        if family not in self._times:
+            probe = self._probe(family)
+            self._times[family] = part_times(probe, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+        return self._times[family]
+
+    def time_bound(self, layout: Layout) -> float:
+        """Seconds below which a layout's step cannot go, by the times of its layers."""
+        in_turns = self.run.given.parallel.overlap_moe_expert_parallel_comm
+        parts = [_passes(part, in_turns) for part in self.times(layout.family)]
+        sums = list(accumulate(parts[1:-1], PassTimes.plus, initial=PassTimes()))
+        stages = []
+        for stage in self.stages(layout):
+            begin, end = (stage.layers[0], stage.layers[-1] + 1) if len(stage.layers) else (0, 0)
+            total = PassTimes(*(b - a for a, b in zip(sums[begin], sums[end], strict=True)))
+            total = total.plus(parts[0]) if stage.first else total
+            stages.append(total.plus(parts[-1]) if stage.last else total)
+        if self.run.given.optimizer.optimizer_post_validation:  # steps overlap
+            stages = [PassTimes(0.0, 0.0, stage.total) for stage in stages]
+        return step_bound(stages, _pipeline_of(layout), self.microbatches(layout))
+
+    def microbatches(self, layout: Layout) -> int:
+        return self.run.space.global_batch_size // (layout.dp * layout.family.micro_batch)
+
+    # Bounds on the memory
+
+    def stages(self, layout: Layout) -> list[Stage]:
+        """What the stages of a layout hold."""
+        place = _pipeline_of(layout)
+        if place not in self._stages:
+            parallel = self.run.with_layout(layout).parallel
+            self._stages[place] = pipeline_stages(self.run.own.model, parallel)
+        return self._stages[place]
+
+    def memory_bound(self, layout: Layout) -> int:
+        """Bytes that the fullest rank of a layout has at least: states in shards without padding, and activations of
+        one rank's model divided evenly over TP and CP."""
+        family, place, stages = layout.family, _pipeline_of(layout), self.stages(layout)
+        shards = layout.dp * family.cp
+        expert_shards = max(1, shards * family.tp // (family.ep * family.expert_tp))
+        each = tuple(self._bytes_each(layout.saving, *pair) for pair in ((shards, False), (expert_shards, True)))
+        elements = [self._elements(stage) for stage in stages]
+        states = states_bound(elements, place, (family.tp, family.ep * family.expert_tp), each)  # type: ignore[arg-type]
+        held = [self._activations(layout, stage) for stage in stages]
+        lists = _lists(layout.pipeline, min(self.microbatches(layout), 2 * place.pp))
+        for rank in {0, place.pp - 1}:
+            states[rank] += peak_of_actions(lists[rank], held)
+        return int(max(states))
+
+    def _activations(self, layout: Layout, stage: Stage) -> StageMemory:
+        family = layout.family
+        if layout.saving.offload == "activations" and len(stage.layers):
+            stage = Stage(stage.layers[:1], stage.first, stage.last)
+        key = family.recompute, family.split, stage
+        if key not in self._slopes:
+            first, second = (self._plan(family, samples).stage(stage) for samples in (1, 2))
+            self._slopes[key] = second - first
+        slope, cut = self._slopes[key], family.tp * family.cp
+        values = {name: max(0, getattr(slope, name)) * family.micro_batch // cut for name in MEASURED}
+        return StageMemory(**values)
+
+    def _plan(self, family: Family, samples: int) -> ActivationPlan:
+        alone = Family(1, 1, 1, 1, samples, family.recompute, family.split)
+        return self.plans.of(micro_batch_of(self._probe(alone)))
+
+    @cached_property
+    def _metas(self) -> list[ParamMeta]:
+        return stage_metas(self.run.own.model)
+
+    @cache  # noqa: B019
+    def _elements(self, stage: Stage) -> StageParameters:
+        metas = stage_metas(self.run.own.model, stage)
+        sums = {expert: sum(meta.numel for meta in metas if meta.expert is expert) for expert in (False, True)}
+        if stage.last and not stage.first and self.run.own.model.tied_embeddings:  # its copy may be the first stage's
+            sums[False] -= sum(meta.numel for meta in metas if meta.role in ("embedding", "output"))
+        return StageParameters(sums[False], sums[True])
+
+    @cache  # noqa: B019
+    def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
+        """Bytes of states that each element of a large matrix takes on a rank."""
+        config = self.run.with_layout(Layout(Family(1, 1, 1, 1, 1, "none", False), Pipeline("1f1b", 1, 1), 1, saving))
+        found = [meta for meta in self._metas if meta.expert is expert and meta.matrix]
+        found = [meta for meta in found if not config.optimizer.freezes(meta.name)]
+        if not found or len(found) < len([meta for meta in self._metas if meta.expert is expert and meta.matrix]):
+            return 0.0  # nothing is said of frozen parameters
+        return _state_bytes(found[0], shards, config) / (shards * ELEMENTS)
+
+
+MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copies")
+
+
+def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
+    """Of a matrix of `ELEMENTS` elements for each of `shards` ranks."""
+    optimizer, ddp, parallel = config.optimizer, config.ddp, config.parallel
+    shape = (shards * ELEMENTS // ALIGNMENT, ALIGNMENT)
+    assert prod(shape) == shards * ELEMENTS
+    buffers = plan_buffers([(meta, shape)], shards, shards, None, optimizer.group_of, (), False, ddp.shards_gradients)
+    found: BufferBytes = buffer_bytes(
+        buffers, parallel.params_dtype, parallel.main_dtype, optimizer, ddp.shards_parameters
+    )
+    if optimizer.whole_roles:  # states lie where the matrix is updated
+        return found.parameters + found.gradients
+    return found.total
+
+
+def _passes(times: StageTimes, in_turns: bool) -> PassTimes:
+    hidden = "ep_communication" if in_turns else ""
+    return PassTimes(*(part.total - part.get(hidden, 0.0) for part in (times.forward, times.backward, times.weight)))
+
+
+def _pipeline_of(layout: Layout) -> PipelineLayout:
+    return PipelineLayout(layout.pipeline.ranks, layout.pipeline.chunks, layout.pipeline.v_shaped)
+
+
+@lru_cache(maxsize=4096)
+def _lists(pipeline: Pipeline, microbatches: int) -> Lists:
+    return build_schedule(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)

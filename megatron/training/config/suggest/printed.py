@@ -1,0 +1,90 @@
+"""Prints a verdict on the layout of a run, and the best layouts for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.planner.device_file import read_device
+from megatron.training.config.dry_run.step import DeviceError
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.suggest.costs import LayoutCosts
+from megatron.training.config.suggest.search import LayoutSearch
+from megatron.training.config.suggest.space import SearchedRun
+from megatron.training.config.suggest.verdict import (
+    GIB,
+    Cluster,
+    effort_line,
+    found_record,
+    illegal_lines,
+    nearest_lines,
+    table_lines,
+    verdict_lines,
+    verdict_record,
+)
+
+SUGGESTED = 10
+
+
+def print_suggestions(
+    config: RunConfig,
+    world_size: int,
+    device: str,
+    gpus_per_node: int | None = None,
+    device_memory: float | None = None,
+    plan_file: str | None = None,
+    problems: Sequence[Problem] = (),
+) -> bool:
+    """Prints whether the layout of a resolved configuration fits devices of `device_memory` GiB (by default what the
+    device file says) and how long it takes, and the ten fastest layouts that fit. `problems` are those of the
+    configuration. Returns whether any layout is legal.
+
+    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OSError if it cannot be
+    written, DeviceError if no step of this kind can be predicted.
+    """
+    speeds = read_device(device)
+    costs = LayoutCosts(SearchedRun(config, world_size), speeds, gpus_per_node or speeds.ranks_per_node)
+    cluster = Cluster(costs, int((device_memory or speeds.memory_gib) * GIB))
+    record: dict[str, Any] = {
+        "world_size": world_size,
+        "device": speeds.name,
+        "gpus_per_node": costs.gpus_per_node,
+        "device_memory": cluster.limit,
+    }
+
+    def show(title: str, lines: Sequence[str]) -> None:
+        if plan_file != "":
+            print("\n".join([title, *(f"  {line}" for line in lines)]), flush=True)
+
+    title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
+    search = LayoutSearch(costs, cluster.limit)
+    try:
+        if problems:
+            show(title, list(illegal_lines(problems)))
+            record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
+        else:
+            own = config, cluster, costs.step(config), costs.memory(config)
+            show(title, list(verdict_lines(*own)))
+            record["given"] = verdict_record(*own)
+        found = search.best(SUGGESTED)
+        nearest = None if found else search.nearest()
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
+    record["suggestions"] = [found_record(each, cluster) for each in found]
+    record["searched"] = {"space": search.costs.run.space.record, **vars(search.effort)}
+    if found:
+        show(f"Suggested layouts, the {len(found)} fastest that fit", list(table_lines(found, cluster)))
+    else:
+        show("Suggested layouts", list(nearest_lines(nearest, cluster)))
+        record["nearest"] = None if nearest is None else found_record(nearest, cluster)
+    show("Search", [effort_line(search.effort, cluster)])
+    if plan_file is not None:
+        text = json.dumps(record, indent=1) + "\n"
+        if plan_file:
+            Path(plan_file).write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")
+    return bool(found or nearest)

@@ -1,0 +1,185 @@
+"""What is said of a run's own layout, and of the best ones: as lines, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.planner.search.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
+from megatron.planner.time.links import placement
+from megatron.planner.time.step_time import StepTime
+from megatron.training.config.dry_run.memory import RankMemory
+from megatron.training.config.dry_run.step import PredictedStep
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.stages.plan import stage_plan
+from megatron.training.config.suggest.costs import LayoutCosts
+from megatron.training.config.suggest.search import Effort, Found
+
+GIB = 2**30
+CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
+ZERO = dict(zip(SHARDING, ("ZeRO-1", "ZeRO-2", "ZeRO-3"), strict=True))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices that a verdict is about."""
+
+    costs: LayoutCosts
+    limit: int
+    """Bytes of a device."""
+
+    def crossing(self, config: RunConfig) -> list[str]:
+        """Parallel sizes whose groups cross nodes though their messages are in the way of every layer."""
+        dims = ParallelDims.from_config(config.parallel, self.costs.run.world_size)
+        found = []
+        for axis, name in CROSSING.items():
+            if dims.size(axis) > 1 and placement(dims, (axis,), self.costs.gpus_per_node).crosses:
+                found.append(f"{name} {dims.size(axis)}")
+        return found
+
+    def record_of_step(self, step: StepTime) -> dict[str, Any]:
+        """As JSON, in the form of a dry run."""
+        costs = self.costs
+        return PredictedStep(step, costs.device, costs.run.world_size, costs.gpus_per_node).record
+
+
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """The pipeline rank that holds most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
+def duration(seconds: float) -> str:
+    """In hours, and in days from two days on."""
+    hours = seconds / 3600
+    return f"{hours:,.3g} hours" if hours < 48 else f"{hours / 24:,.3g} days"
+
+
+def iterations_of(config: RunConfig) -> int | None:
+    """Steps of a run; None if the data say how many."""
+    plan = stage_plan(config)
+    return None if plan.stages[-1].end is None else plan.iterations
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Tokens of a run whose steps are known."""
+    plan = stage_plan(config)
+    return plan.tokens(plan.sizes.samples(plan.iterations))
+
+
+def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> Iterator[str]:
+    """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
+    most, limit = fullest(memory), cluster.limit
+    size, room = most.total / GIB, limit / GIB
+    where = f"pp {most.plan.pp_rank} holds most, {size:.1f} of {room:.1f} GiB"
+    yield f"fits: {where}" if most.total <= limit else f"does not fit: {where}, {size - room:.1f} too much"
+    line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {step.mfu:.1%} (causal)"
+    yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
+    if (steps := iterations_of(config)) is not None:
+        yield f"{duration(steps * step.seconds)} for {tokens_of(config):,} tokens in {steps:,} steps of the full batch"
+    crossing = cluster.crossing(config)
+    nodes = f"nodes of {cluster.costs.gpus_per_node}"
+    yield f"{' and '.join(crossing)} cross {nodes}" if crossing else f"TP, CP and EP stay within {nodes}"
+
+
+def verdict_record(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> dict[str, Any]:
+    """The same as JSON."""
+    most, steps = fullest(memory), iterations_of(config)
+    return {
+        "legal": True,
+        "fits": most.total <= cluster.limit,
+        "fullest_pp_rank": most.plan.pp_rank,
+        "bytes_over": max(0, most.total - cluster.limit),
+        "hours": None if steps is None else steps * step.seconds / 3600,
+        "cross_nodes": cluster.crossing(config),
+        "time": cluster.record_of_step(step),
+        "memory": [rank.record for rank in memory],
+    }
+
+
+def illegal_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """What is said of flags that cannot run."""
+    yield "cannot run:"
+    yield from (f"    {problem}" for problem in problems)
+
+
+def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
+    """A line for each layout, and below all the flags of each."""
+    run = cluster.costs.run
+    steps = iterations_of(run.own)
+    yield f"{'':<4}{'s a step':>9}{'run':>12}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
+    for number, each in enumerate(found, 1):
+        step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
+        yield (
+            f"{number:<4}{step.seconds:>9.4g}{whole:>12}{step.tflops:>9.1f}{step.mfu:>7.1%}"
+            f"{fullest(each.memory).total / GIB:>7.1f}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
+        )
+    yield "flags, to be put behind those of the run:"
+    for number, each in enumerate(found, 1):
+        without = run.dropped(each.config)
+        yield f"{number:<4}{' '.join(run.flags(each.config))}" + (f"   without {' '.join(without)}" if without else "")
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout in the words of its field: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
+    family, pipeline, saving = layout.family, layout.pipeline, layout.saving
+    sizes = {"TP": family.tp, "CP": family.cp, "PP": pipeline.ranks, "VP": pipeline.chunks, "EP": family.ep}
+    sizes |= {"ETP": family.expert_tp} if family.ep > 1 and family.expert_tp != family.tp else {}
+    text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    parts = [f"{text} DP {layout.dp}".strip(), f"MBS {family.micro_batch}"]
+    parts += [pipeline.schedule] if pipeline.ranks > 1 else []
+    parts += [ZERO[saving.sharding]]
+    parts += [f"{family.recompute} recomputation"] if family.recompute != RECOMPUTATION[0] else []
+    parts += [f"{saving.offload} offloaded"] if saving.offload != OFFLOADING[0] else []
+    return ", ".join(parts)
+
+
+def found_record(each: Found, cluster: Cluster) -> dict[str, Any]:
+    """A layout as JSON."""
+    run, layout = cluster.costs.run, each.layout
+    return {
+        "layout": {**layout.family._asdict(), **layout.pipeline._asdict(), "dp": layout.dp, **layout.saving._asdict()},
+        "flags": run.flags(each.config),
+        "without": run.dropped(each.config),
+        **verdict_record(each.config, cluster, each.step, each.memory),
+    }
+
+
+def nearest_lines(nearest: Found | None, cluster: Cluster) -> Iterator[str]:
+    """What is said where no layout fits."""
+    yield f"no layout fits {cluster.limit / GIB:.1f} GiB"
+    if nearest is None:
+        yield "no layout is legal for this model, batch and number of ranks"
+        return
+    most = fullest(nearest.memory)
+    over = (most.total - cluster.limit) / GIB
+    yield f"nearest: {layout_text(nearest.layout)}: {over:.1f} GiB too much on pp {most.plan.pp_rank}"
+    sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in most.sizes.items())
+    yield f"    GiB there: {sizes}"
+    yield f"    {_remedy(most, cluster)}"
+    yield f"    {' '.join(cluster.costs.run.flags(nearest.config))}"
+
+
+def _remedy(most: RankMemory, cluster: Cluster) -> str:
+    sizes = most.sizes
+    states = sum(sizes[name] for name in ("weights", "gradients", "optimizer"))
+    if states > sum(sizes.values()) - states:
+        ranks = cluster.costs.run.world_size
+        return f"parameters and their states take most: more than {ranks} ranks, or devices with more memory"
+    return "activations and temporary tensors take most: a shorter --seq-length, or devices with more memory"
+
+
+def effort_line(effort: Effort, cluster: Cluster) -> str:
+    """What was searched."""
+    space = cluster.costs.run.space
+    schedules = ", ".join(kind.name for kind in space.schedules)
+    return (
+        f"searched: TP up to {space.most_tp}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
+        f"{space.fewest_tokens} tokens or more, "
+        + ("EP, expert TP, " if space.num_experts is not None else "")
+        + f"micro-batches up to {space.most_samples}, {schedules}, recomputation ({', '.join(space.recompute)}), "
+        f"ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, {effort.layouts:,} layouts with a bound on "
+        f"their memory, {effort.predicted:,} predicted, {effort.measured:,} measured"
+    )

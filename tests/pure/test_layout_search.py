@@ -1,0 +1,194 @@
+"""The search for layouts: what it generates, its bounds, and that it finds what trying every layout finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+
+from megatron.core.pipeline_parallel.layout import PipelineLayout
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.planner.device_file import read_device
+from megatron.planner.search.best_first import Candidate, best_first
+from megatron.planner.search.bounds import PassTimes, step_bound
+from megatron.planner.search.layouts import OFFLOADING, SHARDING, Layout, Saving, ScheduleKind, Space
+from megatron.training.config.arguments import command_line, parse_args
+from megatron.training.config.prepare import prepare
+from megatron.training.config.suggest.costs import LayoutCosts
+from megatron.training.config.suggest.search import Found, LayoutSearch
+from megatron.training.config.suggest.space import SearchedRun
+from megatron.training.config.validation import resolve
+from megatron.training.reliability.launch import Launch
+
+KINDS = (ScheduleKind("1f1b"), ScheduleKind("interleaved", 0), ScheduleKind("zb-h1", split=True))
+RUN = (
+    "--num-layers 5 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --bf16 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 16 --train-iters 4 --lr 1e-3 --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0"
+).split()
+WORLD = 4
+
+
+def test_best_first_yields_by_cost_and_refines_nothing_beyond_the_last_result() -> None:
+    costs = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0, "e": 1.0}
+    bounds = {"a": 0.5, "b": 1.0, "c": 0.0, "d": 8.0, "e": 0.0}
+    refined = []
+
+    def refine(candidate: Candidate[str]) -> Iterator[Candidate[str]]:
+        refined.append(candidate.item)
+        yield Candidate(costs[candidate.item], candidate.order, candidate.item, final=True)
+
+    found = best_first((Candidate(bound, (name,), name) for name, bound in bounds.items()), refine)
+    assert [next(found).item for _ in range(4)] == ["b", "e", "c", "a"]
+    assert "d" not in refined
+
+
+@pytest.mark.parametrize("world", [1, 12, 96, 768])
+@pytest.mark.parametrize("experts", [None, 6])
+def test_every_generated_size_divides_what_it_cuts(world: int, experts: int | None) -> None:
+    space = Space(world, 30, 24, 4096, 768, KINDS, experts)
+    layouts = [layout for family in space.families() for layout in space.layouts(family)]
+    assert layouts and len(set(layouts)) == len(layouts)
+    for family, pipeline, dp, _ in layouts:
+        assert family.tp * family.cp * pipeline.ranks * dp == world
+        assert 24 % family.tp == 0 and 768 % (dp * family.micro_batch) == 0
+        assert world // pipeline.ranks % (family.ep * family.expert_tp) == 0 and (experts or 1) % family.ep == 0
+        assert pipeline.ranks * pipeline.chunks <= 30
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_no_schedule_of_uneven_stages_beats_the_bound(name: str, chunks: int) -> None:
+    split = name.startswith("zb")
+    for ranks, microbatches in product((2, 3), (1, 2, 7)):
+        layout = PipelineLayout(ranks, chunks, name == "zb-v")
+        stages = [PassTimes(1 + place % 3, 2 - place % 2 / 2, 1.5 * split) for place in range(layout.num_stages)]
+        forward, backward, weight = zip(*stages, strict=True)
+        costs = StageCosts(list(forward), list(backward), list(weight))
+        time = simulate(build_schedule(name, ranks, microbatches, chunks), costs).makespan
+        assert 0.4 * time < step_bound(stages, layout, microbatches) <= time + 1e-9
+
+
+def test_the_bound_of_even_stages_is_the_time_of_1f1b() -> None:
+    time = simulate(build_schedule("1f1b", 4, 8), StageCosts(1.0, 2.0, 0.0)).makespan
+    assert step_bound([PassTimes(1.0, 2.0)] * 4, PipelineLayout(4), 8) == time == (8 + 3) * 3.0
+
+
+def found_of(costs: LayoutCosts, layout: Layout) -> Found | None:
+    config = costs.run.with_layout(layout)
+    if not costs.legal(config):
+        return None
+    return Found(layout, config, costs.step(config), tuple(costs.memory(config)))
+
+
+@dataclass
+class Tried:
+    costs: LayoutCosts
+    every: list[Found]
+
+
+@pytest.fixture(scope="module")
+def tried(request: pytest.FixtureRequest) -> Tried:
+    """Every legal layout of a small run, with every way of saving memory; more of them with --whole."""
+    run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
+    whole = request.config.getoption("--whole")
+    most = {"most_tp": 4, "most_samples": 2} if whole else {"most_tp": 2, "most_samples": 1}
+    run.space = replace(run.space, schedules=KINDS if whole else KINDS[:2], recompute=("none", "full"), **most)
+    costs = LayoutCosts(run, read_device("h100"), 2)
+    savings = [Saving(*pair) for pair in product(SHARDING, OFFLOADING)]
+    layouts = (layout for family in run.space.families() for layout in run.space.layouts(family))
+    every = (found_of(costs, layout._replace(saving=saving)) for layout in layouts for saving in savings)
+    return Tried(costs, [found for found in every if found is not None])
+
+
+def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
+    assert len(tried.every) > 50
+    for found in tried.every:
+        seconds = found.step.seconds
+        assert tried.costs.family_bound(found.layout.family) <= tried.costs.time_bound(found.layout) <= seconds
+        assert tried.costs.memory_bound(found.layout) <= found.fullest.total
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_the_search_finds_what_trying_every_layout_finds(tried: Tried, share: float) -> None:
+    sizes = sorted(found.fullest.total for found in tried.every)
+    limit = sizes[int(share * (len(sizes) - 1))]
+    fastest: dict[tuple[object, ...], float] = {}
+    for found in tried.every:
+        if found.fullest.total <= limit:
+            shape = found.layout.shape
+            fastest[shape] = min(found.step.seconds, fastest.get(shape, found.step.seconds))
+    best = LayoutSearch(tried.costs, limit).best(10)
+    assert [each.step.seconds for each in best] == sorted(fastest.values())[:10]
+    assert all(fastest[each.layout.shape] == each.step.seconds for each in best)
+    assert all(each.fullest.total <= limit for each in best)
+
+
+def test_where_nothing_fits_the_nearest_layout_is_named(tried: Tried) -> None:
+    search = LayoutSearch(tried.costs, 1000)
+    assert search.best(10) == []
+    nearest = search.nearest()
+    assert nearest is not None and nearest.fullest.total == min(found.fullest.total for found in tried.every)
+
+
+def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
+    """Behind flags of another layout, which they win over."""
+    own = [
+        *RUN,
+        "--tp",
+        "2",
+        "--sequence-parallel",
+        "--pp",
+        "2",
+        "--pipeline-schedule",
+        "zb-h1",
+        "--no-overlap-grad-reduce",
+    ]
+    run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
+    shapes = {found.layout.shape: found for found in tried.every}
+    for found in shapes.values():
+        config = run.with_layout(found.layout)
+        assert run.dropped(config) == []
+        pasted = resolve(parse_args([*own, *run.flags(config)]), WORLD)
+        assert tried.costs.step(pasted) == found.step
+        assert [rank.record for rank in tried.costs.memory(pasted)] == [rank.record for rank in found.memory]
+
+
+def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
+    own = [*RUN, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
+    layout = next(run.space.layouts(next(run.space.families())))
+    assert run.dropped(run.with_layout(layout)) == [
+        "--recompute-granularity",
+        "--recompute-method",
+        "--recompute-num-layers",
+    ]
+
+
+def test_the_verdict_on_illegal_flags_is_followed_by_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*RUN, *"--global-batch-size 1 --tp 3 --dry-run --suggest --device h100 --world-size 1 --json".split()]
+    with pytest.raises(SystemExit) as ended:
+        prepare(command_line(own, Launch()), Launch())
+    assert ended.value.code == 0
+    record = json.loads(capsys.readouterr().out)
+    assert not record["given"]["legal"] and any("TP 3" in problem for problem in record["given"]["problems"])
+    (only,) = record["suggestions"]
+    assert only["fits"] and only["layout"]["recompute"] == "none" and only["cross_nodes"] == []
+    assert only["hours"] == 4 * only["time"]["seconds"] / 3600
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--suggest --dry-run", "--suggest: searches by predicted times; add --dry-run --device"),
+        ("--device-memory 80 --dry-run", "--device-memory 80: is about a rehearsal, or a search"),
+        ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
+    ],
+)
+def test_mistakes_are_told(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line([*RUN, *flags.split()], Launch())
+    assert said in "".join(capsys.readouterr())
