@@ -262,9 +262,7 @@ def named_fault(fault: Fault, args: argparse.Namespace) -> str:
     if not args.keep:
         shutil.rmtree(folder)
     said = "<br>".join(f"{host} after {seconds:.1f} s: {line}" for host, (seconds, line) in outcome.named.items())
-    numbers = [
-        f"{number:.0f}" if number == number else "did not end" for number in (outcome.went_on, outcome.came_back)
-    ]
+    numbers = [f"{number:.0f}" if number == number else "-" for number in (outcome.went_on, outcome.came_back)]
     row = [fault.text, said or "nothing", numbers[0], str(outcome.ranks_left or whole), numbers[1], f"{worst:.0e}"]
     return "| " + " | ".join(row) + " |"
 
