@@ -33,7 +33,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
 from megatron.planner.fake_ranks import fake_state
 from megatron.planner.live_memory import LiveMemory
@@ -143,10 +143,11 @@ class FakeStages:
         # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
         main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
         main = torch.bfloat16 if self.batch.bf16_sums else main
+        round_into = rounding_sum(bool(self.parallel.compile)) if self.batch.bf16_sums else None
         for parameter in stage.parameters():
             if parameter.requires_grad:
                 parameter.main_grad = torch.empty(parameter.shape, dtype=main)  # type: ignore[attr-defined]
-                parameter.main_grad_rounds = self.batch.bf16_sums  # type: ignore[attr-defined]
+                parameter.main_grad_rounding = round_into  # type: ignore[attr-defined]
                 parameter.register_post_accumulate_grad_hook(_drop_grad)
         return stage
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.kernels.stochastic_rounding import uniform_of
 from megatron.core.optimizer.precision_aware import PackedShard
 from megatron.core.optimizer.state_formats import FORMATS, StoredState, join_master, split_master
-from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad
+from megatron.core.tensor_parallel.weight_grad import accumulate_weight_grad, rounding_sum
 from megatron.testing.local_run import local_run
 from megatron.testing.reshard import Checkpoints
 from megatron.testing.snapshot import first_difference, train_in_world
@@ -139,11 +139,20 @@ def test_a_sum_in_bf16_keeps_what_is_small_beside_it() -> None:
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
     for rounds, expected in ((False, 1.0), (True, 1 + 32 * small.mean().item())):
-        weight.main_grad_rounds = rounds
+        weight.main_grad_rounding = rounding_sum(compiled=False) if rounds else None
         weight.main_grad.fill_(1)
         for _ in range(32):
             accumulate_weight_grad(weight, lambda out: out.add_(small * (0.9 + 0.2 * torch.rand(100, 100))))
         assert weight.main_grad.float().mean().item() == pytest.approx(expected, abs=3e-4)
+
+
+def test_a_compiled_sum_in_bf16_has_the_same_bits() -> None:
+    total, added = torch.randn(64, 96).bfloat16(), torch.randn(64, 96) * 1e-2
+    sums = [total.clone() for _ in range(2)]
+    for compiled, found in enumerate(sums):
+        rounding_sum(bool(compiled))(found, added.clone())
+    assert torch.equal(*sums)
+    assert not torch.equal(sums[0], total)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,13 @@ from megatron.core.init import is_present, set_present
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel.linear_gemms import matrix_of
-from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, accumulate_weight_grad, is_stale, mark_stale
+from megatron.core.tensor_parallel.weight_grad import (
+    WeightGradQueue,
+    accumulate_weight_grad,
+    is_stale,
+    mark_stale,
+    rounding_sum,
+)
 
 
 class DistributedDataParallel:
@@ -102,6 +108,10 @@ class DistributedDataParallel:
             )
             for layout in self.layouts
         ]
+        if any(buffer.grad_data.dtype == torch.bfloat16 for buffer in self.buffers):
+            round_into = rounding_sum(parallel_config.compiles(self.device.type))
+            for param in self.params:
+                param.main_grad_rounding = round_into  # type: ignore[attr-defined]
         self.buckets: list[Bucket] = [self.buffers[b].buckets[k] for b, k in launch_order(self.layouts)]
         self._reduced_whole = [bucket for bucket in self.buckets if not isinstance(bucket, UnitBucket)]
         """Buckets whose gradients are reduced once a step, in launch order."""

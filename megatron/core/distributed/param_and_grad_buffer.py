@@ -262,7 +262,7 @@ class ParamAndGradBuffer:
 
     Moves `params`, the list that the layout was planned from, into it. Values, shapes and the Parameter objects stay
     the same; `initialize` sets the values of those that have no memory yet, one bucket at a time. `param.data` becomes
-    a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`: in bf16 a sum that rounds at random.
+    a view, and `param.main_grad` a view of zeroed gradients in `grad_dtype`.
     Reductions over ranks use `reduce_dtype`.
     `copies` are ranks that hold the same shards, whose gradients are added up once a step.
     """
@@ -300,7 +300,6 @@ class ParamAndGradBuffer:
                     unset.append(param)
                 param.data = view
                 param.main_grad = bucket.grads[span].view(param.shape)  # type: ignore[attr-defined]
-                param.main_grad_rounds = grad_dtype == torch.bfloat16  # type: ignore[attr-defined]
             initialize(unset)
             bucket.begin([params[place.index] for place in bucket_layout.params])
             self.buckets.append(bucket)

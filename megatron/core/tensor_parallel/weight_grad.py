@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.compiled_regions import region
 from megatron.core.kernels.stochastic_rounding import mixed, round_to_bf16, uniform_of
 
 ROUNDED_AT_ONCE = 2**22
@@ -96,7 +97,7 @@ def accumulate_weight_grad(
         _write(dw, add_, write_)
         return dw
 
-    rounds = getattr(weight, "main_grad_rounds", False)
+    round_into = getattr(weight, "main_grad_rounding", None)
 
     def accumulate() -> None:
         prepare = getattr(weight, "before_main_grad", None)
@@ -104,8 +105,10 @@ def accumulate_weight_grad(
             prepare()
         stale = is_stale(weight)
         mark_stale(weight, False)
-        if rounds:
-            add_to_bf16_(main_grad.zero_() if stale else main_grad, add_)
+        if round_into is not None:
+            added = torch.empty(main_grad.shape, dtype=torch.float32, device=main_grad.device)
+            _write(added, add_, write_)
+            round_into(main_grad.zero_() if stale else main_grad, added)
         elif stale:
             _write(main_grad, add_, write_)
         else:
@@ -137,16 +140,24 @@ def is_stale(weight: Tensor) -> bool:
     return getattr(weight, "main_grad_is_stale", False)
 
 
-def add_to_bf16_(total: Tensor, add_: Callable[[Tensor], object]) -> None:
-    """Adds what `add_` adds to a sum in bf16: computed in fp32, then rounded up or down at random, so that the expected
-    sum is exact. Rounded to nearest, micro-batches would be lost that add less than half of the distance between two
-    numbers. The random bits are a hash of both addends, so that a step can be repeated.
+def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
+    """What adds an fp32 tensor, which it may overwrite, to a contiguous sum in bf16 of the same shape.
+
+    The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. Rounded to
+    nearest, micro-batches would be lost that add less than half of the distance between two numbers. The random bits
+    are a hash of both addends, so that a step can be repeated.
     """
-    added = torch.zeros(total.shape, dtype=torch.float32, device=total.device)
-    add_(added)
+    return region(_add_rounded_, True, static=True) if compiled else _add_rounded_in_parts_
+
+
+def _add_rounded_(total: Tensor, added: Tensor, into: Tensor | None = None) -> None:
+    key = mixed(added.view(torch.int32)) ^ total.view(torch.int16).to(torch.int32)
+    total.copy_(round_to_bf16(torch.add(added, total, out=into), uniform_of(key, SALT)))
+
+
+def _add_rounded_in_parts_(total: Tensor, added: Tensor) -> None:
     for before, new in zip(total.view(-1).split(ROUNDED_AT_ONCE), added.view(-1).split(ROUNDED_AT_ONCE), strict=True):
-        key = mixed(new.view(torch.int32)) ^ before.view(torch.int16).to(torch.int32)
-        before.copy_(round_to_bf16(new.add_(before), uniform_of(key, SALT)))
+        _add_rounded_(before, new, into=new)
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
