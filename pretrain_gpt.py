@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
-from megatron.training.reliability.run_status import code_for_launcher, early_end_told
+from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,17 +20,20 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"This launch cannot run: {error}", file=sys.stderr)
         return 2
-    with early_end_told(launch):
-        command = command_line(sys.argv[1:] if argv is None else argv, launch)
-        config = prepare(command, launch)
+    try:
+        with early_end_told(launch):
+            command = command_line(sys.argv[1:] if argv is None else argv, launch)
+            config = prepare(command, launch)
+        if command.rehearsal is not None:
+            if launch.rank > 0:  # one process rehearses all ranks
+                return 0
+            from megatron.rehearsal.command import rehearse
 
-    if command.rehearsal is not None:
-        if launch.rank > 0:  # one process rehearses all ranks
-            return 0
-        from megatron.rehearsal.command import rehearse
-
-        options, size = command.rehearsal, command.world_size or launch.world_size
-        return rehearse(config, size, options.ranks, options.device_memory)
+            options, size = command.rehearsal, command.world_size or launch.world_size
+            return rehearse(config, size, options.ranks, options.device_memory)
+    except KeyboardInterrupt:  # a plan, a search or a rehearsal; a run has handlers of its own from `pretrain` on
+        print("Interrupted.", file=sys.stderr)
+        return ExitCode.KILLED + signal.SIGINT
     choose_allocators(os.environ)
     # torch is imported only now: help, validation and plans need no torch.
     from megatron.training.training import pretrain

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -19,6 +20,19 @@ FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
 """Output tiles that GEMM kernels choose from."""
+
+DIVISORS = {
+    "adapters_per_node",
+    "copy_tb_per_second",
+    "gb_per_second",
+    "host_gb_per_second",
+    "memory_gib",
+    "multiprocessors",
+    "ranks_per_node",
+    "sustained",
+    "tflops",
+}
+"""Entries that predictions divide by."""
 
 
 @dataclass(frozen=True)
@@ -187,32 +201,51 @@ def device_names() -> list[str]:
 
 
 def read_device(name: str) -> DeviceFile:
-    """Reads `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError for an incomplete file."""
+    """Reads `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError for a file that is incomplete or
+    has a value of another kind, OSError for one that cannot be read."""
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"there is no device {name}; those that are known: {', '.join(device_names())}")
-    values: dict[str, Any] = yaml.safe_load(path.read_text())
-    _check(path, DeviceFile, values)
-    values["gemm"] = {name: _read(path, GemmSpeed, row) for name, row in values["gemm"].items()}
-    values["attention"] = {
-        kernel: {width: _read(path, AttentionSpeed, row) for width, row in rows.items()}
-        for kernel, rows in values["attention"].items()
-    }
-    values["links"] = {name: _read(path, Link, row) for name, row in values.get("links", {}).items()}
-    if values.get("capability") is not None:
-        values["capability"] = tuple(values["capability"])
-    return DeviceFile(**values)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    found: DeviceFile = _read(str(path), DeviceFile, values)
+    return found
 
 
-def _read(path: Path, kind: Any, row: Mapping[str, Any]) -> Any:
-    _check(path, kind, row)
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+def _read(place: str, kind: Any, value: Any) -> Any:
+    """What YAML says as `kind`, a field's type. `place` says where it stands. Raises ValueError."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _read(place, parts[0], value)
+    if is_dataclass(kind) or origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{place}: {value!r} must be entries with a name each")
+        if origin is Mapping:
+            return {_read(place, parts[0], key): _read(f"{place}: {key}", parts[1], row) for key, row in value.items()}
+        return _read_entries(place, kind, value)
+    if origin is tuple:
+        if not isinstance(value, list) or len(value) != len(parts):
+            raise ValueError(f"{place}: {value!r} must be a list of {len(parts)} numbers")
+        return tuple(_read(place, part, each) for part, each in zip(parts, value, strict=True))
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{place}: {value!r} must be a word")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < math.inf:
+        raise ValueError(f"{place}: {value!r} must be a {'whole ' if kind is int else ''}number of at least 0")
+    return value
 
 
-def _check(path: Path, kind: Any, values: Mapping[str, Any]) -> None:
-    known = {each.name for each in fields(kind)}
-    needed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
-    if missing := sorted(needed - set(values)):
-        raise ValueError(f"{path}: {', '.join(missing)} is missing")
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"{path}: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")
+def _read_entries(place: str, kind: Any, values: Mapping[str, Any]) -> Any:
+    known, types = {each.name: each for each in fields(kind)}, get_type_hints(kind)
+    optional = {name for name, each in known.items() if (each.default, each.default_factory) != (MISSING, MISSING)}
+    if missing := sorted(set(known) - optional - set(values)):
+        raise ValueError(f"{place}: {', '.join(missing)} is missing")
+    if unknown := sorted(map(str, set(values) - set(known))):
+        raise ValueError(f"{place}: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")
+    for name in sorted(DIVISORS & set(values)):
+        if values[name] == 0:
+            raise ValueError(f"{place}: {name}: 0 must be above 0")
+    return kind(**{name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()})

@@ -44,5 +44,8 @@ def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def _send_result(sender: Connection, job: Callable[[], object]) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
     sender.send(job())
     sender.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from tests.forked import run_program
 
 WRONG = (
@@ -150,6 +151,21 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     ]
     refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
     assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr
+    for unwritable in (tmp_path, tmp_path / "nowhere" / "plan.json"):
+        refused = pretrain(f"{RIGHT} --json {unwritable}")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"--json {unwritable}: cannot be written; name a file" in refused.stderr
+
+
+def test_an_interrupted_plan_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain_gpt, "prepare", interrupted)
+    assert pretrain_gpt.main([*RIGHT.split()]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 def test_a_plan_with_parameters_in_the_activation_of_experts() -> None:

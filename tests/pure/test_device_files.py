@@ -67,7 +67,22 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
     with pytest.raises(ValueError, match=r"own.yaml: multiprocessors is missing"):
         read_device(str(own))
     own.write_text(text + "clock: 1\n")
-    with pytest.raises(ValueError, match=r"own.yaml: clock is not one of attention, "):
+    with pytest.raises(ValueError, match=r"own.yaml: clock is not one of adapters_per_node, attention, "):
         read_device(str(own))
+    for old, wrong, said in (
+        (text, "", "None must be entries with a name each"),
+        (text, "gemm: [", "is not YAML: .* line 1"),
+        (
+            "multiprocessors: 132",
+            "multiprocessors: 132.5",
+            "multiprocessors: 132.5 must be a whole number of at least 0",
+        ),
+        ("tflops: 868", "tflops: fast", "gemm: bf16: tflops: 'fast' must be a number of at least 0"),
+        ("gb_per_second: 370", "gb_per_second: 0", "links: node: gb_per_second: 0 must be above 0"),
+        ("forward: [385, 500]", "forward: 385", r"attention: cudnn: 64: forward: 385 must be a list of 2 numbers"),
+    ):
+        own.write_text(text.replace(old, wrong))
+        with pytest.raises(ValueError, match=rf"own.yaml.* ?{said}"):
+            read_device(str(own))
     with pytest.raises(ValueError, match="no speed of flash4 attention; known are cudnn, flash, flash3"):
         h100.attention_us("flash4", 128, 1e12, 4096, backward=False)

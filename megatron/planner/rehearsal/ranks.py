@@ -34,7 +34,9 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
         if not (first.isdigit() and (last.isdigit() if dash else not last)):
             raise ValueError(f"--ranks {text}: {word!r} is no rank; give {DISTINCT}, all, or ranks as 0,8,16-23")
         ranks = range(int(first), int(last or first) + 1)
-        if not ranks or ranks[-1] >= dims.world_size:
+        if not ranks:
+            raise ValueError(f"--ranks {text}: {word} ends before it begins; give the lower rank first")
+        if ranks[-1] >= dims.world_size:
             raise ValueError(
                 f"--ranks {text}: {word} must lie in 0 to {dims.world_size - 1}; raise --world-size, or leave it out"
             )

@@ -6,6 +6,7 @@ wrong type, flags that ask for what is not built, and with them what `validate` 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-from yaml import YAMLError
 
 from megatron import __version__
 from megatron.planner.device_file import device_names, read_device
@@ -143,6 +142,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     if plan_file is not None and not dry_run:
         given = plan_file or None
         reader.problems.append(Problem("--json", given, "needs --dry-run, whose plan it writes", "add --dry-run"))
+    elif plan_file and not _can_write(Path(plan_file)):
+        rule, remedy = "cannot be written", "name a file in a folder that is there and may be written"
+        reader.problems.append(Problem("--json", plan_file, rule, remedy))
     rehearsal = _rehearsal(reader, dry_run, device_memory)
     alone = dry_run or rehearsal is not None
     if world_size is not None and not alone and world_size != launch.world_size:
@@ -168,6 +170,11 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     )
 
 
+def _can_write(path: Path) -> bool:
+    """Whether a file can be written there, which is seen before a long search."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+
+
 def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | None]:
     """--device and --gpus-per-node; what is wrong with them becomes a problem."""
     device = reader.options.get("--device", [None])[-1]
@@ -180,7 +187,7 @@ def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | Non
     elif device is not None:
         try:
             read_device(device)
-        except (ValueError, OSError, YAMLError) as error:
+        except (ValueError, OSError) as error:
             remedy = f"use one of {', '.join(device_names())}, or a device file"
             reader.problems.append(Problem("--device", device, str(error), remedy))
     return device, gpus_per_node

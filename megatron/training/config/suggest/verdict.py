@@ -109,11 +109,11 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
     """A line for each layout, and below all the flags of each."""
     run = cluster.costs.run
     steps = iterations_of(run.own)
-    yield f"{'':<4}{'s a step':>9}{'run':>12}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
+    yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
     for number, each in enumerate(found, 1):
         step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
         yield (
-            f"{number:<4}{step.seconds:>9.4g}{whole:>12}{step.tflops:>9.1f}{step.mfu:>7.1%}"
+            f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{step.mfu:>7.1%}"
             f"{fullest(each.memory).total / GIB:>7.1f}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
         )
     yield "flags, to be put behind those of the run:"
