@@ -21,7 +21,7 @@ from megatron.training.config.prepare import prepare
 from megatron.training.config.suggest.costs import LayoutCosts
 from megatron.training.config.suggest.search import Found, LayoutSearch
 from megatron.training.config.suggest.space import SearchedRun
-from megatron.training.config.validation import resolve
+from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 
 KINDS = (ScheduleKind("1f1b"), ScheduleKind("interleaved", 0), ScheduleKind("zb-h1", split=True))
@@ -178,6 +178,13 @@ def test_the_verdict_on_illegal_flags_is_followed_by_layouts(capsys: pytest.Capt
     (only,) = record["suggestions"]
     assert only["fits"] and only["layout"]["recompute"] == "none" and only["cross_nodes"] == []
     assert only["hours"] == 4 * only["time"]["seconds"] / 3600
+
+
+def test_what_no_layout_changes_is_told_without_a_search() -> None:
+    config = resolve(parse_args([*RUN, "--tp", "3", "--train-tokens", "1e6", "--lr-warmup-iters", "5"]), WORLD)
+    problems = validate(config, WORLD)
+    flags = {problem.flag for problem in SearchedRun(config, WORLD).unavoidable(problems)}
+    assert "--lr-warmup-iters" in flags and len(flags) < len({problem.flag for problem in problems})
 
 
 @pytest.mark.parametrize(

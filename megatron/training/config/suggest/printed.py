@@ -45,8 +45,10 @@ def print_suggestions(
     Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OSError if it cannot be
     written, DeviceError if no step of this kind can be predicted.
     """
-    speeds = read_device(device)
-    costs = LayoutCosts(SearchedRun(config, world_size), speeds, gpus_per_node or speeds.ranks_per_node)
+    speeds, run = read_device(device), SearchedRun(config, world_size)
+    if run.unavoidable(problems):
+        return False
+    costs = LayoutCosts(run, speeds, gpus_per_node or speeds.ranks_per_node)
     cluster = Cluster(costs, int((device_memory or speeds.memory_gib) * GIB))
     record: dict[str, Any] = {
         "world_size": world_size,

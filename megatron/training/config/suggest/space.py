@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.planner.search.layouts import Layout, ScheduleKind, Space
 from megatron.training.config.flags import Flag, field_table, value_of
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.validation import resolve
+from megatron.training.config.validation import resolve, validate
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 """Schedules that are searched, and a run's own. gpipe takes as long as 1f1b, and more memory."""
@@ -40,6 +41,19 @@ class SearchedRun:
             tuple(map(_kind, names)),
             model.num_experts,
         )
+
+    def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Those of `problems` that the shortest and the longest pipeline of every family have in the same words: what
+        no layout changes."""
+        left = list(problems)
+        for family in self.space.families():
+            if not left:
+                break
+            layouts = list(self.space.layouts(family))
+            for layout in (layouts[0], layouts[-1]):
+                found = set(map(str, validate(self.with_layout(layout), self.world_size)))
+                left = [problem for problem in left if str(problem) in found]
+        return left
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """The resolved configuration of the run in another layout. It need not be legal."""
