@@ -184,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [
         run for run in published_runs() if args.only in " ".join((run.device, run.source, run.model, run.precision))
     ]
+    if not runs:
+        parser.error(f"--only {args.only}: no run has this in its device, source, model or precision; see {RUNS}")
     found = []
     print(f"{'model':<17}{'source':<14}{'':<6}{'':<6}{'GPUs':>6}{'tokens':>8}{'batch':>6}  {'layout':<22}"
           f"{'published':>10}{'predicted':>10}{'error':>8}  bound by")  # fmt: skip
