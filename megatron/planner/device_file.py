@@ -14,8 +14,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
-
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
@@ -203,6 +201,8 @@ def device_names() -> list[str]:
 def read_device(name: str) -> DeviceFile:
     """Reads `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError for a file that is incomplete or
     has a value of another kind, OSError for one that cannot be read."""
+    import yaml  # training does without
+
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"there is no device {name}; those that are known: {', '.join(device_names())}")

@@ -190,8 +190,8 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         plan = continued(stage_plan(config), read_history(config.checkpoint))
         data, plan = build_data(plan, runtime)
-        check_same_data(data.fingerprints, state.world)
     with phases("tasks"):
+        check_same_data(data.fingerprints, state.world)  # once all ranks have come here
         eval_tasks = load_tasks(config, runtime)
     with phases("model"):
         attention = choose_attention(plan.longest.config, runtime)

@@ -117,7 +117,10 @@ def one_process(model: str) -> Snapshot:
 
 @pytest.mark.grid("pair", ["-".join(pair) for pair in PAIRS[::2]], ["-".join(pair) for pair in PAIRS])
 def test_layout_equals_one_process(pair: str) -> None:
-    model, layout = BY_NAME[pair]
+    compare(*BY_NAME[pair])
+
+
+def compare(model: str, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     found = train_in_world(world_size, f"{BASE} {MODELS[model]} {flags}".split())
     assert not found.replica_errors
@@ -132,7 +135,7 @@ def test_layout_whose_counts_stay_on_the_device(model: str, layout: str, monkeyp
     """As on a GPU with grouped products."""
     monkeypatch.setattr(dispatcher, "on_device", lambda x: True)
     monkeypatch.setattr(layer, "DispatchOptions", lambda _, *others: dispatcher.DispatchOptions(True, *others))
-    test_layout_equals_one_process(model, layout)
+    compare(model, layout)
 
 
 @pytest.mark.parametrize(

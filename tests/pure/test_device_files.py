@@ -67,7 +67,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
     with pytest.raises(ValueError, match=r"own.yaml: multiprocessors is missing"):
         read_device(str(own))
     own.write_text(text + "clock: 1\n")
-    with pytest.raises(ValueError, match=r"own.yaml: clock is not one of adapters_per_node, attention, "):
+    with pytest.raises(ValueError, match=r"own.yaml: clock is not one of adapters_per_node, attention, cache_mib"):
         read_device(str(own))
     for old, wrong, said in (
         (text, "", "None must be entries with a name each"),
