@@ -78,7 +78,9 @@ OF_PIPELINE: dict[str, Any] = {
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
     split = splits_backward(batch.parallel.schedule)
-    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule="zb-h1" if split else "1f1b")
+    offloaded = min(1, batch.parallel.cpu_offloading_num_layers)
+    schedule = "zb-h1" if split else "1f1b"
+    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule, cpu_offloading_num_layers=offloaded)
     return replace(batch, parallel=parallel)
 
 

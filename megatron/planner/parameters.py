@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.parameters import is_declared, parameter_metas
@@ -21,14 +22,21 @@ def stage_metas(
     """The trained parameters of a stage, by default of the whole model; of an extension's parts, whose parameters are
     listed nowhere, those of a stage that is built on fake tensors."""
     stage = stage or whole_model(config)
-    ends = {"first": stage.first, "last": stage.last}
     if is_declared(config):
-        return parameter_metas(
-            config, stage.layers, **ends, sequence_parallel=sequence_parallel, tied_stages=tied_stages
-        )
+        return list(_declared_metas(config, replace(stage, layers=tuple(stage.layers)), sequence_parallel, tied_stages))
     from megatron.planner.fake_stage import built_metas
 
     return built_metas(config, stage, sequence_parallel, tied_stages)
+
+
+@lru_cache(maxsize=2048)
+def _declared_metas(
+    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
+) -> tuple[ParamMeta, ...]:
+    ends = {"first": stage.first, "last": stage.last}
+    return tuple(
+        parameter_metas(config, stage.layers, **ends, sequence_parallel=sequence_parallel, tied_stages=tied_stages)
+    )
 
 
 @dataclass(frozen=True)

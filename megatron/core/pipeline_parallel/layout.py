@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
 
 from megatron.core.config.model import TransformerConfig
@@ -104,6 +105,7 @@ def multi_token_cost(config: TransformerConfig) -> float:
     return depths * (module * config.num_layers / layers + end_costs(config)[1])
 
 
+@lru_cache(maxsize=64)
 def _layer_costs(config: TransformerConfig) -> float:
     """Multiplications per token of all layers; 0 without layers."""
     matrices = _matrices(parameter_metas(config, first=False, last=False), config)

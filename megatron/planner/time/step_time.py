@@ -17,7 +17,7 @@ from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts
-from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages, whole_model
+from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages, tied_stages, whole_model
 from megatron.planner.device_file import DeviceFile
 from megatron.planner.fake_stage import MicroBatch
 from megatron.planner.flops import model_flops
@@ -205,7 +205,7 @@ class _Step:
             schedule = Schedule(parallel.schedule, self.layout, group, in_turns, ahead)
             pipeline = schedule.times(costs, self.microbatches)
             ends, messages = list(pipeline.ends), list(pipeline.messages)
-        between = [self._between(rank, times) for rank in range(self.layout.pp)]
+        between = self._between_all(stages, times)
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
         last = max(range(len(ranks)), key=reduced.__getitem__)
         parts = Times(dict.fromkeys(SUBJECTS, 0.0))
@@ -287,6 +287,21 @@ class _Step:
         for stage in self.layout.stages_of(rank):
             spent.add(times[stage].every)
         return spent
+
+    def _between_all(self, stages: Sequence[Stage], times: Sequence[StageTimes]) -> list[Exposed]:
+        """By pipeline rank. Ranks that hold layers of the same kinds do the same, unless parameters are told apart by
+        their names."""
+        alike, found = self.cache.alike(self.batch), dict[Hashable, Exposed]()
+        result = []
+        for rank in range(self.layout.pp):
+            own = [stages[stage] for stage in self.layout.stages_of(rank)]
+            key: Hashable = rank
+            if not (self.config.optimizer.has_own_groups or self.config.optimizer.freeze):
+                key = tuple((s.first, s.last, tuple(alike[number] for number in s.layers)) for s in own)
+            if key not in found:
+                found[key] = self._between(rank, times)
+            result.append(found[key])
+        return result
 
     def _between(self, rank: int, times: Sequence[StageTimes]) -> Exposed:
         config, own = self.config, self.layout.stages_of(rank)

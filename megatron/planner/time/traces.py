@@ -26,6 +26,10 @@ from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_
 from megatron.planner.time.events import PassEvents
 from megatron.planner.time.fused_attention import RecordedKernel
 from megatron.planner.time.recorder import Recorder
+from megatron.planner.time.samples import of_more_samples, same_events
+
+MOST_GROWN = 8
+"""Samples up to which what a part does is told from one and two samples: it is compared with a trace of so many."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,54 @@ class TraceCache:
     events: dict[Hashable, dict[_Part, PassEvents]] = field(default_factory=dict)
     """Micro-batch in a layer -> part -> what it does."""
 
+    many_sizes: bool = False
+    """Whether micro-batches of many sizes will be asked for, so that what they have in common is worth a look."""
+
+    grows_evenly: dict[Hashable, bool] = field(default_factory=dict)
+    """Model -> whether more samples are known from one and two."""
+
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         """By stage, the parts that it runs in order. Traces those that are not known yet, all in one fake step."""
-        alike = self._alike(batch)
+        alike = self.alike(batch)
         wanted = [list(_parts(batch, stage, alike)) for stage in stages]
+        events = self._events_of(batch, list(dict.fromkeys(part for parts in wanted for part in parts)))
+        return [[events[part] for part in parts] for parts in wanted]
+
+    def _events_of(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
         of_layers = self.events.setdefault(in_a_layer(batch), {})
         of_ends = self.events.setdefault(in_a_layer(_nothing_recomputed(batch)), {})
         known = {False: of_layers, True: of_ends}  # by whether a part is an end of the model
-        every = dict.fromkeys(part for parts in wanted for part in parts)
-        missing = [part for part in every if part not in known[part.layer is None]]
+        missing = [part for part in parts if part not in known[part.layer is None]]
         if missing:
-            with recorded_stages(batch) as (fakes, recorder):
-                for part in missing:
-                    known[part.layer is None][part] = _trace(fakes, recorder, part)
-        return [[known[part.layer is None][part] for part in parts] for parts in wanted]
+            found = self._grown(batch, missing) or _traced(batch, missing)
+            for part, events in found.items():
+                known[part.layer is None][part] = events
+        return {part: known[part.layer is None][part] for part in parts}
 
-    def _alike(self, batch: MicroBatch) -> list[int]:
+    def _grown(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents] | None:
+        """Parts with more than two samples, from those with one and two; None where these do not tell. Without experts,
+        whose rows are rounded, they do for a model where they did for its first parts that were asked for."""
+        fp8 = batch.parallel.fp8_format, batch.parallel.fp8_recipe
+        key = _nothing_recomputed(batch).model, fp8, batch.device
+        if not self.many_sizes or not 2 < batch.samples <= MOST_GROWN or batch.model.num_experts is not None:
+            return None
+        if not self.grows_evenly.get(key, True):
+            return None
+        one, two = (self._events_of(replace(batch, samples=samples), parts) for samples in (1, 2))
+
+        def grown(samples: int) -> Iterator[tuple[_Part, PassEvents | None]]:
+            return ((part, of_more_samples(one[part], two[part], samples)) for part in parts)
+
+        if key not in self.grows_evenly:
+            traced = _traced(replace(batch, samples=MOST_GROWN), parts)
+            self.grows_evenly[key] = all(
+                events is not None and same_events(events, traced[part]) for part, events in grown(MOST_GROWN)
+            )
+        found = {part: events for part, events in grown(batch.samples) if events is not None}
+        return found if self.grows_evenly[key] and len(found) == len(parts) else None
+
+    def alike(self, batch: MicroBatch) -> list[int]:
+        """For each layer the first one that is like it."""
         plain = replace(
             batch.parallel,
             tensor_model_parallel_size=1,
@@ -80,6 +116,11 @@ class TraceCache:
             kinds = layer_kinds(replace(batch, parallel=plain))
             self.kinds[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
         return self.kinds[key]
+
+
+def _traced(batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
+    with recorded_stages(batch) as (fakes, recorder):
+        return {part: _trace(fakes, recorder, part) for part in parts}
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:

@@ -42,7 +42,7 @@ class LayoutCosts:
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
-        self.cache, self.plans = PlannerCache(), ActivationPlans()
+        self.cache, self.plans = PlannerCache(many_sizes=True), ActivationPlans()
         self._times: dict[Family, list[StageTimes]] = {}
         self._slopes: dict[tuple[str, bool, Stage], StageMemory] = {}
         self._stages: dict[PipelineLayout, list[Stage]] = {}
