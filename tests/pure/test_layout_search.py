@@ -16,6 +16,7 @@ from megatron.planner.device_file import read_device
 from megatron.planner.search.best_first import Candidate, best_first
 from megatron.planner.search.bounds import PassTimes, step_bound
 from megatron.planner.search.layouts import OFFLOADING, SHARDING, Layout, Saving, ScheduleKind, Space
+from megatron.planner.time.step_time import predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.suggest.costs import LayoutCosts
@@ -125,6 +126,25 @@ def test_the_search_finds_what_trying_every_layout_finds(tried: Tried, share: fl
     assert [each.step.seconds for each in best] == sorted(fastest.values())[:10]
     assert all(fastest[each.layout.shape] == each.step.seconds for each in best)
     assert all(each.fullest.total <= limit for each in best)
+
+
+def test_a_search_that_ends_early_says_what_it_may_have_missed(tried: Tried) -> None:
+    limit = max(found.fullest.total for found in tried.every)
+    fastest = LayoutSearch(tried.costs, limit).best(10)
+    early = LayoutSearch(tried.costs, limit, most_predicted=3)
+    found = early.best(10)
+    assert 0 < len(found) <= early.effort.predicted == 3
+    assert early.effort.bound is not None and early.effort.bound <= fastest[0].step.seconds <= found[0].step.seconds
+    assert {each.layout for each in found} <= {each.layout for each in tried.every}
+
+
+def test_more_samples_are_told_from_one_and_two(tried: Tried) -> None:
+    """Predictions that share what layouts have in common are those of a layout by itself."""
+    run = tried.costs.run
+    shared, layout = LayoutCosts(run, tried.costs.device, 2), tried.every[0].layout
+    config = run.with_layout(layout._replace(family=layout.family._replace(micro_batch=4), dp=1))
+    assert shared.step(config) == predict_step(config, WORLD, tried.costs.device, 2)
+    assert list(shared.cache.grows_evenly.values()) == [True]
 
 
 def test_where_nothing_fits_the_nearest_layout_is_named(tried: Tried) -> None:

@@ -72,17 +72,26 @@ class TraceCache:
         known = {False: of_layers, True: of_ends}  # by whether a part is an end of the model
         missing = [part for part in parts if part not in known[part.layer is None]]
         if missing:
-            found = self._grown(batch, missing) or _traced(batch, missing)
-            for part, events in found.items():
+            found = self._grown(batch, [part for part in missing if part.layer is not None]) or {}
+            rest = [part for part in missing if part not in found]
+            for part, events in (found | (_traced(batch, rest) if rest else {})).items():
                 known[part.layer is None][part] = events
         return {part: known[part.layer is None][part] for part in parts}
 
     def _grown(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents] | None:
-        """Parts with more than two samples, from those with one and two; None where these do not tell. Without experts,
-        whose rows are rounded, they do for a model where they did for its first parts that were asked for."""
+        """Layers with more than two samples, from those with one and two; None where these do not tell.
+
+        Without experts, whose rows are rounded, they do for a model where they did for its first layers that were asked
+        for. The ends of a model copy several samples into another order, and one sample not at all.
+        """
         fp8 = batch.parallel.fp8_format, batch.parallel.fp8_recipe
         key = _nothing_recomputed(batch).model, fp8, batch.device
-        if not self.many_sizes or not 2 < batch.samples <= MOST_GROWN or batch.model.num_experts is not None:
+        if (
+            not parts
+            or not self.many_sizes
+            or not 2 < batch.samples <= MOST_GROWN
+            or batch.model.num_experts is not None
+        ):
             return None
         if not self.grows_evenly.get(key, True):
             return None

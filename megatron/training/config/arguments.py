@@ -53,7 +53,11 @@ OPTION_HELP = (
         "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
     ),
     ("--gpus-per-node INT", "With --device: ranks of a node; default: as the device file says."),
-    ("--suggest", "With --dry-run and --device: judge the layout, and search for the fastest ones that fit."),
+    (
+        "--suggest WORD",
+        "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until none "
+        "can be faster.",
+    ),
     ("--rehearse", "Run one step of ranks of a world that is not there, on fake tensors, and say what would fail."),
     ("--ranks WORD", "With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23."),
     (
@@ -106,7 +110,9 @@ class CommandLine:
         """Whether ranks are started, which need the data and their world."""
         return not self.dry_run and self.rehearsal is None
 
-    suggest: bool = False
+    suggest: str | None = None
+    """"" or "all" for a search."""
+
     """Whether a dry run searches for layouts."""
 
     device_memory: float | None = None
@@ -135,8 +141,11 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
     device, gpus_per_node = _device_of(reader, dry_run)
-    suggest, device_memory = "--suggest" in reader.options, _device_memory(reader)
-    if suggest and (device is None or not dry_run):
+    suggest, device_memory = reader.options.get("--suggest", [None])[-1], _device_memory(reader)
+    if suggest not in (None, "", "all"):
+        rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
+        reader.problems.append(Problem("--suggest", suggest, rule, remedy))
+    if suggest is not None and (device is None or not dry_run):
         rule, remedy = "searches by predicted times", f"add --dry-run --device, {', '.join(device_names())}"
         reader.problems.append(Problem("--suggest", None, rule, remedy))
     if plan_file is not None and not dry_run:

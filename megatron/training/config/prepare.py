@@ -57,7 +57,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
         problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
     if command.trains:
         problems += too_short_a_job(config, os.environ)
-    if command.suggest and config.training.global_batch_size:
+    if command.suggest is not None and config.training.global_batch_size:
         _suggest(config, world_size, command, problems, launch)
     if problems:
         _refuse(problems, launch)
@@ -88,13 +88,14 @@ def _suggest(
 ) -> NoReturn:
     """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every layout
     has problems, the run's own are told as those of a run."""
-    from megatron.training.config.suggest.printed import print_suggestions
+    from megatron.training.config.suggest.printed import MOST_PREDICTED, print_suggestions
 
     assert command.device is not None, "--suggest comes with --device"
     if launch.rank == 0:
         asked = command.device, command.gpus_per_node, command.device_memory, command.plan_file
         try:
-            if not print_suggestions(config, world_size, *asked, problems) and problems:
+            most = None if command.suggest == "all" else MOST_PREDICTED
+            if not print_suggestions(config, world_size, *asked, problems, most) and problems:
                 _refuse(problems, launch)
         except DeviceError as error:
             _refuse(Problem.of_errors("--device", command.device, error), launch)

@@ -21,7 +21,7 @@ OPTIONS: dict[str, tuple[int, ...]] = {
     "--json": (0, 1),
     "--device": (1,),
     "--gpus-per-node": (1,),
-    "--suggest": (0,),
+    "--suggest": (0, 1),
     "--dry-run": (0,),
     "--rehearse": (0,),
     "--ranks": (1,),

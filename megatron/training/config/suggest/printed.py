@@ -17,6 +17,7 @@ from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import (
     GIB,
     Cluster,
+    early_lines,
     effort_line,
     found_record,
     illegal_lines,
@@ -28,6 +29,9 @@ from megatron.training.config.suggest.verdict import (
 
 SUGGESTED = 10
 
+MOST_PREDICTED = 150
+"""Predictions after which a search ends early, unless it is asked to go on."""
+
 
 def print_suggestions(
     config: RunConfig,
@@ -37,10 +41,13 @@ def print_suggestions(
     device_memory: float | None = None,
     plan_file: str | None = None,
     problems: Sequence[Problem] = (),
+    most_predicted: int | None = None,
 ) -> bool:
     """Prints whether the layout of a resolved configuration fits devices of `device_memory` GiB (by default what the
     device file says) and how long it takes, and the ten fastest layouts that fit. `problems` are those of the
     configuration. Returns whether any layout is legal.
+
+    The search ends early after `most_predicted` predictions.
 
     Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OSError if it cannot be
     written, DeviceError if no step of this kind can be predicted.
@@ -62,7 +69,7 @@ def print_suggestions(
             print("\n".join([title, *(f"  {line}" for line in lines)]), flush=True)
 
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
-    search = LayoutSearch(costs, cluster.limit)
+    search = LayoutSearch(costs, cluster.limit, most_predicted)
     try:
         if problems:
             show(title, list(illegal_lines(problems)))
@@ -82,7 +89,7 @@ def print_suggestions(
     else:
         show("Suggested layouts", list(nearest_lines(nearest, cluster)))
         record["nearest"] = None if nearest is None else found_record(nearest, cluster)
-    show("Search", [effort_line(search.effort, cluster)])
+    show("Search", [effort_line(search.effort, cluster), *early_lines(search.effort, found)])
     if plan_file is not None:
         text = json.dumps(record, indent=1) + "\n"
         if plan_file:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import inf
 
 from megatron.planner.search.best_first import Candidate, best_first
 from megatron.planner.search.layouts import RECOMPUTATION, Family, Layout
@@ -15,6 +17,10 @@ from megatron.training.config.suggest.costs import LayoutCosts
 
 NEAREST_MEASURED = 3
 """Where nothing fits, so many layouts with the lowest bounds on memory are measured to name the nearest one."""
+
+
+MOST_OF_A_SHAPE = 4
+"""A search that may end early predicts so many layouts of one `Layout.shape`, those with the lowest bounds."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,17 @@ class Effort:
     predicted: int = 0
     measured: int = 0
 
+    bound: float | None = None
+    """Where a search ended early: seconds of a step below which no layout can go that it has not come to."""
+
+
+class _EnoughError(Exception):
+    """The search ends early. `bound` is that of the layout that comes next."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
 
 @dataclass
 class LayoutSearch:
@@ -64,7 +81,15 @@ class LayoutSearch:
     limit: int
     """Bytes of a device."""
 
+    most_predicted: int | None = None
+    """After so many predictions the search ends early, with the fastest of the layouts that it has come to."""
+
     effort: Effort = field(default_factory=Effort)
+    _predicted: list[Timed] = field(default_factory=list)
+    _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
+    _passed_over: float = inf
+    """The lowest bound of the layouts that were passed over as enough of their shape had been predicted."""
+
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
     _tried: set[Layout] = field(default_factory=set)
     _too_large: list[tuple[int, tuple[object, ...], Layout]] = field(default_factory=list)
@@ -72,12 +97,28 @@ class LayoutSearch:
     def best(self, count: int) -> list[Found]:
         """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
         device file lacks a rate."""
-        for candidate in best_first(self._families(), self._refine):
+        try:
+            for candidate in best_first(self._families(), self._refine):
+                assert isinstance(candidate.item, Found)
+                self._found.setdefault(candidate.item.layout.shape, candidate.item)
+                if len(self._found) == count:
+                    break
+            else:
+                self.effort.bound = None if self._passed_over == inf else self._passed_over
+        except _EnoughError as enough:
+            self.effort.bound = enough.bound
+            self._take_known(count)
+        return list(self._found.values())
+
+    def _take_known(self, count: int) -> None:
+        """Ends early: finds the fastest that fit among the predicted layouts and what saves more memory in them."""
+        self.most_predicted = None
+        known: list[Candidate[Item]] = [Candidate(t.step.seconds, (2, t.layout.order), t) for t in self._predicted]
+        for candidate in best_first(known, self._refine):
             assert isinstance(candidate.item, Found)
             self._found.setdefault(candidate.item.layout.shape, candidate.item)
             if len(self._found) == count:
                 break
-        return list(self._found.values())
 
     def nearest(self) -> Found | None:
         """Where nothing fits, the legal layout whose fullest rank exceeds the limit least; None if none is legal."""
@@ -116,9 +157,17 @@ class LayoutSearch:
         else:
             config = self.costs.run.with_layout(item)
             if self.costs.legal(config):
+                if self.most_predicted is not None:
+                    if self.effort.predicted == self.most_predicted:
+                        raise _EnoughError(min(candidate.bound, self._passed_over))
+                    self._of_shape[item.shape] += 1
+                    if self._of_shape[item.shape] > MOST_OF_A_SHAPE:
+                        self._passed_over = min(self._passed_over, candidate.bound)
+                        return
                 self.effort.predicted += 1
-                step = self.costs.step(config)
-                yield Candidate(step.seconds, (2, item.order), Timed(item, config, step))
+                timed = Timed(item, config, self.costs.step(config))
+                self._predicted.append(timed)
+                yield Candidate(timed.step.seconds, (2, item.order), timed)
 
     def _layouts(self, family: Family) -> Iterator[Candidate[Item]]:
         """The layouts of a family that may fit, each with the least saving that lets it."""

@@ -171,6 +171,15 @@ def _remedy(most: RankMemory, cluster: Cluster) -> str:
     return "activations and temporary tensors take most: a shorter --seq-length, or devices with more memory"
 
 
+def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
+    """What is not known after a search that ended early."""
+    if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
+        yield (
+            f"ended early: layouts that it has not come to may take as little as {effort.bound:.4g} s; --suggest all "
+            "searches until none can be faster"
+        )
+
+
 def effort_line(effort: Effort, cluster: Cluster) -> str:
     """What was searched."""
     space = cluster.costs.run.space
