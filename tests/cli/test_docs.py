@@ -100,7 +100,15 @@ def test_getting_started(clone: Path) -> None:
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG = {
     f"docs/{page}.md"
-    for page in ("attention", "conversion", "extending", "mixture_of_experts", "multi_token_prediction")
+    for page in (
+        "attention",
+        "conversion",
+        "data",
+        "extending",
+        "mixture_of_experts",
+        "multi_token_prediction",
+        "planning",
+    )
 }
 """Pages whose commands run by --whole alone: other tests start the same programs."""
 
