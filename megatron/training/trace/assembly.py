@@ -78,9 +78,12 @@ def assemble(ranks: Sequence[RankTrace], other: Mapping[str, Any], lists_of: Cal
             "weight_grad_us": costs.weight_grad,
             "message_us": costs.comm,
         }
-        for step in steps:
+        ends: dict[Sequence[int], float] = {}
+        for step in sorted(steps, key=lambda step: step.start):
             if step.microbatches == steps[0].microbatches:
-                _add_plan(trace, step, plan, [len(tracks[rank]) for rank in step.ranks])
+                begin = max(step.start, ends.get(tuple(step.ranks), step.start))
+                _add_plan(trace, step, begin, plan, [len(tracks[rank]) for rank in step.ranks])
+                ends[tuple(step.ranks)] = begin + plan.makespan
     trace["otherData"]["pipeline"] = summary(steps, plan)
     return trace
 
@@ -115,13 +118,14 @@ def _add_arrows(trace: Trace) -> None:
                 number += 1
 
 
-def _add_plan(trace: Trace, step: MeasuredStep, plan: Simulation, tracks: Sequence[int]) -> None:
-    """The planned actions of a step, which begins with the measured one, on a track of each rank."""
+def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
+    """The planned actions of a step on a track of each rank. It begins `at` the time of the measured one, or later: a
+    step that was quicker than planned ends before its plan does."""
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:
             if action.kind in TIMED and stop > start:
                 args = {"kind": action.kind.value, "stage": action.stage, "microbatch": action.microbatch}
-                begin, end = step.start + start, step.start + stop
+                begin, end = at + start, at + stop
                 args["planned_iteration"] = step.iteration
                 event = slice_event(rank, track, str(action), PLANNED_TRACK, begin, end, args)
                 trace["traceEvents"].append(event)
