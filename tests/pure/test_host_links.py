@@ -93,6 +93,20 @@ def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
     assert cluster.found(0) == ({"gone": [1]} if end == "gone" else {})
 
 
+def test_the_last_word_of_a_host_that_hears_nothing_is_kept_though_this_host_stood_still() -> None:
+    cluster = Cluster(2)
+    cluster.beat(2)
+    cluster.lost = {(0, 1)}
+    cluster.beat(TIMEOUT - BEAT)
+    assert cluster.found(0) == {}
+    cluster.now += BEAT
+    cluster.links[0].hear(cluster.links[1].message(cluster.now, "lost"), 1, cluster.now)
+    cluster.links[0].stood_still(2.0, cluster.now)
+    cluster.asleep = {1}
+    cluster.beat(60)
+    assert cluster.found(0) == {"deaf": [1]}
+
+
 def test_a_host_that_stood_still_blames_nobody_for_that_time() -> None:
     cluster = Cluster(2)
     cluster.beat(2)

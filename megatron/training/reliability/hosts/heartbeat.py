@@ -65,7 +65,8 @@ class Peer:
     """Seconds since it heard this host, as it said last."""
 
     end: str = ""
-    """`bye`: its run has ended; `gone`: its first rank has ended without a word."""
+    """`bye`: its run has ended; `lost`: it ends because it hears nothing of hosts; `gone`: its first rank has ended
+    without a word."""
 
 
 class Links:
@@ -106,16 +107,19 @@ class Links:
         for peer in self.peers.values():
             peer.since = min(now, peer.since + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
-            peer.hears = None
+            peer.hears = peer.hears if peer.end else None
 
     def findings(self, now: float) -> dict[str, Any]:
         """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `gone` and
         `fine` list hosts. Without a finding `silent`, `deaf`, `unheard` and `gone` are empty."""
         found: dict[str, Any] = {"silent": {}, "deaf": {}, "unheard": {}, "gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
+        parted = False  # whether a host has ended because it hears nothing from here
         for host in sorted(watched(self.peers, self.here)):
             peer = self.peers[host]
-            if peer.end:
+            if peer.end == "lost" and (peer.hears or 0.0) > self.timeout - SLACK:
+                ages["deaf"][host], parted = peer.hears or 0.0, True
+            elif peer.end:
                 found["gone"] += [host] if peer.end == "gone" else []
             elif peer.heard is None:
                 ages["unheard"][host] = now - peer.since
@@ -125,7 +129,7 @@ class Links:
                 ages["deaf"][host] = peer.hears
             else:
                 found["fine"].append(host)
-        if max([*ages["silent"].values(), *ages["deaf"].values()], default=0.0) > self.timeout:
+        if parted or max([*ages["silent"].values(), *ages["deaf"].values()], default=0.0) > self.timeout:
             found |= {kind: ages[kind] for kind in ("silent", "deaf")}
         found["unheard"] = {host: age for host, age in ages["unheard"].items() if age > self.timeout}
         return found

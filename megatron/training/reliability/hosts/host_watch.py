@@ -63,6 +63,9 @@ class HostWatch:
         self._excused = set[int]()
         """Hosts from which no heartbeat has ever arrived, though they live."""
 
+        self._lost = False
+        """Whether this rank ends because hosts are lost."""
+
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
@@ -98,11 +101,11 @@ class HostWatch:
             self._order(run=self._run, ears=ears, hosts={rank: address for rank, address in hosts.items() if address})
 
     def close(self) -> None:
-        """Ends the watch; other hosts hear that this is no fault."""
+        """Ends the watch; other hosts hear whether that is because they were lost."""
         self._closed.set()
         if self._process is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
-                self._order(end="bye")
+                self._order(end="lost" if self._lost else "bye")
                 self._process.wait(1.0)
 
     def _start(self) -> int:
@@ -167,6 +170,7 @@ class HostWatch:
         if not lost and unheard:
             lost |= {(host, "silent"): age for host, age in unheard.items() if not self._lives(host, age)}
         if lost:
+            self._lost = True
             failure = self._failure(lost, [int(host) for host in found["fine"]])
             self._failures.unreachable(failure, [rank for host, _ in lost for rank in self.ranks_of(host)])
         for host in found["gone"]:
