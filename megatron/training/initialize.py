@@ -34,6 +34,7 @@ from megatron.training.reliability.stop_requests import StopConditions
 from megatron.training.reliability.watchdog import Watchdog
 
 _C_LIBRARY = ctypes.CDLL(None)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 class StartupPhases:
@@ -193,10 +194,24 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     watchdog.start(training.exit_signal_handler, conditions, folder)
 
 
+def keep_memory(device: torch.device) -> None:
+    """Lets glibc keep what tensors of any size leave, where training is on the CPU, unless the environment configures
+    malloc.
+
+    By default it returns each block above 32 MiB to the system at once, such as the logits, and every step faults in
+    and clears the pages of the same sizes again: most of the step's system time, and more of it with huge pages.
+    """
+    configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    mallopt = getattr(_C_LIBRARY, "mallopt", None) if device.type == "cpu" and not configured else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+
+
 def give_back_memory(device: torch.device) -> None:
     """Returns free pages of the C heap to the system, where training is on the CPU and the C library can.
 
-    glibc keeps what large temporary tensors leave in its heap; with the threads of gloo allocating in between, the
+    glibc keeps what temporary tensors leave in its heap; with the threads of gloo allocating in between, the
     resident size creeps up for hundreds of steps though no tensor is kept.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None) if device.type == "cpu" else None
@@ -220,6 +235,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
+    keep_memory(device)
     check_compiler(parallel, device)
     check_fp8(parallel, device)
     if device.type == "cuda":

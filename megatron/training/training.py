@@ -47,6 +47,9 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.stages.change import enter_stage_of, stage_is_over
 
+GIVE_BACK_INTERVAL = 100
+"""Iterations between two times that free pages go back to the system, on CPU."""
+
 
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Trains with a configuration that is resolved and validated for `launch.world_size`, and with `parts` of the
@@ -131,11 +134,12 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
             callback.on_step_end(run.view)
         may_stop = False
         iteration, last = progress.iteration, progress.iteration == run.train_iters
+        if _due(iteration, GIVE_BACK_INTERVAL):
+            give_back_memory(runtime.device)
         if last or _due(iteration, config.logging.log_interval) or stage_is_over(run):
             settle(run)
             record = summarize(run, interval)
             run.measured["lm_loss"] = record["lm_loss"]
-            give_back_memory(runtime.device)
             log.report_layers(interval.layers)
             log.report(record)
             for line in run.data.epochs.ended(progress.consumed_samples):
