@@ -22,18 +22,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.dist_checkpointing import storage
 from megatron.core.fp8.casts import has_kernel
-from megatron.core.offload.host_pool import HostPool
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel import weight_grad
-from megatron.planner.fake_stage import ANSWERS, as_on_gpus, regions_as_kernels
+from megatron.planner.fake_stage import as_on_gpus, regions_as_kernels
 from megatron.planner.live_memory import LiveMemory
-from megatron.planner.rehearsal.collective_log import CollectiveLog, call_site, done, places_of
+from megatron.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.planner.rehearsal.ranks import coords_of
-from megatron.planner.rehearsal.record import Box, Failure, Holder, RankRecord
+from megatron.planner.rehearsal.record import Box, Failure, RankRecord
+from megatron.rehearsal.rank_mode import RankMode
+from megatron.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 from megatron.training.initialize import Runtime, StartupPhases, set_determinism
@@ -42,13 +43,6 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 from megatron.training.training import train_step
-
-NAMED_BYTES = 2**20
-"""Smaller tensors are not counted among the holders of memory."""
-
-HOLDERS = 8
-
-ADDED_IN_PLACE = torch.ops.aten.addmm.dtype_out
 
 
 @dataclass(frozen=True)
@@ -144,63 +138,6 @@ def _in_turns(config: RunConfig) -> bool:
     return config.parallel.overlap_moe_expert_parallel_comm
 
 
-class _RankMode(LiveMemory):
-    """Answers collectives at once, records them, and counts memory. Raises OutOfMemoryError above `limit` bytes."""
-
-    def __init__(self, log: CollectiveLog, limit: int | None) -> None:
-        super().__init__()
-        self.log, self.limit, self.peak_phase = log, limit, ""
-        self.sites: dict[int, str] = {}
-        self.host = 0
-        self._answers = ANSWERS | {ADDED_IN_PLACE: lambda *args, **kwargs: kwargs["out"]}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.log.record(func, args, kwargs):
-            return done(func, args)
-        if (answer := self._answers.get(func)) is not None:
-            return answer(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _made(self, key: int, size: int) -> None:
-        if size >= NAMED_BYTES:
-            self.sites[key] = call_site()
-        super()._made(key, size)
-
-    def _note_peak(self) -> None:
-        if self._inside or self.now <= self.peak:
-            return
-        self.peak, self.peak_phase = self.now, self.log.phase()[0]
-        if self.limit is not None and self.now > self.limit:
-            raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, and the device has {self.limit:,}")
-
-    def holders(self) -> tuple[Holder, ...]:
-        """The places that hold most now."""
-        found: dict[str, list[int]] = {}
-        for key, size in self.sizes.items():
-            if size >= NAMED_BYTES:
-                found.setdefault(self.sites.get(key, ""), []).append(size)
-        most = sorted(found.items(), key=lambda item: -sum(item[1]))[:HOLDERS]
-        return tuple(Holder(sum(sizes), len(sizes), site) for site, sizes in most)
-
-    @contextmanager
-    def host_pools(self) -> Iterator[None]:
-        """Counts the buffers of offloaded activations as the host's."""
-        real = HostPool.__init__
-        counted: list[list[int]] = []
-
-        def made(pool: HostPool, pinned: bool) -> None:
-            real(pool, False)
-            counted.append(self.count_apart(pool))
-
-        HostPool.__init__ = made  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            HostPool.__init__ = real  # type: ignore[method-assign]
-            self.host += sum(map(sum, counted))
-
-
 class _Phases:
     """What the rank is doing."""
 
@@ -262,18 +199,19 @@ def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
         weight_grad.adds_in_one_kernel = asked
 
 
-def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
+def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> RankRecord:
     """The record of one rank. What the program raises is in it as a `Failure`. Call it in a process of its own: parts
-    of the library and of extensions may keep state."""
+    of the library and of extensions may keep state. With `repeat` micro-batches in the middle are not run if those that
+    are run are alike; raises Unlike where that is found too late."""
     began = time.process_time()
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
     phases = _Phases()
     log = CollectiveLog(phases)
-    record, mode = RankRecord(rank, coords_of(rank, rehearsal.dims)), _RankMode(log, rehearsal.device_memory)
+    record, mode = RankRecord(rank, coords_of(rank, rehearsal.dims)), RankMode(log, rehearsal.device_memory)
     try:
         with redirect_stdout(io.StringIO()), ExitStack() as stack:
-            _run(rehearsal, rank, record, mode, phases, stack)
+            _run(rehearsal, rank, record, mode, phases, repeat, stack)
     except Exception as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         memory = isinstance(error, torch.OutOfMemoryError)
@@ -286,7 +224,13 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord:
 
 
 def _run(
-    rehearsal: Rehearsal, rank: int, record: RankRecord, mode: _RankMode, phases: _Phases, stack: ExitStack
+    rehearsal: Rehearsal,
+    rank: int,
+    record: RankRecord,
+    mode: RankMode,
+    phases: _Phases,
+    repeat: bool,
+    stack: ExitStack,
 ) -> TrainingRun:
     config, size = rehearsal.config, rehearsal.world_size
     set_determinism(config)
@@ -307,7 +251,11 @@ def _run(
     record.built = mode.now
     phases.begin("step")
     phases.watch(run)
+    repeats = RepeatedMicrobatches(mode, run.pipeline.executor, rehearsal.rehearsed) if repeat else None
     train_step(run, Interval())
+    if repeats is not None:
+        repeats.finish()
+        record.repeated = repeats.repeated
     phases.begin("checkpoint")
     tensors, _ = run.saver.checkpointer.contents(run.progress)
     record.boxes = [
@@ -319,8 +267,30 @@ def _run(
     return run
 
 
+def may_repeat(rehearsal: Rehearsal) -> bool:
+    """Whether micro-batches in the middle of the step need not be run. All are if something of a user's own may count
+    its calls, and where what one micro-batch does is not ended before the next one begins."""
+    config, parallel = rehearsal.config, rehearsal.config.parallel
+    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config)
+    return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
+
+
 def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord]:
     """The records of ranks as they come, each from a forked process, `workers` at a time."""
     from megatron.rehearsal.forks import forked
 
-    yield from forked([partial(rehearse_rank, rehearsal, rank) for rank in ranks], workers)
+    unlike: list[int] = []
+    repeat = may_repeat(rehearsal)
+    for rank, record in forked([partial(_repeated_or_none, rehearsal, rank, repeat) for rank in ranks], workers):
+        if record is None:
+            unlike.append(rank)
+        else:
+            yield record
+    yield from forked([partial(rehearse_rank, rehearsal, rank) for rank in unlike], workers)
+
+
+def _repeated_or_none(rehearsal: Rehearsal, rank: int, repeat: bool) -> tuple[int, RankRecord | None]:
+    try:
+        return rank, rehearse_rank(rehearsal, rank, repeat)
+    except Unlike:
+        return rank, None

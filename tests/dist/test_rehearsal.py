@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.planner.rehearsal.matching import mismatches
 from megatron.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.planner.rehearsal.shards import coverage_problems
-from megatron.rehearsal.fake_rank import Rehearsal, rehearsal_of, rehearse_rank
+from megatron.rehearsal.fake_rank import Rehearsal, may_repeat, rehearsal_of, rehearse_rank
 from megatron.rehearsal.forks import forked
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run.batch import microbatches_of
@@ -33,7 +34,7 @@ EXPERTS = (
 """Padded, as in a real run the sizes of other messages follow from the tokens."""
 
 LAYOUTS = [
-    "--tp 2 --pp 2 --sequence-parallel --global-batch-size 3 --overlap-grad-reduce --overlap-param-gather",
+    "--tp 2 --pp 2 --sequence-parallel --global-batch-size 6 --overlap-grad-reduce --overlap-param-gather",
     "--pp 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1",
     "--cp 2 --data-parallel-sharding-strategy optim_grads_params --global-batch-size 4",
@@ -51,9 +52,12 @@ def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
     return log.collectives
 
 
-def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
-    """One after the other in one process, which keeps what torch has learnt of fake tensors."""
-    return [rehearse_rank(rehearsal, rank) for rank in range(4)]
+def all_ranks(rehearsal: Rehearsal) -> tuple[list[RankRecord], list[RankRecord]]:
+    """The first and the last rank with micro-batches repeated too; in one process, which keeps what torch has learnt of
+    fake tensors."""
+    repeat = may_repeat(rehearsal)
+    repeated = [rehearse_rank(rehearsal, rank, repeat) for rank in (0, 3) if repeat]
+    return [rehearse_rank(rehearsal, rank) for rank in range(4)], repeated
 
 
 def bare(collective: Collective) -> Collective:
@@ -65,10 +69,14 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
     dims = ParallelDims.from_config(config.parallel, 4)
     rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
-    (records,) = forked([partial(all_ranks, rehearsal)], workers=1)
+    ((records, repeated),) = forked([partial(all_ranks, rehearsal)], workers=1)
     assert [record.failure for record in records] == [None] * 4
     assert not mismatches(records) and not coverage_problems(records, every_rank=True)
     assert all(record.boxes for record in records if record.rank == 0)
+    for record in repeated:
+        assert record.repeated and record == replace(
+            records[record.rank], repeated=record.repeated, seconds=record.seconds
+        )
     for record, real in zip(records, run_world(4, recorded, config), strict=True):
         step = [bare(each) for each in record.collectives]
         assert step == [bare(each) for each in real]
