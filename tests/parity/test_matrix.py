@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.matrix import FACTORS, NAMED, Combination, difference, legal, pairs_of, pairwise, whole_matrix
+from tests.parity.matrix import difference, whole_matrix
+from tests.parity.matrix.combination import FACTORS, Combination
+from tests.parity.matrix.named import NAMED
+from tests.parity.matrix.pairwise import legal, pairs_of, pairwise
 from tests.parity.mutants import MUTANTS, seen
 
 EVERY = 12

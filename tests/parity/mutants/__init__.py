@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
-from tests.parity.matrix import Combination, difference, reference
+from tests.parity.matrix import difference, reference
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants import (
     attention,
     data_parallel,

@@ -25,7 +25,7 @@ from megatron.core.transformer import (
     rotary,
     self_attention,
 )
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
 

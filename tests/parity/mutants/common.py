@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 
 Patch = tuple[Any, str, Any]
 """What to replace of which object, and by what."""

@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.param_meta import ParamMeta
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 
 

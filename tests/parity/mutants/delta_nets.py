@@ -15,7 +15,7 @@ from megatron.core.transformer import (
     gated_delta_net,
 )
 from megatron.core.transformer.parameters import DeltaNetParameters
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
 

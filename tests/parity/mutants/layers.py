@@ -14,7 +14,7 @@ from megatron.core.transformer import (
     norm,
     split_heads,
 )
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
 

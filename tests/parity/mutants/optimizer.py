@@ -18,7 +18,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.transformer import (
     latent_attention,
 )
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants
 
 

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.optimizer import distrib_optimizer, post_validation
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import weight_grad
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, nothing
 
 

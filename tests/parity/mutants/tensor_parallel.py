@@ -14,7 +14,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.parameters import ReplicatedLinear
-from tests.parity.matrix import Combination
+from tests.parity.matrix.combination import Combination
 from tests.parity.mutants.common import Mutants, Patch, nothing
 
 

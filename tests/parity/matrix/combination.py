@@ -1,0 +1,211 @@
+"""The factors of the matrix with the flags of their choices, and a combination of choices."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COMMON = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --vocab-size 60 "
+    "--make-vocab-size-divisible-by 8 --lr 1e-2 --weight-decay 0.1 --mock-data --global-batch-size 8 "
+    "--train-iters 2 --eval-iters 0 --num-workers 0 --fp64 --cpu"
+)
+
+# What a choice adds to the flags. Model factors are part of the one-process reference too, layout factors are not.
+BIASED_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
+    " --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.01"
+)
+EXPERTS = f"--disable-bias-linear {BIASED_EXPERTS}"
+MODEL_FACTORS: dict[str, dict[str, str]] = {
+    "heads": {
+        "mha": "",
+        "gqa": "--group-query-attention --num-query-groups 4",
+        "mqa": "--group-query-attention --num-query-groups 1",
+        "wide": "--kv-channels 8 --add-qkv-bias",
+        "mla": "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
+        " --v-head-dim 5 --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 0.7",
+    },
+    "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
+    "style": {
+        "gpt": "",
+        "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+        " --attention-dropout 0 --hidden-dropout 0 --qk-layernorm",
+        "gemma": "--position-embedding-type rope --normalization RMSNorm --activation-func geglu_tanh"
+        " --disable-bias-linear --apply-layernorm-1p --scale-word-embeddings --hidden-dropout 0",
+        "bloom": "--position-embedding-type alibi --embed-layernorm",
+        "yarn": "--position-embedding-type rope --rope-type yarn --rotary-scaling-factor 4"
+        " --original-max-position-embeddings 8 --rotary-percent 0.5 --normalization RMSNorm --activation-func xielu"
+        " --attention-dropout 0",
+        "gptj": "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
+    },
+    "block": {
+        "plain": "",
+        "output norms": "--norm-placement output --logits-scaling 3 --embedding-multiplier 2",
+        "sandwich": "--norm-placement sandwich --attention-output-gate --final-logit-softcapping 2",
+        "parallel": "--parallel-residual --residual-multiplier 0.7 --softmax-scale 0.3 --head-wise-attn-gate",
+        "wide norms": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope all",
+    },
+    "softmax": {
+        "plain": "",
+        "sinks": "--softmax-type learnable",
+        "off by one": "--softmax-type off-by-one --attn-logit-softcapping 0.7",
+    },
+    "layers": {
+        "alike": "",
+        "windows": "--window-size 5 --window-attn-skip-freq 3",
+        "chunks": "--attention-chunk-size 6 --window-attn-skip-freq ([1]*2+[0]*2+[1]*2) --no-rope-freq 2",
+        "delta nets": "--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*2+[0]+[1]*3)"
+        " --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 4 --linear-value-head-dim 3",
+        "tempered": "--attention-chunk-size 6 --window-attn-skip-freq 2 --no-rope-freq 2 --qk-l2-norm"
+        " --attention-temperature-coeff 0.5 --attention-temperature-floor 3",
+        "bases": "--window-size 4 --window-attn-skip-freq ([0]+[1]*5) --window-rotary-base 500 --no-rope-freq 4",
+        "own heads": "--window-size 5 --window-attn-skip-freq 3 --window-num-attention-heads 16"
+        " --window-num-query-groups 8 --window-softmax-type learnable --window-rotary-percent 0.5 --value-channels 6"
+        " --attention-value-scale 0.7 --ffn-hidden-size-pattern ([48]*2+[64]*3+[96])",
+    },
+    "mlp": {
+        "dense": "",
+        "moe": EXPERTS,
+        "drops": f"{EXPERTS} --moe-expert-capacity-factor 1.1",
+        "biased": f"{BIASED_EXPERTS} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.02",
+    },
+    "routing": {
+        "softmax": "",
+        "groups": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2"
+        " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-latent-size 12",
+        "shared": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*2+[1]*4)",
+        "weighted inputs": "--moe-router-score-function sigmoid --moe-apply-probs-on-input"
+        " --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*3)",
+        "gated": "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-layer-freq 2",
+    },
+    "update": {
+        "adam": "",
+        "muon": "--optimizer muon --muon-nesterov --muon-momentum 0.8 --muon-extra-scale-factor 0.2",
+        "clipped": "--qk-clip --qk-clip-threshold 1e-4 --qk-clip-alpha 0.3",
+    },
+    "states": {
+        "main": "",
+        "bf16": "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "fp16": "--use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
+    },
+    "groups": {
+        "usual": "",
+        "own": "--param-group 'linear_(qkv|fc1|q) lr_mult=0.3 weight_decay=0.5' --weight-decay-on matrices norms",
+    },
+    "multi token": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
+    "documents": {
+        "whole": "",
+        "packed": "--tokenizer-type NullTokenizer --reset-attention-mask --reset-position-ids --eod-mask-loss",
+    },
+}
+LAYOUT_FACTORS: dict[str, dict[str, str]] = {
+    "world": {"1": "", "2": "", "4": "", "8": ""},
+    "tp": {
+        "1": "",
+        "2": "--tp 2",
+        "2sp": "--tp 2 --sequence-parallel",
+        "4": "--tp 4",
+        "4sp": "--tp 4 --sequence-parallel",
+    },
+    "pp": {"1": "", "2": "--pp 2", "4": "--pp 4"},
+    "schedule": {
+        "1f1b": "--pipeline-schedule 1f1b",
+        "gpipe": "--pipeline-schedule gpipe",
+        "interleaved2": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+        "interleaved3": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3",
+        "zb-h1": "--pipeline-schedule zb-h1",
+        "zb-h2": "--pipeline-schedule zb-h2",
+        "zb-v": "--pipeline-schedule zb-v",
+    },
+    "cp": {
+        "1": "",
+        "2ring": "--cp 2 --cp-comm-type p2p",
+        "2gather": "--cp 2 --cp-comm-type all_gather",
+        "2ulysses": "--cp 2 --cp-comm-type a2a",
+        "4ring": "--cp 4 --cp-comm-type p2p",
+    },
+    "ep": {"1": "", "2": "--ep 2", "4": "--ep 4"},
+    "etp": {"as tp": "", "1": "--etp 1", "2": "--etp 2", "4": "--etp 4"},
+    "dispatcher": {
+        "alltoall": "--moe-token-dispatcher-type alltoall",
+        "allgather": "--moe-token-dispatcher-type allgather",
+    },
+    "expert messages": {
+        "plain": "",
+        "padded": "--moe-pad-expert-input-to-capacity",
+        "in turns": "--overlap-moe-expert-parallel-comm",
+    },
+    "optimizer": {
+        "zero1": "",
+        "replicated": "--no-use-distributed-optimizer",
+        "overlapped": "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000",
+        "gradients": "--data-parallel-sharding-strategy optim_grads",
+        "parameters": "--data-parallel-sharding-strategy optim_grads_params",
+        "replicated overlapped": "--no-use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
+    },
+    "norm": {"awaited": "", "validated later": "--optimizer-post-validation"},
+    "instances": {"1": "", "2": "--num-distributed-optimizer-instances 2"},
+    "offload": {"none": "", "part": "--optimizer-cpu-offload --optimizer-offload-fraction 0.7"},
+    "recompute": {
+        "none": "",
+        "selective": "--recompute-granularity selective",
+        "latents": "--recompute-granularity selective --recompute-modules mla_up_proj layernorm",
+        "full uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "full block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    },
+    "activations": {
+        "kept": "",
+        **{
+            f"{count} offloaded": f"--cpu-offloading --cpu-offloading-num-layers {count} --min-offloaded-tensor-size 1"
+            for count in (1, 2)
+        },
+    },
+    "micro batch": {"1": "--micro-batch-size 1", "2": "--micro-batch-size 2"},
+    "regions": {"plain": "", "fused": "--compile"},
+}
+FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
+OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "routing")
+"""Factors that only models with experts have."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One choice of each factor, in the order of `FACTORS`."""
+
+    choices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, **changed: str) -> Combination:
+        """The first choice of every factor, but for those named (underscores stand for spaces)."""
+        named = {name.replace("_", " "): choice for name, choice in changed.items()}
+        assert named.keys() <= FACTORS.keys(), named
+        return cls(tuple(named.get(name, next(iter(options))) for name, options in FACTORS.items()))
+
+    @property
+    def world_size(self) -> int:
+        return int(self["world"])
+
+    @property
+    def argv(self) -> list[str]:
+        return self._flags(tuple(FACTORS))
+
+    @property
+    def model_argv(self) -> list[str]:
+        """Flags of the same model on one process."""
+        return self._flags(tuple(MODEL_FACTORS))
+
+    def _flags(self, names: Sequence[str]) -> list[str]:
+        moe = self["mlp"] != "dense"
+        named = [FACTORS[name][self[name]] for name in names if moe or name not in OF_EXPERTS]
+        line = " ".join([COMMON, *named])
+        return shlex.split(line) if "'" in line or '"' in line else line.split()  # shlex takes a fifth of the search
+
+    def __getitem__(self, factor: str) -> str:
+        return self.choices[list(FACTORS).index(factor)]
+
+    def __str__(self) -> str:
+        plain = Combination.of()
+        shown = [f"{name} {self[name]}" for name in FACTORS if name == "world" or self[name] != plain[name]]
+        return ", ".join(shown)
