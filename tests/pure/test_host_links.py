@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.reliability.hosts.heartbeat import BEAT, Links, watched
+from megatron.training.reliability.hosts.heartbeat import BEAT, LINGER, Links, watched
 
 TIMEOUT = 6.0
 
@@ -90,7 +90,34 @@ def test_a_host_that_says_that_it_ends_is_not_waited_for(end: str) -> None:
     cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)
     cluster.asleep = {1}
     cluster.beat(60)
-    assert cluster.found(0) == ({"gone": [1]} if end == "gone" else {})
+    assert cluster.found(0) == ({"gone": [1], "failed": [1]} if end == "gone" else {"over": [1]})
+
+
+@pytest.mark.parametrize("end", ["failed", "lost"])
+def test_a_host_that_failed_is_found_though_nothing_else_tells_of_it(end: str) -> None:
+    cluster = Cluster(3)
+    cluster.beat(2)
+    cluster.links[0].hear(cluster.links[1].message(cluster.now, end), 1, cluster.now)
+    cluster.asleep, cluster.lost = {1}, {(1, 2)}
+    cluster.beat(LINGER - BEAT)
+    assert cluster.found(0) == {}
+    cluster.links[0].stood_still(5.0, cluster.now)
+    cluster.beat(5.0 - BEAT)
+    assert cluster.found(0) == {}
+    cluster.beat(1)
+    assert cluster.found(0) == {"failed": [1]} and cluster.found(2) == {"silent": [1]}
+
+
+def test_the_last_word_counts_though_the_heartbeat_of_its_host_stood_still() -> None:
+    cluster = Cluster(2)
+    cluster.beat(2)
+    cluster.lost = {(0, 1)}
+    cluster.beat(TIMEOUT)
+    cluster.links[1].stood_still(5.0, cluster.now)  # so that it says that it heard this host a second ago
+    cluster.links[0].hear(cluster.links[1].message(cluster.now, "lost"), 1, cluster.now)
+    cluster.asleep = {1}
+    cluster.beat(LINGER + 1)
+    assert cluster.found(0) == {"failed": [1]}
 
 
 def test_the_last_word_of_a_host_that_hears_nothing_is_kept_though_this_host_stood_still() -> None:

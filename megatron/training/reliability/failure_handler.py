@@ -6,14 +6,16 @@ An error that the end of another rank may have caused waits for a better one fir
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -38,6 +40,9 @@ STORE_ANSWER = 1.5
 PARTING = 5.0
 """Seconds that a rank waits at most for others to have seen why it leaves."""
 
+LAST_RESORT = 30.0
+"""Seconds after which a process that has begun to end is ended, whatever holds it up: a store, a screen, a disk."""
+
 
 class FailureHandler:
     """Reports the end of this process to the other ranks, the screen, the launcher and OUTCOME_FILE, and exits."""
@@ -46,7 +51,7 @@ class FailureHandler:
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
     ) -> None:
         self.at_exit: list[Callable[[], None]] = []
-        """Functions called before the process exits by a failure, for at most a second."""
+        """Functions called before the process exits by a failure, each on a thread, for at most a second."""
 
         self.left = False
         """Whether this rank needs the store no more, whose process may end at any time now."""
@@ -75,70 +80,74 @@ class FailureHandler:
             self._exit(alone.code)
         if self._store is None:
             raise error
+        end_within(LAST_RESORT)
         status.error = error
         silent = self._await_cause(error) if is_consequence(error) else []
-        self._only_once()
-        failure = Failure.of(error, rank, self._board.name(rank), status.phase_and_action())
-        self._end(failure, silent, waited=is_consequence(error))
+        with self._only_once():
+            failure = Failure.of(error, rank, self._board.name(rank), status.phase_and_action())
+            self._end(failure, silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int) -> NoReturn:
         """Ends all ranks because the process of another rank is gone."""
-        self._only_once()
-        board = self._board
-        phase = f"{board.last_phase(rank) or 'unknown'}, at its last sign of life"
-        pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
-        last_words = self._stacks.last_words(rank)
-        what = f"process{pid} is gone and left no traceback{last_words}"
-        self._end(Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"]))
+        with self._only_once():
+            board, phase = self._board, ""
+            with suppress(RuntimeError):  # the store may be gone with it
+                phase = board.last_phase(rank)
+            phase = f"{phase or 'unknown'}, at its last sign of life"
+            pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
+            last_words = self._stacks.last_words(rank)
+            what = f"process{pid} is gone and left no traceback{last_words}"
+            self._end(Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"]))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
         """Ends because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
-        if not self._ending.acquire(blocking=False):
+        if self.ending:
             time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store holds it up
             self._end_alone(failure)
-        if not _within(STORE_ANSWER, lambda: self._board.cause()):
-            self._end_alone(failure)
-        last = threading.Timer(GRACE + PARTING, self._end_alone, [failure])
-        last.daemon = True
-        last.start()
-        self._end(failure, ranks)
+        with self._only_once():
+            if not _within(STORE_ANSWER, lambda: self._board.cause()):
+                self._end_alone(failure)
+            last = threading.Timer(GRACE + PARTING, self._end_alone, [failure])
+            last.daemon = True
+            last.start()
+            self._end(failure, ranks)
 
     def follow(self, cause: Failure) -> NoReturn:
         """Ends because another rank has failed."""
-        self._only_once()
-        self._follow(cause)
+        with self._only_once():
+            self._follow(cause)
 
     def kill_all(self, number: signal.Signals) -> NoReturn:
         """Ends all ranks at once, by a second signal on this one."""
-        self._only_once()
-        rank, board, phase = self._launch.rank, self._board, self._status.phase_and_action()
-        message = f"{board.name(rank)}: a second signal, {number.name}, in {phase}: ending at once"
-        print(message, file=sys.stderr, flush=True)
-        write_error_file(message)
-        code = ExitCode.KILLED + number
-        self._outcome.end(code, message)
-        failure = Failure(rank, board.name(rank), phase, message, "", "", code)
-        with suppress(RuntimeError):
-            board.post_cause(failure)
-            board.post_report(failure)
-            # The others have seen it before this process, and perhaps the store with it, is gone.
-            board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
-        self._exit(code)
+        with self._only_once():
+            rank, board, phase = self._launch.rank, self._board, self._status.phase_and_action()
+            message = f"{board.name(rank)}: a second signal, {number.name}, in {phase}: ending at once"
+            print(message, file=sys.stderr, flush=True)
+            write_error_file(message)
+            code = ExitCode.KILLED + number
+            self._outcome.end(code, message)
+            failure = Failure(rank, board.name(rank), phase, message, "", "", code)
+            with suppress(RuntimeError):
+                board.post_cause(failure)
+                board.post_report(failure)
+                # The others have seen it before this process, and perhaps the store with it, is gone.
+                board.wait(lambda: len(board.get_all("left")) >= self._launch.world_size - 1, PARTING)
+            self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
         """Ends all ranks before there is anything to save, in order to be started again."""
-        self._only_once()
-        code, board, first = ExitCode.TO_BE_RESUMED, self._board, self._launch.rank == 0
-        if first:
-            print(message, file=sys.stderr, flush=True)
-            self._outcome.end(code, message)
-        write_error_file(message)
-        with suppress(RuntimeError):
-            # All ranks have seen it when the first of them ends, and the one that may hold the store ends last.
-            board.come("leave")
-            board.wait(lambda: board.all_came("leave"), PARTING)
-            time.sleep(PERIOD if first else 0.0)
-        self._exit(code)
+        with self._only_once():
+            code, board, first = ExitCode.TO_BE_RESUMED, self._board, self._launch.rank == 0
+            if first:
+                print(message, file=sys.stderr, flush=True)
+                self._outcome.end(code, message)
+            write_error_file(message)
+            with suppress(RuntimeError):
+                # All ranks have seen it when the first of them ends, and the one that may hold the store ends last.
+                board.come("leave")
+                board.wait(lambda: board.all_came("leave"), PARTING)
+                time.sleep(PERIOD if first else 0.0)
+            self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
         """Reports for this host and ends, without a word to or from other hosts. Files may lie with them."""
@@ -151,24 +160,32 @@ class FailureHandler:
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
         """Ends because the launcher, or rank 0 if there is none, has ended: there is no store to talk through."""
-        self._only_once()
-        if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
-            what = f"the store of the ranks does not answer: {error}"
-            who = "rank 0 or the launcher, which holds the store of the ranks"
-            failure = Failure(self._launch.rank, who, self._status.place(), "", what, ADVICE["died"])
-            print(failure.text(), file=sys.stderr)
-        self._exit(ExitCode.FAILED)
+        with self._only_once():
+            if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
+                what = f"the store of the ranks does not answer: {error}"
+                who = "rank 0 or the launcher, which holds the store of the ranks"
+                failure = Failure(self._launch.rank, who, self._status.place(), "", what, ADVICE["died"])
+                print(failure.text(), file=sys.stderr)
+            self._exit(ExitCode.FAILED)
 
     @property
     def ending(self) -> bool:
         """Whether a thread of this process is about to end it."""
         return self._ending.locked()
 
-    def _only_once(self) -> None:
-        """Lets the first thread of this process end it; any other waits here for that."""
+    @contextmanager
+    def _only_once(self) -> Iterator[None]:
+        """Lets the first thread of this process end it, which it does though an error prevents the report; any other
+        waits here for that."""
         if not self._ending.acquire(blocking=False):
             while True:
                 time.sleep(60)
+        end_within(LAST_RESORT)
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
         """Gives the cause of a consequence time to show up. Returns the ranks that did not answer in that time."""
@@ -283,12 +300,24 @@ class FailureHandler:
         tell_last(text, now=self._signals.first_at is not None and failure.advice != ADVICE["died"])
 
     def _exit(self, code: int) -> NoReturn:
-        closing = threading.Thread(target=lambda: [close() for close in self.at_exit], daemon=True)
-        closing.start()
-        closing.join(1.0)
+        end_within(LAST_RESORT)
+        closing = [threading.Thread(target=close, daemon=True) for close in self.at_exit]
+        for thread in closing:
+            thread.start()
+        until = time.monotonic() + 1.0
+        for thread in closing:
+            thread.join(max(0.0, until - time.monotonic()))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code_for_launcher(code))
+
+
+def end_within(seconds: float) -> None:
+    """Ends this process with code 1 and the stacks of its threads on the screen unless it has ended by itself in that
+    time; the first call counts. Neither needs Python: a thread of C ends it, and the kernel where that hangs too."""
+    if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
+        signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:

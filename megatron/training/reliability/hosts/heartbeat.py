@@ -33,8 +33,15 @@ PAUSE = 1.0
 SLACK = 4 * BEAT
 """Hosts silent for nearly the timeout are told with those that are: they were lost at one moment."""
 
+KINDS = ("silent", "deaf", "unheard", "failed", "over")
+"""Kinds of findings that give seconds for each host."""
+
 FULL_MESH = 16
 """Up to so many hosts watch all others."""
+
+LINGER = 10.0
+"""Seconds in which this host ends after another one has said that the run has failed there. Longer, and the reason has
+not come here, nor what would end a collective: the other one's end, which the network may have lost."""
 
 FAREWELLS = 8
 """Times that the last message is sent."""
@@ -65,8 +72,11 @@ class Peer:
     """Seconds since it heard this host, as it said last."""
 
     end: str = ""
-    """`bye`: its run has ended; `lost`: it ends because it hears nothing of hosts; `gone`: its first rank has ended
-    without a word."""
+    """`bye`: its run has ended in peace; `failed`: by a failure; `lost`: because it hears nothing of hosts; `gone`: its
+    first rank has ended without a word."""
+
+    ended: float = 0.0
+    """When it said that."""
 
 
 class Links:
@@ -84,7 +94,9 @@ class Links:
         """Takes in a message of another host."""
         self.know(message["from"], address, now)
         peer = self.peers[message["from"]]
-        peer.address, peer.heard, peer.end = address, now, peer.end or message["end"]
+        if message["end"] and not peer.end:
+            peer.end, peer.ended = message["end"], now
+        peer.address, peer.heard = address, now
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, Any]:
@@ -105,14 +117,15 @@ class Links:
         """This process has not run for so long: neither is what others did not say in that time counted, nor what
         they said of it."""
         for peer in self.peers.values():
-            peer.since = min(now, peer.since + seconds)
+            peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
             peer.hears = peer.hears if peer.end else None
 
     def findings(self, now: float) -> dict[str, Any]:
-        """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `gone` and
-        `fine` list hosts. Without a finding `silent`, `deaf`, `unheard` and `gone` are empty."""
-        found: dict[str, Any] = {"silent": {}, "deaf": {}, "unheard": {}, "gone": [], "fine": []}
+        """Kind -> host -> seconds: `silent`, `deaf`, and `unheard` for hosts that have never been heard; `failed` for
+        those whose run failed longer ago than `LINGER`, and `over` for those whose run ended in peace. `gone` and
+        `fine` list hosts. Without a finding all but `fine` are empty."""
+        found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # whether a host has ended because it hears nothing from here
         for host in sorted(watched(self.peers, self.here)):
@@ -121,6 +134,10 @@ class Links:
                 ages["deaf"][host], parted = peer.hears or 0.0, True
             elif peer.end:
                 found["gone"] += [host] if peer.end == "gone" else []
+                if peer.end == "bye":
+                    found["over"][host] = now - peer.ended
+                elif now - peer.ended > LINGER:
+                    found["failed"][host] = now - peer.ended
             elif peer.heard is None:
                 ages["unheard"][host] = now - peer.since
             elif now - peer.heard > self.timeout - SLACK:
@@ -206,7 +223,7 @@ class Heartbeat:
                 self._network.sendto(data, address)
 
     def _tell(self, findings: dict[str, Any]) -> None:
-        if any(findings[kind] for kind in ("silent", "deaf", "unheard", "gone")):
+        if any(findings[kind] for kind in (*KINDS, "gone")):
             data = json.dumps(findings | {"run": self.run}).encode()
             for port in self.ears:
                 with suppress(OSError):

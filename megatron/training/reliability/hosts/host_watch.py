@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +29,9 @@ from megatron.training.reliability.rank_store import Board
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
 """Of so many ranks each is looked up as it comes, of more ranks once all have come."""
+
+PEACE = 30.0
+"""Seconds that a rank may stay at one place of a step after the run has ended in peace on another host."""
 
 ANSWER = 2.0
 """Seconds in which the kernel of a host that lives accepts a connection."""
@@ -66,6 +70,9 @@ class HostWatch:
         self._lost = False
         """Whether this rank ends because hosts are lost."""
 
+        self._place, self._since = "", 0.0
+        """Where this rank is, after the run has ended on another host, and since when."""
+
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
@@ -91,7 +98,8 @@ class HostWatch:
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
-            self._links |= {rank: Link(**json.loads(text)) for rank, text in board.get_all("link").items()}
+            # A new one, as the other thread may be looking through the old one.
+            self._links = self._links | {rank: Link(**json.loads(text)) for rank, text in board.get_all("link").items()}
         known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
         if self._process is not None and known > self._told:
             self._told = known
@@ -101,11 +109,11 @@ class HostWatch:
             self._order(run=self._run, ears=ears, hosts={rank: address for rank, address in hosts.items() if address})
 
     def close(self) -> None:
-        """Ends the watch; other hosts hear whether that is because they were lost."""
+        """Ends the watch; other hosts hear whether that is in peace, by a failure, or because they were lost."""
         self._closed.set()
         if self._process is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
-                self._order(end="lost" if self._lost else "bye")
+                self._order(end="lost" if self._lost else "failed" if self._failures.ending else "bye")
                 self._process.wait(1.0)
 
     def _start(self) -> int:
@@ -157,10 +165,14 @@ class HostWatch:
     def _listen(self) -> None:
         while not self._closed.is_set():
             data = self._ear.recv(65536)
-            with suppress(ValueError):
+            try:
                 findings = json.loads(data)
                 if findings.get("run") == self._run and not self._closed.is_set():
                     self._act(findings)
+            except ValueError:
+                continue  # not from a heartbeat
+            except Exception as error:
+                self._failures.fail(error)  # nobody would watch any more
 
     def _act(self, found: dict[str, Any]) -> None:
         lost = {
@@ -175,6 +187,26 @@ class HostWatch:
             self._failures.unreachable(failure, [rank for host, _ in lost for rank in self.ranks_of(host)])
         for host in found["gone"]:
             self._failures.report_gone(int(host))
+        ended = {int(host): float(age) for host, age in found["failed"].items()}
+        if not ended and found["over"] and self._waits():
+            ended = {int(host): float(age) for host, age in found["over"].items()}
+        if ended:
+            self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
+
+    def _waits(self) -> bool:
+        """Whether this rank has stood at one place of a step for `PEACE`. The first call starts the count."""
+        place, now = self._status.phase_and_action(), time.monotonic()
+        if place != self._place:
+            self._place, self._since = place, now
+        return place.startswith("step") and now - self._since > PEACE
+
+    def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
+        """The report on hosts whose run has ended so many seconds ago, while it goes on here."""
+        how = "by a failure whose report has not come here" if failed else "in peace, while this rank is in a step"
+        what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
+        who = ", ".join(map(self._named, ended))
+        phase, advice = self._status.phase_and_action(), ADVICE["host" if failed else "collective"]
+        return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
         """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""

@@ -1,0 +1,104 @@
+"""A process that has begun to end does end, whatever hangs or fails in that."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.reliability import failure_handler
+from megatron.training.reliability.failure_handler import FailureHandler
+from megatron.training.reliability.failure_report import Failure
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.run_status import Outcome
+from megatron.training.reliability.signal_listener import SignalListener
+from megatron.training.reliability.stack_dump import StackDump
+from tests.forked import join
+
+FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "correct it")
+
+
+class NoBoard:
+    """A store of which nothing comes back: `answer` is called instead."""
+
+    def __init__(self, answer: Callable[[], object]) -> None:
+        self._answer, self.peers = answer, dict[int, Any]()
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} of 2"
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return lambda *args: self._answer()
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def gone() -> None:
+    raise RuntimeError("the store is gone")
+
+
+def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHandler], object]) -> str:
+    """What a process prints that ends by `end` with such a store. Asserts that it exits with code 1."""
+
+    def run() -> None:
+        os.dup2(os.open(folder / "screen", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        handler = FailureHandler(Launch(0, 2), RankStatus(), StackDump(), SignalListener(), Outcome(None))
+        handler.at_exit += [hang, (folder / "closed").touch]
+        handler.connect(NoBoard(answer))  # type: ignore[arg-type]
+        end(handler)
+
+    process: Any = mp.get_context("fork").Process(target=run)
+    process.start()
+    assert join([process]) == [1]
+    return (folder / "screen").read_text()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda handler: handler.fail(RuntimeError("connection closed by peer")),
+        lambda handler: handler.report_gone(1),
+        lambda handler: handler.follow(FAILURE),
+    ],
+    ids=["fail", "report_gone", "follow"],
+)
+def test_a_store_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
+    monkeypatch.setattr(failure_handler, "LAST_RESORT", 0.05)
+    assert "most recent call first" in ended(tmp_path, hang, end)
+
+
+def test_a_second_thread_ends_a_process_whose_first_one_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_handler, "PARTING", 0.1)
+    monkeypatch.setattr(failure_handler, "GATHER", 0.1)
+
+    def end(handler: FailureHandler) -> None:
+        threading.Thread(target=handler.follow, args=(FAILURE,), daemon=True).start()
+        while not handler.ending:
+            pass
+        handler.unreachable(FAILURE, [1])
+
+    assert ended(tmp_path, hang, end).count("RUN FAILED: rank 1 of 2\n") == 1
+    assert (tmp_path / "closed").exists()  # though a function before it hangs
+
+
+@pytest.mark.parametrize("what", ["a report", "an error in it"])
+def test_the_end_of_a_process_and_of_the_store_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def broken(stacks: StackDump, rank: int) -> str:
+        raise OSError("the disk is away")
+
+    if what != "a report":
+        monkeypatch.setattr(StackDump, "last_words", broken)
+    said = ended(tmp_path, gone, lambda handler: handler.report_gone(1))
+    assert ("OSError: the disk is away" if what != "a report" else "RUN FAILED: rank 1 of 2\n") in said
