@@ -33,7 +33,7 @@ show() {
 
 # Prints a command, then runs it.
 run() {
-    show "$@"
+    show "$@" >&2
     "$@"
 }
 

@@ -40,6 +40,9 @@ INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
 """Of an action of a schedule that does not fit otherwise: three small digits."""
 
+MOST_COLUMNS = 480
+"""Characters of a line of text; of a longer one the two ends are printed."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser(argv)
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.messages:
         for rank, actions in enumerate(lists):
             print(f"rank {rank}: {' '.join(short(action) for action in actions)}")
-    print("\n".join(text_of(found, layout)))
+    print("\n".join(without_middle(text_of(found, layout))))
     print(summary_of(found))
     time, bubble = post_validated(build(post_validation=True), costs)
     print(f"with --optimizer-post-validation, where nothing is clipped: time of a step {time:g}, bubble {bubble:.4f}")
@@ -135,6 +138,16 @@ def text_of(found: Simulation, layout: PipelineLayout) -> list[str]:
             line += label(action, layout).ljust(round(stop * scale) - len(line) - 1, "-") + "|"
         lines.append(f"{rank:>3} {line}")
     return lines
+
+
+def without_middle(lines: Sequence[str]) -> list[str]:
+    """Lines of a long schedule cut to their beginnings and ends, at the same columns."""
+    longest = max(map(len, lines))
+    if longest <= MOST_COLUMNS:
+        return list(lines)
+    half = MOST_COLUMNS // 2
+    cut = [f"{line[:half]} ... {line.ljust(longest)[-half:]}".rstrip() for line in lines]
+    return [*cut, f"{longest - MOST_COLUMNS} of {longest} columns left out; --messages prints every action"]
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:

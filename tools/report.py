@@ -53,11 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not args.no_plan:
         plan, why = computed_plan(run)
     output = args.output or run.path / "report.html"
+    if output.is_dir():
+        parser.error(f"--output {output} is a folder; name a file in it")
     text = report(run, other, plan, why, args.gpus_per_node)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, output)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, output)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     print(f"report: {output}")
     return 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,10 +55,49 @@ def test_a_slow_micro_batch_is_seen_beside_the_plan() -> None:
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    for text in ("{", '{"traceEvents": []}', "[]"):
-        other.write_text(text)
+    for data in (
+        b"{",
+        b'{"traceEvents": []}',
+        b"[]",
+        b'{"otherData": null}',
+        b"\x1f\x8b\x08" + bytes(200),
+        b"[" * 9999,
+    ):
+        other.write_bytes(data)
         with pytest.raises(ValueError, match="is not a trace"):
             read_trace(other)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda trace: trace["otherData"]["ranks"].pop(), "layout in otherData is not one of 3 ranks"),
+        (lambda trace: trace["otherData"]["layout"].update(tp=0), "has no layout"),
+        (lambda trace: trace["otherData"]["layout"].update(ep=3), "is not one of 4 ranks"),
+        (lambda trace: trace["otherData"].update(pipelines=[[0, 1, 2, 2]]), "do not have each rank once"),
+        (lambda trace: trace["otherData"]["ranks"][2].pop("host"), "does not say the host of rank 2"),
+        (lambda trace: trace["otherData"]["ranks"][1].update(memory={"weights": "a"}), "the memory of rank 1 are not"),
+        (lambda trace: trace["traceEvents"].append(7), "is no object"),
+        (lambda trace: trace["traceEvents"][-1].update(ts=1e300), "times"),
+        (lambda trace: trace["traceEvents"][-1].update(pid=9), "is of rank 9, which is not there"),
+        (lambda trace: trace["traceEvents"][-1].pop("pid"), r"without \['pid'\]"),
+        (lambda trace: [event.get("args", {}).pop("kind", 0) for event in trace["traceEvents"]], "not say its action"),
+    ],
+)
+def test_what_damage_to_a_trace_is_named(tmp_path: Path, damage: Callable[[Any], Any], said: str) -> None:
+    trace = simulated_trace()
+    damage(trace)
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    with pytest.raises(ValueError, match=said):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """As on a full disk: the part that was written would keep it full."""
+    (tmp_path / "t.json.gz").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_trace(simulated_trace(), tmp_path / "t.json.gz")
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_groups_that_cross_nodes(tmp_path: Path, capsys) -> None:
@@ -108,6 +149,17 @@ def test_long_curves_keep_their_spikes() -> None:
     chart = curves("loss", "nats", [Series("a <b>", [(1, 2.0)]), Series("c", [(1, 2.0), (2, float("inf")), (3, 4.0)])])
     assert chart is not None and "a &lt;b&gt;" in chart.inline()
     ET.fromstring(chart.file())
+
+
+def test_a_legend_that_is_too_long_has_a_row_of_its_own() -> None:
+    heights = []
+    for name in ("a", "a run with a long name"):
+        series = [Series(f"{name}{number}", [(1, 2.0), (2, 3.0)]) for number in range(3)]
+        chart = curves("loss", "nats per token; red: restarts", series)
+        assert chart is not None
+        rows = {text.text: float(text.get("y", 0)) for text in ET.fromstring(chart.file()).iter(f"{SVG}text")}
+        heights.append(rows[f"{name}0"] - rows["loss (nats per token; red: restarts)"])
+    assert heights == [0.0, 18.0]
 
 
 def test_round_numbers() -> None:

@@ -23,11 +23,14 @@ def test_a_picture_of_every_schedule(schedule, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_a_long_schedule_the_two_ends_are_drawn(tmp_path):
+def test_of_a_long_schedule_the_two_ends_are_drawn(tmp_path, capsys):
     path = tmp_path / "schedule.png"
     assert main(["--pp", "16", "--num-microbatches", "192", "--output", str(path)]) == 0
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
     assert width <= 2400 and height <= 1000
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 490 for line in lines) and lines[16].endswith("--messages prints every action")
+    assert "F0--|F1--|" in lines[0] and lines[0].endswith("B191-----|")
     assert windows_of(10, 20) == [(0, 10)]
     assert windows_of(100, 20) == [(0, 10), (90, 100)]
 

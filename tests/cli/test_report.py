@@ -34,6 +34,10 @@ wandb-exp-name: '{ATTACK.replace("'", "''")}'
 train-iters: 400
 lr: 0.001
 """
+TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-size: 1").replace(
+    "pipeline-model-parallel-size: 2", "pipeline-model-parallel-size: 4"
+)
+"""The layout of `simulated_trace`."""
 
 
 class Page(HTMLParser):
@@ -107,7 +111,7 @@ def run(tmp_path: Path) -> Path:
         file.write(
             '{"iteration": 40, "valid_loss": 2.5}\n{"iteration": 41, "lm_loss": "NaN", "nan_iterations": 1}\n{"iter'
         )
-    (folder / "run_config.yaml").write_text(CONFIG)
+    (folder / "run_config.yaml").write_text(TRACED)
     record_event(folder, "start", iteration=0, world_size=4)
     record_event(folder, "save", iteration=20, seconds=1.25)
     record_event(folder, "save", iteration=30, seconds=0.5, error=ATTACK, complete=False)
@@ -136,6 +140,7 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "PP: 1 group of 4, crosses nodes, up to 2 nodes each; such as ranks 0-3",
         "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",
         "The run was started 2 times.",
+        "The training loss of 1 of 41 records is NaN or infinite.",
         "end: FAILED",
         "no manifest: not complete",
         "20 (latest)",
@@ -150,13 +155,33 @@ def test_all_sections_of_a_run(run: Path) -> None:
 def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_metrics(other, 10)
-    (other / "run_config.yaml").write_text(CONFIG.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
+    (other / "run_config.yaml").write_text(TRACED.replace("0.001", "0.002").replace("train-iters: 400\n", ""))
     page, _ = page_of(run, "--against", str(other))
     assert "2 values that differ" in page.text and "other: training" in page.text and "not set" in page.text
 
 
+def test_a_run_that_went_on_at_another_layout(run: Path) -> None:
+    """What is said of ranks is of the last start; what was traced before is told apart. A start behind a start tells of
+    a kill."""
+    record_event(run, "start", iteration=30, world_size=8)
+    (run / "run_config.yaml").write_text(CONFIG)
+    page, _ = page_of(run)
+    assert "8 ranks on 1 node" in page.text and "rank 0: held" not in page.text
+    assert "traced at another layout than that of its last start: PP 4" in page.text
+    assert "The run was started 3 times; 1 time it recorded no end." in page.text
+
+
+def test_the_trace_of_a_tensorboard_folder_that_moved_with_its_run(tmp_path: Path) -> None:
+    folder = tmp_path / "moved"
+    write_metrics(folder, 3)
+    (folder / "run_config.yaml").write_text(f"{TRACED}save: runs/a\ntensorboard-dir: runs/a/tensorboard\n")
+    write_trace(simulated_trace(), folder / "tensorboard/trace/iterations-3-3.json.gz")
+    assert "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: " in page_of(folder)[0].text
+
+
+LARGE = "1" + 600 * "0"
 REMAINS: dict[str, tuple[dict[str, str], str]] = {
-    "nothing": ({}, "metrics.jsonl: not there"),
+    "no metrics": ({"outcome": "name=FAILED"}, "metrics.jsonl: not there"),
     "an empty file": ({"metrics.jsonl": ""}, "has no record with an iteration"),
     "lines that are no records": (
         {"metrics.jsonl": "\x00\x01\n[1]\n{}\n" + '"text"\n', "run_config.yaml": "a: [1"},
@@ -165,6 +190,18 @@ REMAINS: dict[str, tuple[dict[str, str], str]] = {
     "a list for a configuration": (
         {"run_config.yaml": "- 1\n- 2\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'},
         "The layout is not known",
+    ),
+    "numbers and lists that no run writes": (
+        {
+            "metrics.jsonl": f'{{"iteration": 1, "lm_loss": {LARGE}, "layer_alarms": 5}}\n{{"iteration": {LARGE}}}\n'
+            f'{{"iteration": {LARGE * 9}}}',
+            "run_events.jsonl": '{"event": "start", "world_size": 0}',
+        },
+        "1 damaged line passed over",
+    ),
+    "losses that are all NaN": (
+        {"metrics.jsonl": '{"iteration": 1, "lm_loss": "NaN", "tokens_per_second": "NaN"}'},
+        "The training loss of 1 of 1 records is NaN",
     ),
     "a cut trace": (
         {"metrics.jsonl": '{"iteration": 1, "lm_loss": "Infinity", "time": "x"}', "trace/iterations-1-2.json.gz": "x"},
@@ -219,6 +256,14 @@ def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such folder"):
         main([str(tmp_path / "absent")])
+    (tmp_path / "metrics").mkdir()
+    with pytest.raises(ValueError, match="no run has left anything in it"):
+        main([str(tmp_path)])
+    write_metrics(tmp_path / "a" / "checkpoints", 1)
+    with pytest.raises(ValueError, match=f"did you mean {tmp_path}/a/checkpoints"):
+        main([str(tmp_path / "a")])
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "a" / "checkpoints"), "--no-plan", "--output", str(tmp_path)])
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -62,9 +62,10 @@ def test_settings_are_those_of_the_published_model(script: str, world_size: int,
 
 
 def test_a_script_hands_dry_run_on() -> None:
-    done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8")
+    done = run("bash", "scripts/train_gpt_single_node.sh", "--dry-run", "--world-size", "8", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "parameters 1,315,819,520\n" in done.stdout
+    assert "parameters 1,315,819,520" in json.loads(done.stdout)["plan"]["Model"]
+    assert done.stderr.startswith("+ ")
 
 
 def test_further_flags_win() -> None:

@@ -139,7 +139,7 @@ def event(rank: int, ts: float, dur: float, name: str = "x") -> Event:
         ([event(0, 0, 10), event(0, 2, 3), event(0, 5, 5), event(1, 5, 10)], ""),
         ([event(0, 0, 10, "a"), event(0, 5, 10, "b")], "b begins in a and ends after it"),
         ([event(0, 0, math.nan)], "times"),
-        ([{"ph": "X", "ts": 0}], "without ['dur', 'name', 'pid', 'tid']"),
+        ([{"ph": "X", "ts": 0}], "without ['args', 'cat', 'dur', 'name', 'pid', 'tid']"),
         ([{"ph": "b", "pid": 0, "ts": 0, "id": "1", "cat": "c", "name": "n"}], "has only b"),
         ([{"ph": p, "pid": 0, "tid": 0, "ts": 20, "id": 1, "cat": "c", "name": "n"} for p in "sf"], "lies in no slice"),
     ],
@@ -149,11 +149,37 @@ def test_what_violates_the_format(events: list[Event], said: str) -> None:
     assert (said in "; ".join(found)) if said else found == []
 
 
+def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
+    """What a run says of its trace."""
+    config = resolve(parse_args([*flags.split(), *f"--metrics-file {folder}/m --tensorboard-dir {folder}".split()]), size)
+    said: list[str] = []
+    with local_run(config, rank, size) as run, ExitStack() as resources:
+        run.view.say = said.append
+        train(run, resources)
+    return [line for line in said if "trace" in line]
+
+
+def test_a_run_says_why_nothing_is_traced_and_traces_the_rest_when_it_resumes(tmp_path: Path) -> None:
+    flags = RUN + f"--save {tmp_path}/save --load {tmp_path}/save --trace --trace-step-start 3 --trace-step-end "
+    (said,) = run_world(1, traced_lines, flags + "6 --train-iters 2", str(tmp_path))
+    assert said == [" no trace: the run has ended before --trace-step-start 3"]
+    later = flags.replace("--trace-step-start 3", "--trace-step-start 1")
+    (said,) = run_world(1, traced_lines, later + "3", str(tmp_path))
+    assert said == [f" trace of iterations 3 to 3: {tmp_path}/trace/iterations-3-3.json.gz"]
+    (said,) = run_world(1, traced_lines, later + "3 --train-iters 5", str(tmp_path))
+    assert said == [" no trace: the run resumes at iteration 4, --trace-step-end is 3"]
+
+
 def test_rules() -> None:
     config = resolve(parse_args((RUN + "--trace --trace-step-end 10").split()), 1)
     assert [problem.flag for problem in validate(config, 1)] == ["--trace-step-end"]
     config = resolve(parse_args((RUN + "--trace-step-end 4").split()), 1)
     assert [problem.flag for problem in notices(config, 1)] == ["--trace-step-end"]
+    config = resolve(parse_args((RUN + "--trace").split()), 1)
+    assert validate(config, 1) == []
+    assert [str(problem) for problem in notices(config, 1)] == [
+        "--trace-step-start 10: has no effect in a run of --train-iters 4; use 2 and --trace-step-end 4"
+    ]
 
 
 class FakeEvent:

@@ -148,6 +148,13 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
     assert predicted(flags, device, gpus_per_node=8).seconds <= step.seconds * (1 + 1e-9)
 
 
+def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
+    """The first rank has one layer of eight and ends last: most of its time is idle, which bounds nothing."""
+    step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", read_device("h100"))
+    assert step.parts["pipeline_bubble"] < 0.2 * step.seconds < step.bubble * step.seconds
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+
+
 def test_a_step_validated_later_has_the_bubble_of_each_rank_alone() -> None:
     layout, costs = PipelineLayout(4), StageCosts(0.5, 0.5, 0.5)
     waits = Schedule("zb-h2", layout).times(costs, 24)

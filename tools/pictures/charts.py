@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .svg import Svg, short_number, ticks
+from .svg import Svg, legend_width, short_number, ticks
 
 MOST_POINTS = 1500
 """Points of a curve that are drawn; more are less than a pixel apart."""
@@ -57,7 +57,12 @@ def curves(
     if high - low < 1e-9 * max(abs(high), 1e-30):
         low, high = low - max(abs(low) * 0.05, 0.5), high + max(abs(high) * 0.05, 0.5)
     right = right if right > left else left + 1
-    width, height, x0, y0 = 580.0, 240.0, 74.0, 34.0
+    entries = [(f"d-{number % 4}", one.name) for number, one in enumerate(finite)] if len(finite) > 1 else []
+    heading = f"{title}{f' ({unit})' if unit else ''}"
+    needed = legend_width(entries)
+    # Where title and legend do not fit beside each other, the legend has a row of its own.
+    below = bool(entries) and needed + 6.6 * len(heading) > 500
+    width, height, x0, y0 = 580.0, 240.0, 74.0, 52.0 if below else 34.0
     plot_width, plot_height = width - x0 - 16, height - y0 - 46
     last = "; ".join(f"{one.name} ends at {text(one.points[-1][1])}" for one in finite)
     picture = Svg(width, height, title, f"{title} over iterations {left:g} to {right:g}: {last}")
@@ -75,7 +80,7 @@ def curves(
         picture.line(x, y0 + plot_height, x, y0 + plot_height + 4)
         picture.text(x, y0 + plot_height + 17, short_number(value), "soft", "middle")
     picture.text(x0 + plot_width / 2, height - 8, "iteration", "soft", "middle")
-    picture.text(4, 14, f"{title}{f' ({unit})' if unit else ''}", "strong")
+    picture.text(4, 14, heading, "strong")
     for iteration, what in marks:
         if left <= iteration <= right:
             x, _ = place(iteration, low)
@@ -87,8 +92,5 @@ def curves(
                 picture.dot(x, y, f"d-{number % 4}", f"{one.name}, iteration {iteration:g}: {text(value)}")
         else:
             picture.curve(points, f"s-{number % 4}")
-    if len(finite) > 1:
-        entries = [(f"d-{number % 4}", one.name) for number, one in enumerate(finite)]
-        long = sum(30 + 6.6 * len(name) for _, name in entries)
-        picture.legend(max(x0, x0 + plot_width - long), 14, entries)
+    picture.legend(4 if below else x0 + plot_width - needed, 32 if below else 14, entries)
     return picture

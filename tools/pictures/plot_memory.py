@@ -74,8 +74,8 @@ def read_plan(path: Path) -> list[dict[str, int]]:
     """The memory of each pipeline rank of a dry run. Raises ValueError if the file is not one's."""
     try:
         memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
-        return [{name: int(size) for name, size in rank.items()} for rank in memory]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        return [{"pp_rank": int(rank["pp_rank"])} | {name: int(size) for name, size in rank.items()} for rank in memory]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--plan {path} is not a plan ({error}); --dry-run --json FILE writes one") from error
 
 

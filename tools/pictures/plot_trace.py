@@ -79,8 +79,9 @@ def planned_timeline(trace: Trace, step: MeasuredStep) -> list[list[Timed]]:
 def told(trace: Trace, step: MeasuredStep) -> str:
     """Times and bubbles in words."""
     lines = [f"measured: {time_text(step.makespan)}, bubble {step.bubble:.1%}"]
-    if plan := planned_timeline(trace, step):
-        length, bubble = _span_and_bubble(plan)
+    plan = planned_timeline(trace, step)
+    length, bubble = _span_and_bubble(plan) if plan else (0.0, 0.0)
+    if length:
         lines.insert(0, f"planned: {time_text(length)}, bubble {bubble:.1%}")
         more = step.makespan / length - 1
         lines.append(f"{abs(more):.1%} {'longer' if more > 0 else 'shorter'} than planned")
@@ -199,9 +200,9 @@ def phases_picture(trace: Trace, iteration: int) -> Svg:
     for value in ticks(0, last - first, 8):
         picture.text(LEFT + value * scale, y + 14, time_text(value) if value else "0", "soft small", "middle")
     used = {colour for line in ranks.values() for colour, *_ in line}
-    entries = [(f"c-{kind}", kind) for kind in ("F", "B", "I", "W") if kind in used]
+    entries = [(f"c-{kind}", name) for kind, name in NAMES.items() if kind in used]
     entries += [("c-data", "data"), ("c-reduction", "end of the gradient reduction"), ("c-optimizer", "optimizer")]
-    picture.legend(LEFT, height - 8, [*entries, ("c-other", "other")])
+    picture.legend(4, height - 8, [*entries, ("c-other", "other"), ("paper", "blank: waits")])
     return picture
 
 

@@ -27,6 +27,7 @@ def summary(run: RunFolder) -> str:
     """The figures that one asks for first."""
     loss, valid, speed = run.values("lm_loss"), run.values("valid_loss"), run.values("tokens_per_second")
     tokens, peak, mfu = run.values("consumed_tokens"), run.values("peak_memory_bytes"), run.values("mfu")
+    tested = run.values("test_loss")
     state, look = status(run)
     facts = [("status", state, look)]
     of = run.config.get("train-iters")
@@ -37,17 +38,23 @@ def summary(run: RunFolder) -> str:
         facts.append(("training loss", f"{loss[-1][1]:.4f}", "" if math.isfinite(loss[-1][1]) else "bad"))
     if valid:
         facts.append(("validation loss", f"{valid[-1][1]:.4f} at {valid[-1][0]:,.0f}", ""))
+    if tested:
+        facts.append(("test loss", f"{tested[-1][1]:.4f} at {tested[-1][0]:,.0f}", ""))
     if tokens:
         facts.append(("tokens", short_number(tokens[-1][1]), ""))
-    if speed:
-        facts.append(("tokens/s, median", short_number(statistics.median(value for _, value in speed)), ""))
-    if mfu:
-        facts.append(("MFU, median", f"{statistics.median(value for _, value in mfu):.1%}", ""))
-    if peak:
-        facts.append(("peak memory of a rank", byte_text(max(value for _, value in peak)), ""))
+    if usual := _finite(speed):
+        facts.append(("tokens/s, median", short_number(statistics.median(usual)), ""))
+    if usual := _finite(mfu):
+        facts.append(("MFU, median", f"{statistics.median(usual):.1%}", ""))
+    if held := _finite(peak):
+        facts.append(("peak memory of a rank", byte_text(max(held)), ""))
     if run.world_size is not None:
         facts.append(("ranks", f"{run.world_size:,}", ""))
     return cards(facts) + bullets(run.notes)
+
+
+def _finite(points: Sequence[tuple[float, float]]) -> list[float]:
+    return [value for _, value in points if math.isfinite(value)]
 
 
 def status(run: RunFolder) -> tuple[str, str]:
@@ -78,13 +85,18 @@ def loss(run: RunFolder, other: RunFolder | None) -> str:
         curves("gradient norm", "before clipping", [Series("gradient norm", run.values("grad_norm"))], zero=True),
         curves("learning rate", "", [Series("learning rate", run.values("learning_rate"))], zero=True),
     ]
+    losses = run.values("lm_loss")
+    bad = len(losses) - len(_finite(losses))
+    note = (
+        paragraph(f"The training loss of {bad:,} of {len(losses):,} records is NaN or infinite.", "bad") if bad else ""
+    )
     if not any(shown):
-        return paragraph("The run has logged no loss.")
+        return note or paragraph("The run has logged no loss.")
     rows = [record for record in run.records if "lm_loss" in record][-20:]
     keys = [key for key in ("iteration", "lm_loss", "grad_norm", "learning_rate", "step_time") if rows]
     cells = [[_cell(record.get(key)) for key in keys] for record in rows]
     last = details("The last records as a table", table("last records", keys, cells, range(len(keys))))
-    return figures(shown) + _thinned(run) + last
+    return note + figures(shown) + _thinned(run) + last
 
 
 def _thinned(run: RunFolder) -> str:
@@ -127,10 +139,13 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     """The peak over the run, and bars by rank and category: as planned and as held when the run was traced."""
     peak = Series("peak", run.values("peak_memory_bytes"))
     chart = curves("peak memory so far", "of the rank that holds most", [peak], byte_text, zero=True, base=1024)
-    bars = planned_bars(plan or [])
-    if run.trace is not None:
+    bars, text = planned_bars(plan or []), ""
+    if run.older_trace:
+        text = paragraph(
+            f"The run was traced at another layout ({run.older_trace}): what ranks held is not drawn.", "soft"
+        )
+    elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
-    text = ""
     if not plan:
         text += paragraph(f"No plan beside it: {why_no_plan}.", "soft")
     if run.trace is None:
@@ -149,7 +164,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
 def layout(run: RunFolder, gpus_per_node: int) -> str:
     """Which rank is where, and which groups cross nodes."""
     found, source = None, ""
-    if run.trace is not None:
+    if run.trace is not None and not run.older_trace:
         try:
             found, source = map_of_trace(run.trace), "Hosts as the trace has recorded them."
         except (KeyError, TypeError, ValueError) as error:
@@ -182,10 +197,15 @@ def timeline(run: RunFolder) -> str:
     facts = [facts.get("clock", {}) for facts in run.trace["otherData"]["ranks"]]
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
     clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
-    where = f"{run.trace_path.parent.name}/{run.trace_path.name} opens in Perfetto, with all ranks and collectives."
+    where = f"{run.trace_path} opens in Perfetto, with all ranks and collectives."
+    older = (
+        f" The run was traced at another layout than that of its last start: {run.older_trace}."
+        if run.older_trace
+        else ""
+    )
     all_steps = table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
-        paragraph(f"{step_told(run.trace, step)}. {clock}")
+        paragraph(f"{step_told(run.trace, step)}. {clock}{older}")
         + figures(pictures, wide=True)
         + paragraph(where, "soft")
         + details("All traced steps", all_steps)
@@ -233,20 +253,14 @@ def saves(run: RunFolder) -> str:
 
 def faults(run: RunFolder) -> str:
     """Starts and ends, steps that were skipped or not finite, pauses, alarms, stacks."""
-    rows = []
-    for event in run.events:
-        if event.get("event") == "start":
-            about = f"at iteration {event.get('iteration')} on {event.get('world_size')} ranks"
-            rows.append([when(event.get("time")), "start", about])
-        elif event.get("event") == "end":
-            rows.append([when(event.get("time")), f"end: {event.get('name', '')}", event.get("why", "")])
+    rows = starts_and_ends(run)
     text = table("starts and ends", ("time (UTC)", "event", "about"), rows[-MOST_ROWS:])
-    starts = sum(row[1] == "start" for row in rows)
+    starts, killed = (sum(row[1] == what for row in rows) for what in ("start", KILLED))
     if starts > 1:
-        text = paragraph(f"The run was started {starts} times.") + text
+        ends = f"; {killed} time{'s' if killed > 1 else ''} it recorded no end" if killed else ""
+        text = paragraph(f"The run was started {starts} times{ends}.") + text
     if run.outcome:
-        told = [[key, value] for key, value in run.outcome.items()]
-        text += table("status for the script that started the run", ("key", "value"), told)
+        text += table("status for the script that started the run", ("key", "value"), list(run.outcome.items()))
     bad = [
         [int(record["iteration"]), *(_cell(record.get(f"{kind}_iterations")) for kind in ("skipped", "nan", "spike"))]
         for record in run.records
@@ -260,7 +274,8 @@ def faults(run: RunFolder) -> str:
         pauses(run),
         (0, 1),
     )
-    alarms = [line for record in run.records for line in record.get("layer_alarms") or () if isinstance(line, str)]
+    told = [record["layer_alarms"] for record in run.records if isinstance(record.get("layer_alarms"), list)]
+    alarms = [line for lines in told for line in lines if isinstance(line, str)]
     text += bullets(alarms[-MOST_ROWS:])
     for name, stack in list(run.stacks.items())[:16]:
         more = f"\n... {len(stack) - 20000:,} more characters" if len(stack) > 20000 else ""
@@ -268,6 +283,24 @@ def faults(run: RunFolder) -> str:
     if len(run.stacks) > 16:
         text += paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
     return text or paragraph("None recorded.")
+
+
+KILLED = "no end recorded"
+
+
+def starts_and_ends(run: RunFolder) -> list[list[Any]]:
+    """[time, event, what is known of it]. A start that follows another one without an end tells of a run that was
+    killed, or whose machine stopped."""
+    rows: list[list[Any]] = []
+    for event in run.events:
+        time = when(event.get("time"))
+        if event.get("event") == "start":
+            if rows and rows[-1][1] == "start":
+                rows.append(["", KILLED, "killed, or its machine has stopped"])
+            rows.append([time, "start", f"at iteration {event.get('iteration')} on {event.get('world_size')} ranks"])
+        elif event.get("event") == "end":
+            rows.append([time, f"end: {event.get('name', '')}", event.get("why", "")])
+    return rows
 
 
 def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:

@@ -13,10 +13,13 @@ import yaml
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.training.reliability.run_events import FILE as EVENTS
-from megatron.training.trace.trace_file import Trace, read_trace
+from megatron.training.trace.trace_file import MOST, Trace, read_trace
 
 CONFIG, METRICS = "run_config.yaml", "metrics.jsonl"
 SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
+AXES = ("tp", "cp", "dp", "pp", "ep")
+MOST_RANKS = 2**20
+LEFT_BY_RUNS = (METRICS, CONFIG, EVENTS, "iter_*", "outcome", "trace", "stacks")
 Record = dict[str, Any]
 
 
@@ -47,12 +50,12 @@ class RunFolder:
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the last start: as recorded, or as the saved sizes say."""
-        starts = [event for event in self.events if event.get("event") == "start"]
+        """Ranks of the last start: as recorded, as the trace has them, or as the saved sizes say."""
+        starts = [event.get("world_size") for event in self.events if event.get("event") == "start"]
+        if starts and isinstance(starts[-1], int) and 0 < starts[-1] <= MOST_RANKS:
+            return starts[-1]
         if self.trace is not None:
             return len(self.trace["otherData"]["ranks"])
-        if starts and isinstance(starts[-1].get("world_size"), int):
-            return starts[-1]["world_size"]
         names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
         sizes = [self.config.get(name) for name in (*names, "data-parallel-size")]
         if not all(isinstance(size, int) for size in sizes):
@@ -63,24 +66,27 @@ class RunFolder:
     def dims(self) -> ParallelDims | None:
         """The layout; None where the configuration does not say or does not fit."""
         world = self.world_size
-        sizes = {
-            axis: self.config.get(f"{name}-parallel-size", 1)
-            for axis, name in (
-                ("tp", "tensor-model"),
-                ("pp", "pipeline-model"),
-                ("cp", "context"),
-                ("ep", "expert-model"),
-            )
-        }
+        sizes = {axis: self.config.get(f"{name}-parallel-size", 1) for axis, name in SIZES.items()}
         if world is None or not self.config or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
             return None
         model = sizes["tp"] * sizes["pp"] * sizes["cp"]
         expert_tp = self.config.get("expert-tensor-parallel-size")
         expert_tp = expert_tp if isinstance(expert_tp, int) else sizes["tp"]
-        if world % model or (world // sizes["pp"]) % (sizes["ep"] * expert_tp):
+        if expert_tp < 1 or world % model or (world // sizes["pp"]) % (sizes["ep"] * expert_tp):
             return None
         mapping = bool(self.config.get("use-tp-pp-dp-mapping"))
         return ParallelDims(**sizes, dp=world // model, expt_tp=expert_tp, tp_pp_dp=mapping)
+
+    @property
+    def older_trace(self) -> str:
+        """The layout of the trace in words, if it is not that of the last start: the run was resumed elsewhere."""
+        dims = self.dims()
+        if self.trace is None or dims is None:
+            return ""
+        traced = self.trace["otherData"]["layout"]
+        if all(traced[axis] == dims.size(axis) for axis in AXES):
+            return ""
+        return ", ".join(f"{axis.upper()} {traced[axis]}" for axis in AXES if traced[axis] > 1) or "one rank"
 
     def values(self, key: str) -> list[tuple[float, float]]:
         """(iteration, value) of the records that have a number of this name."""
@@ -98,7 +104,7 @@ def number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -110,6 +116,11 @@ def read_run(
         path, metrics = path.parent, metrics or path
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; name the --save folder of a run")
+    if metrics is None and not any(next(path.glob(each), None) for each in LEFT_BY_RUNS):
+        known = ", ".join(LEFT_BY_RUNS)
+        found = next(iter(sorted(path.glob(f"*/{METRICS}"))), None)
+        remedy = f"did you mean {found.parent}?" if found else "name the --save folder of a run, or --metrics-file"
+        raise ValueError(f"{path}: no run has left anything in it ({known}); {remedy}")
     run = RunFolder(path)
     _read_metrics(run, metrics or path / METRICS)
     _read_config(run)
@@ -139,7 +150,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 record = None
             last = not isinstance(record, dict)
             damaged += last
@@ -152,7 +163,8 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
     for record in _json_lines(run, path):
-        if isinstance(record.get("iteration"), int) and not isinstance(record["iteration"], bool):
+        at = record.get("iteration")
+        if isinstance(at, int) and not isinstance(at, bool) and abs(at) < MOST:
             run.records.append(record)
     run.records.sort(key=lambda record: record["iteration"])
     if path.is_file() and not run.records:
@@ -196,11 +208,7 @@ def _read_checkpoints(run: RunFolder) -> None:
 
 
 def _read_trace(run: RunFolder, path: Path | None) -> None:
-    found = (
-        [path]
-        if path is not None
-        else sorted(run.path.glob("trace/iterations-*.json.gz"), key=lambda file: file.stat().st_mtime)
-    )
+    found = [path] if path is not None else sorted(_traces(run), key=lambda file: file.stat().st_mtime)
     if not found:
         return
     run.trace_path = found[-1]
@@ -208,3 +216,13 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
         run.trace = read_trace(found[-1])
     except (OSError, ValueError) as error:
         run.notes.append(str(error))
+
+
+def _traces(run: RunFolder) -> list[Path]:
+    """Those in the folder of the run, and in its --tensorboard-dir, wherever the folder has been moved to."""
+    folders = [run.path]
+    if isinstance(board := run.config.get("tensorboard-dir"), str):
+        own = Path(board)
+        save = Path(str(run.config.get("save") or run.path))
+        folders.append(run.path / own.relative_to(save) if own.is_relative_to(save) else own)
+    return [file for folder in dict.fromkeys(folders) for file in folder.glob("trace/iterations-*.json.gz")]

@@ -78,7 +78,7 @@ class Svg:
         for look, text in entries:
             self.rect(x, y - 9, 12, 10, look)
             self.text(x + 16, y, text)
-            x += 30 + 6.6 * len(text)
+            x += legend_width([(look, text)])
 
     def inline(self) -> str:
         """As an element of a page that has `style()`."""
@@ -98,6 +98,11 @@ class Svg:
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" class="pic" aria-label="{escape(self.title)}" {size}>'
         )
         return f"{tag}{told}{first}{''.join(self._parts)}</svg>"
+
+
+def legend_width(entries: Sequence[tuple[str, str]]) -> float:
+    """How far `Svg.legend` reaches, about."""
+    return sum(30 + 6.6 * len(text) for _, text in entries)
 
 
 def write_svg(picture: Svg, path: Path) -> None:

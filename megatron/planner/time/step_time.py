@@ -84,7 +84,7 @@ class StepConfig(Protocol):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step. `parts` are the seconds of the rank that ends last, by `SUBJECTS`; they sum to `seconds`."""
+    """A predicted step. `parts` are the seconds of the busiest pipeline rank, by `SUBJECTS`; they sum to `seconds`."""
 
     seconds: float
     tokens_per_second: float
@@ -207,13 +207,14 @@ class _Step:
             ends, messages = list(pipeline.ends), list(pipeline.messages)
         between = self._between_all(stages, times)
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
-        last = max(range(len(ranks)), key=reduced.__getitem__)
+        # The rank that ends last may be one that idles for most of the step, and then tells nothing of what bounds it.
+        busiest = max(range(len(ranks)), key=busy.__getitem__)
         parts = Times(dict.fromkeys(SUBJECTS, 0.0))
-        parts.add(ranks[last], self.microbatches)
-        idle = ends[last] - busy[last]
-        parts.spend("pipeline_messages", min(messages[last], max(0.0, idle)))
+        parts.add(ranks[busiest], self.microbatches)
+        idle = max(reduced) - between[busiest].grad_reduce - busy[busiest]
+        parts.spend("pipeline_messages", min(messages[busiest], max(0.0, idle)))
         parts.spend("pipeline_bubble", idle - parts["pipeline_messages"])
-        parts.spend("grad_reduce", between[last].grad_reduce)
+        parts.spend("grad_reduce", between[busiest].grad_reduce)
         parts.spend("param_gather", max(each.param_gather for each in between))
         parts.spend("optimizer", max(each.optimizer for each in between))
         once = [sum(times[stage].once.total for stage in self.layout.stages_of(rank)) for rank in range(len(ranks))]

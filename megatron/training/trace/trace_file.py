@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,27 @@ PLANNED_TRACK = "planned"
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes a trace, atomically."""
+    """Writes a trace, atomically. Where that fails, as on a full disk, nothing is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
-    with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as file:
-        json.dump(trace, file, separators=(",", ":"), allow_nan=False)
-    os.replace(temporary, path)
+    try:
+        with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as file:
+            json.dump(trace, file, separators=(",", ":"), allow_nan=False)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace, gzipped or not. Raises ValueError if it is not one of this program's."""
+    """Reads a trace, gzipped or not. Raises ValueError if it is not one of this program's, or damaged."""
     try:
         data = path.read_bytes()
         trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace: {error}; --trace writes one") from error
-    if not isinstance(trace, dict) or "ranks" not in trace.get("otherData", {}):
-        raise ValueError(f"{path} is not a trace of this program: otherData has no ranks; --trace writes one")
+    if why := why_unreadable(trace):
+        raise ValueError(f"{path} is not a trace of this program, or damaged: {why}; --trace writes one")
     return trace
 
 
@@ -79,13 +83,82 @@ def flow_events(number: int, name: str, source: Event, target: Event) -> list[Ev
 
 
 FIELDS = {
-    "X": {"pid", "tid", "ts", "dur", "name"},
+    "X": {"pid", "tid", "ts", "dur", "name", "cat", "args"},
     "M": {"pid", "tid", "name", "args"},
     "b": {"pid", "ts", "id", "cat", "name"},
     "e": {"pid", "ts", "id", "cat", "name"},
     "s": {"pid", "tid", "ts", "id", "cat", "name"},
     "f": {"pid", "tid", "ts", "id", "cat", "name"},
 }
+
+
+MOST = 2.0**53
+"""Numbers up to here are exact to one."""
+
+ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
+
+
+def why_unreadable(trace: Any) -> str | None:
+    """Why something is not a trace that readers can rely on: what `otherData` says of the ranks, and the fields of each
+    event. None if it is one."""
+    other = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(other, dict) or not isinstance(other.get("ranks"), list):
+        return "otherData has no ranks"
+    ranks, events = other["ranks"], trace.get("traceEvents")
+    if not isinstance(other.get("device"), str) or not isinstance(events, list):
+        return "it has no device or no events"
+    if why := _wrong_layout(other, len(ranks)):
+        return why
+    for number, facts in enumerate(ranks):
+        if not isinstance(facts, dict) or not isinstance(facts.get("host"), str):
+            return f"otherData does not say the host of rank {number}"
+        for key in ("coords", "clock", "memory"):
+            values = facts.get(key, {})
+            if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+                return f"the {key} of rank {number} are not numbers"
+    for number, event in enumerate(events):
+        if why := _malformed(number, event):
+            return why
+        if event["pid"] not in range(len(ranks)):
+            return f"event {number} is of rank {event['pid']!r}, which is not there"
+    return None
+
+
+def _wrong_layout(other: Mapping[str, Any], count: int) -> str | None:
+    """Whether sizes and pipelines are those of `count` ranks."""
+    layout, pipelines = other.get("layout"), other.get("pipelines")
+    axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
+    if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):
+        return "otherData has no layout"
+    tp, cp, dp, pp, ep, expt_tp = (layout[axis] for axis in axes)
+    if tp * cp * dp * pp != count or (tp * cp * dp) % (ep * expt_tp):
+        return f"the layout in otherData is not one of {count} ranks"
+    members = [str(rank) for each in pipelines for rank in each] if isinstance(pipelines, list) else []
+    if sorted(members) != sorted(map(str, range(count))):
+        return "the pipelines in otherData do not have each rank once"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
+
+
+def _malformed(number: int, event: Any) -> str | None:
+    """What is wrong with an event by itself; None for nothing."""
+    if not isinstance(event, dict):
+        return f"event {number} is no object"
+    phase = str(event.get("ph"))
+    missing = FIELDS.get(phase, {"ph"}) - event.keys()
+    if phase not in FIELDS or missing:
+        return f"event {number}: phase {phase!r}, without {sorted(missing)}"
+    times = [event[key] for key in ("ts", "dur") if key in event]
+    if not all(_is_number(x) and x >= 0 for x in times):
+        return f"event {number} ({event['name']}): times {times}"
+    args = event.get("args", {})
+    of_action = event.get("cat") in ACTION_CATEGORIES
+    if not isinstance(args, dict) or (of_action and not args.keys() >= {"kind", "stage", "microbatch"}):
+        return f"event {number} ({event['name']}): it does not say its action"
+    return None
 
 
 def problems(trace: Trace) -> list[str]:
@@ -96,12 +169,8 @@ def problems(trace: Trace) -> list[str]:
     pairs: dict[tuple[str, str, str], dict[str, Event]] = {}
     for number, event in enumerate(trace["traceEvents"]):
         phase = event.get("ph")
-        missing = FIELDS.get(phase, {"ph"}) - event.keys()
-        numbers = [event[key] for key in ("ts", "dur") if key in event]
-        if phase not in FIELDS or missing:
-            found.append(f"event {number}: phase {phase!r}, without {sorted(missing)}")
-        elif not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
-            found.append(f"event {number} ({event['name']}): times {numbers}")
+        if wrong := _malformed(number, event):
+            found.append(wrong)
         elif phase == "X":
             end = event["ts"] + event["dur"]
             tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -end, event["name"]))

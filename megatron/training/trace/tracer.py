@@ -54,7 +54,9 @@ class Tracer(Callback):
     ) -> None:
         super().__init__(config)
         self.runtime, self.pipeline, self.clock, self.saver = runtime, pipeline, clock, saver
-        self._first = config.logging.trace_step_start + 1
+        self._first = 0
+        """The first iteration that is traced."""
+
         self._recorder: Recorder | None = None
         self._taps = ExitStack()
         self._writer: threading.Thread | None = None
@@ -62,7 +64,13 @@ class Tracer(Callback):
         self._step: AbstractContextManager[None] | None = None
 
     def on_start(self, run: RunView) -> None:
-        self._turn(run)
+        iteration, logging = run.progress.iteration, self.config.logging
+        if iteration >= logging.trace_step_end:
+            run.say(
+                f" no trace: the run resumes at iteration {iteration}, --trace-step-end is {logging.trace_step_end}"
+            )
+        elif iteration >= logging.trace_step_start:
+            self._start(run)
 
     def on_step_end(self, run: RunView) -> None:
         if self._step is not None:
@@ -72,6 +80,8 @@ class Tracer(Callback):
 
     def on_end(self, run: RunView) -> None:
         """Writes the trace of a run that was too short for it, and waits for the file."""
+        if run.progress.iteration < self.config.logging.trace_step_start:
+            run.say(f" no trace: the run has ended before --trace-step-start {self.config.logging.trace_step_start}")
         self._stop(run)
         if self._writer is not None:
             self._writer.join()
@@ -84,6 +94,7 @@ class Tracer(Callback):
 
     def _start(self, run: RunView) -> None:
         state = self.runtime.state
+        self._first = run.progress.iteration + 1
         self._hosts = gather(host_identity(), state.world)
         self._offset = self._measure("start")
         self._recorder = recorder = Recorder(self.runtime.device)

@@ -82,6 +82,11 @@ def traces(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if o.trace and o.trace_step_end <= o.trace_step_start:
         rule = f"must be above --trace-step-start {o.trace_step_start}"
         yield Problem("--trace-step-end", o.trace_step_end, rule, f"nearest: {o.trace_step_start + 1}")
+    length = c.training.train_iters
+    if o.trace and length is not None and 0 < length <= o.trace_step_start:
+        rule = f"has no effect in a run of --train-iters {length}"
+        remedy = f"use {max(0, length - 2)} and --trace-step-end {length}"
+        yield Problem("--trace-step-start", o.trace_step_start, rule, remedy, harmless=True)
 
 
 def profiles(c: RunConfig, world_size: int) -> Iterator[Problem]:
