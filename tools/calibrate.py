@@ -34,6 +34,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
+from megatron.training.config.output_paths import why_unwritable
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 
@@ -85,11 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in (args.output, args.kernels):
         if path is not None and path.suffix != ".yaml":
             parser.error(f"{path} must end in .yaml, as --device takes paths that do")
+    if os.environ.get("RANK", "0") == "0" and (why := why_not_written(args.output)) is not None:
+        parser.error(f"--output {args.output}: {why}; name a file in a folder that can be written")
     import torch
 
     if not args.cpu and not torch.cuda.is_available():
         parser.error("there is no GPU here; --cpu measures the processors")
     return calibrate(args)
+
+
+def why_not_written(path: Path) -> str | None:
+    """Reason why a file cannot be written, in a folder that may not exist yet; None if it can."""
+    if path.exists():
+        return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
+    return why_unwritable(path.parent)
 
 
 def calibrate(args: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
 from megatron.planner.fake_ranks import fake_state
@@ -87,9 +88,10 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
 ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
     torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
+    torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
 }
 """Operators without an answer of torch's on fake tensors: a number that is read, as by the check of token ids, is 0; a
-grouped product has its shape, which torch knows in bf16 only."""
+grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum."""
 
 
 class _NoValues(TorchDispatchMode):
@@ -243,15 +245,17 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Chooses what runs on GPUs, on fake CPU tensors. Products in fp8 are added to weight gradients where they are
-    computed: Triton's kernel is planned, whatever `weight_grad_choice` finds."""
+    """Chooses what runs on GPUs, on fake CPU tensors. Products in 16 bits and in fp8 are added to fp32 weight gradients
+    where they are computed; of fp8, Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
     exchanged, collectives.sums_exchanged = collectives.sums_exchanged, lambda x: False
     add, weight_grads.add_product_ = weight_grads.add_product_, lambda *operands: None
+    in_one, weight_grad.adds_in_one_kernel = weight_grad.adds_in_one_kernel, lambda out: out.dtype == torch.float32
     try:
         with _KernelsOfGPUs():
             yield
     finally:
+        weight_grad.adds_in_one_kernel = in_one
         dispatcher.on_device, weight_grads.add_product_ = asked, add
         collectives.sums_exchanged = exchanged
 

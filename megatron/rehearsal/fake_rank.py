@@ -27,7 +27,6 @@ from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.core.tensor_parallel import weight_grad
 from megatron.planner.fake_stage import as_on_gpus, regions_as_kernels
 from megatron.planner.live_memory import LiveMemory
 from megatron.planner.rehearsal.collective_log import CollectiveLog, places_of
@@ -188,15 +187,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
     """Kernels of the device that is rehearsed, on fake CPU tensors."""
-    asked = weight_grad.adds_in_one_kernel
-    if device_of(config) == "cuda":
-        weight_grad.adds_in_one_kernel = lambda out: out.dtype == torch.float32
     kernels = as_on_gpus() if device_of(config) == "cuda" else nullcontext()
-    try:
-        with kernels, regions_as_kernels(lambda: live):
-            yield
-    finally:
-        weight_grad.adds_in_one_kernel = asked
+    with kernels, regions_as_kernels(lambda: live):
+        yield
 
 
 def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> RankRecord:

@@ -19,8 +19,6 @@ NAMED_BYTES = 2**20
 
 HOLDERS = 8
 
-ADDED_IN_PLACE = torch.ops.aten.addmm.dtype_out
-
 
 class MemoryWatcher(Protocol):
     """Sees what becomes of storages, by their keys in `RankMode.sizes`."""
@@ -44,13 +42,12 @@ class RankMode(LiveMemory):
         self.sites: dict[int, str] = {}
         self.host = 0
         self.watcher: MemoryWatcher | None = None
-        self._answers = ANSWERS | {ADDED_IN_PLACE: lambda *args, **kwargs: kwargs["out"]}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.log.record(func, args, kwargs):
             return done(func, args)
-        if (answer := self._answers.get(func)) is not None:
+        if (answer := ANSWERS.get(func)) is not None:
             return answer(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

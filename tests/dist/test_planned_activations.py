@@ -346,3 +346,13 @@ def test_recomputed_heads_leave_latents() -> None:
     of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
     projected = model.kv_lora_rank + model.qk_pos_emb_head_dim
     assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16
+
+
+def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
+    """On GPUs the product of 16-bit matrices is made in fp32 at once, so that a sum takes no second tensor."""
+    parallel = ModelParallelConfig(bf16=True)
+    batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
+    with_fp32, with_bf16 = (
+        ActivationPlan(replace(batch, bf16_sums=sums)).stage(LAST).backward for sums in (False, True)
+    )
+    assert with_bf16 - with_fp32 == 4 * 4096 * LLAMA.hidden_size

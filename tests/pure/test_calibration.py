@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.planner.calibration.reference import fit_steps
 from megatron.planner.device_file import DeviceFile, Link, read_device, tile_share
 from megatron.planner.time.links import Network, Placement
 from tests.harness import run_world
+from tools import calibrate
 
 SHAPES = [(m, n, k) for m in (256, 4096) for n, k in ((512, 512), (4096, 1024), (1024, 4096))]
 
@@ -56,6 +58,23 @@ def test_constants_of_a_device_are_found_again(h100: DeviceFile) -> None:
     assert found.attention["flash"][128].backward == pytest.approx(known.backward, rel=1e-6)
     assert found.copy_tb_per_second == pytest.approx(h100.copy_tb_per_second)
     assert max(fit.errors(replace(found, kernel_floor_us=0.0), measured(h100)).values()) < 1e-6
+
+
+def test_steps_of_a_cpu_leave_nothing_to_say_of_single_element_wise_operations(h100: DeviceFile) -> None:
+    cpu = replace(h100, capability=None)
+    assert set(fit.errors(h100, measured(h100))) - set(fit.errors(cpu, measured(h100))) == {"element-wise"}
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.yaml").mkdir()
+    for path in (tmp_path / "file" / "mine.yaml", tmp_path / "folder.yaml"):
+        with mock.patch("tools.calibrate.calibrate", side_effect=AssertionError), pytest.raises(SystemExit) as ended:
+            calibrate.main(["--output", str(path), "--cpu"])
+        assert ended.value.code == 2
+        assert f"--output {path}: " in capsys.readouterr().err
 
 
 def test_rates_and_latencies_of_links_are_found_again(h100: DeviceFile) -> None:

@@ -137,6 +137,7 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
     assert set(step.parts) == set(SUBJECTS)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert min(step.parts.values()) >= -1e-12
+    assert (step.parts_of_pp_rank is None) == ("--pp" not in flags)
     assert step.tokens_per_second == pytest.approx(32 * 1024 / step.seconds)
     faster = {name: replace(link, gb_per_second=2 * link.gb_per_second) for name, link in device.links.items()}
     for better in (

@@ -193,9 +193,9 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         way = "backward" if a.backward else "forward"
         us = device.attention_us(a.kernel, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.kernel} {way}", us, a.seconds)
-    for move in measured.moves:
-        gap = device.launch_gap_us if device.capability is None else 0.0  # a GPU's is hidden behind kernels
-        note("element-wise", device.memory_us(move.moved) + gap, move.seconds)
+    if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
+        for move in measured.moves:
+            note("element-wise", device.memory_us(move.moved), move.seconds)
     return {what: median(values) for what, values in found.items()}
 
 

@@ -119,15 +119,23 @@ class Space:
         """As JSON."""
         return {**vars(self), "schedules": [kind.name for kind in self.schedules]}
 
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that divide the world and the heads."""
+        return [tp for tp in divisors(self.world_size, self.most_tp) if self.num_attention_heads % tp == 0]
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes of micro-batches that divide the global batch."""
+        return list(divisors(self.global_batch_size, self.most_samples))
+
     def families(self) -> Iterator[Family]:
         """Every family that has a layout."""
         splits = sorted({False, *(kind.split for kind in self.schedules)})
-        for tp in divisors(self.world_size, self.most_tp):
-            if self.num_attention_heads % tp:
-                continue
+        for tp in self.tp_sizes:
             for cp in self._context_sizes(self.world_size // tp):
                 for ep, expert_tp in self._expert_sizes(tp):
-                    for samples in divisors(self.global_batch_size, self.most_samples):
+                    for samples in self.micro_batches:
                         for again in self.recompute:
                             for split in splits:
                                 family = Family(tp, cp, ep, expert_tp, samples, again, split)

@@ -100,6 +100,9 @@ class StepTime:
     bubble: float
     """Idle share of the step of the mean pipeline rank."""
 
+    parts_of_pp_rank: int | None = None
+    """The pipeline rank whose `parts` these are; None without pipeline parallelism."""
+
     @property
     def bound_by(self) -> str:
         """The subject that takes longest."""
@@ -225,7 +228,8 @@ class _Step:
         peaks = self.device.peak_tflops
         peak = peaks["fp8"] if config.parallel.fp8_format is not None and "fp8" in peaks else peaks.get("bf16", 0.0)
         bubble = 1 - sum(busy) / len(busy) / seconds
-        return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else 0.0, dict(parts), bubble)
+        place = busiest if len(ranks) > 1 else None
+        return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else 0.0, dict(parts), bubble, place)
 
     def stage(self, parts: Sequence[PassEvents], found: dict[int, Times]) -> StageTimes:
         """`found` keeps the times of lists of events that occur again."""

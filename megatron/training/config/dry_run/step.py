@@ -40,6 +40,7 @@ class PredictedStep:
             "mfu": time.mfu,
             "bubble": time.bubble,
             "bound_by": time.bound_by,
+            "parts_of_pp_rank": time.parts_of_pp_rank,
             "parts": time.parts,
         }
 
@@ -64,6 +65,8 @@ def step_lines(step: PredictedStep) -> Iterator[str]:
         f"{time.seconds:.4g} s a step, {time.tokens_per_second / step.world_size:,.0f} tokens/s a device, "
         f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {time.mfu:.1%} (causal), bound by {_title(time.bound_by)}"
     )
+    if time.parts_of_pp_rank is not None:
+        yield f"the time of pp {time.parts_of_pp_rank}, which has most work:"
     for subject, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
         if seconds:
             yield f"    {_title(subject):<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"

@@ -51,6 +51,11 @@ def fullest(memory: Sequence[RankMemory]) -> RankMemory:
     return max(memory, key=lambda rank: rank.total)
 
 
+def gib(size: float) -> str:
+    """Bytes in GiB, to a tenth; small sizes to three digits."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
+
+
 def duration(seconds: float) -> str:
     """In hours, and in days from two days on."""
     hours = seconds / 3600
@@ -72,9 +77,8 @@ def tokens_of(config: RunConfig) -> int:
 def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> Iterator[str]:
     """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
     most, limit = fullest(memory), cluster.limit
-    size, room = most.total / GIB, limit / GIB
-    where = f"pp {most.plan.pp_rank} holds most, {size:.1f} of {room:.1f} GiB"
-    yield f"fits: {where}" if most.total <= limit else f"does not fit: {where}, {size - room:.1f} too much"
+    where = f"pp {most.plan.pp_rank} holds most, {gib(most.total)} of {gib(limit)} GiB"
+    yield f"fits: {where}" if most.total <= limit else f"does not fit: {where}, {gib(most.total - limit)} too much"
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {step.mfu:.1%} (causal)"
     yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
     if (steps := iterations_of(config)) is not None:
@@ -114,7 +118,7 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
         step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
         yield (
             f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{step.mfu:>7.1%}"
-            f"{fullest(each.memory).total / GIB:>7.1f}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
+            f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
         )
     yield "flags, to be put behind those of the run:"
     for number, each in enumerate(found, 1):
@@ -149,14 +153,14 @@ def found_record(each: Found, cluster: Cluster) -> dict[str, Any]:
 
 def nearest_lines(nearest: Found | None, cluster: Cluster) -> Iterator[str]:
     """What is said where no layout fits."""
-    yield f"no layout fits {cluster.limit / GIB:.1f} GiB"
+    yield f"no layout fits {gib(cluster.limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
         return
     most = fullest(nearest.memory)
-    over = (most.total - cluster.limit) / GIB
-    yield f"nearest: {layout_text(nearest.layout)}: {over:.1f} GiB too much on pp {most.plan.pp_rank}"
-    sizes = ", ".join(f"{name} {size / GIB:.1f}" for name, size in most.sizes.items())
+    over = gib(most.total - cluster.limit)
+    yield f"nearest: {layout_text(nearest.layout)}: {over} GiB too much on pp {most.plan.pp_rank}"
+    sizes = ", ".join(f"{name} {gib(size)}" for name, size in most.sizes.items())
     yield f"    GiB there: {sizes}"
     yield f"    {_remedy(most, cluster)}"
     yield f"    {' '.join(cluster.costs.run.flags(nearest.config))}"
@@ -185,10 +189,10 @@ def effort_line(effort: Effort, cluster: Cluster) -> str:
     space = cluster.costs.run.space
     schedules = ", ".join(kind.name for kind in space.schedules)
     return (
-        f"searched: TP up to {space.most_tp}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
+        f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
         f"{space.fewest_tokens} tokens or more, "
         + ("EP, expert TP, " if space.num_experts is not None else "")
-        + f"micro-batches up to {space.most_samples}, {schedules}, recomputation ({', '.join(space.recompute)}), "
+        + f"micro-batches up to {max(space.micro_batches)}, {schedules}, recomputation ({', '.join(space.recompute)}), "
         f"ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, {effort.layouts:,} layouts with a bound on "
         f"their memory, {effort.predicted:,} predicted, {effort.measured:,} measured"
     )
