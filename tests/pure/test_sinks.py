@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.metrics.megatron_tags import scalars, tag_of
-from megatron.training.metrics.sinks import open_sinks
+from megatron.training.metrics.sinks import TensorBoardSink, open_sinks
 
 
 def record(iteration: int, **more: float) -> dict[str, Any]:
@@ -72,6 +75,39 @@ def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Pat
     assert [event.wall_time for event in events.Scalars("learning-rate vs samples")] == [1e9 + n for n in range(1, 9)]
     (text,) = events.Tensors("config/text_summary")[-1].tensor_proto.string_val
     assert "| hidden_size | 64 |" in text.decode()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_tensorboard_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The writer's thread fails at records 3 and 4, of which the run hears later; it goes on and writes them again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    folder, now, full = tmp_path / "board", [0.0], [False]
+    true = RecordWriter.write
+
+    def write(self: Any, data: bytes) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    monkeypatch.setattr("megatron.training.metrics.sinks.time.monotonic", lambda: now[0])
+    sink = TensorBoardSink(str(folder), 0, {}, [])
+    for iteration in range(1, 9):
+        full[0] = iteration in (3, 4)
+        now[0] += 200 if iteration == 6 else 1
+        sink.write(record(iteration))
+        with suppress(OSError):
+            if sink._writer is not None:
+                sink._writer.flush()
+    sink.close()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert {event.step for event in events.Scalars("lm loss")} == set(range(1, 9))
+    assert capsys.readouterr().err.count("cannot write events to") == 1
 
 
 def test_a_run_that_is_requeued_five_times_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,25 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.metrics.megatron_tags import Record, scalars
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FLUSHED_SECONDS = 300
+"""TensorBoard's thread flushes every 120 s; the next record learns of what it could not write."""
+
+MOST_RECENT = 10_000
+"""Records that are kept while TensorBoard's files cannot be written."""
 
 
 class Sink(Protocol):
@@ -93,25 +105,61 @@ class TensorBoardSink:
     """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
 
     A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
-    curves over samples would lose more than that: they are written anew from the `history` of records."""
+    curves over samples would lose more than that: they are written anew from the `history` of records.
+
+    If a write fails, for example on a full disk, one warning is printed, and a later file gets all records of the last
+    `FLUSHED_SECONDS` and since. `metrics.jsonl` has every record."""
 
     def __init__(self, folder: str, resume_iteration: int, run_config: Record, history: Sequence[Record]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(folder, purge_step=resume_iteration + 1)
+        self._folder, self._open = folder, SummaryWriter
+        self._recent: deque[tuple[float, Record]] = deque(maxlen=MOST_RECENT)
+        self._failures, self._retry_at = 0, 0.0
+        self._writer: SummaryWriter | None = SummaryWriter(folder, purge_step=resume_iteration + 1)
         rows = "".join(f"| {key} | {value} |\n" for key, value in sorted(run_config.items()))
-        self._writer.add_text("config", f"| field | value |\n| --- | --- |\n{rows}", resume_iteration)
-        for record in history:
-            for tag, value, step in scalars(record):
-                if tag.endswith(" vs samples"):
-                    self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
+        with self._surviving():
+            self._writer.add_text("config", f"| field | value |\n| --- | --- |\n{rows}", resume_iteration)
+            for record in history:
+                for tag, value, step in scalars(record):
+                    if tag.endswith(" vs samples"):
+                        self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
 
     def write(self, record: Record) -> None:
-        for tag, value, step in scalars(record):
-            self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
+        now, records = time.monotonic(), [record]
+        self._recent.append((now, record))
+        if self._writer is None and now < self._retry_at:
+            return
+        with self._surviving():
+            if self._writer is None:
+                self._writer, records = self._open(self._folder), [kept for _, kept in self._recent]
+                self._recent = deque(((now, kept) for kept in records), MOST_RECENT)
+            while self._recent[0][0] < now - FLUSHED_SECONDS:
+                self._recent.popleft()
+                self._failures = 0
+            for each in records:
+                for tag, value, step in scalars(each):
+                    self._writer.add_scalar(tag, value, step, walltime=each.get("time"))
 
     def close(self) -> None:
-        self._writer.close()
+        with self._surviving():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Gives the file up that cannot be written, for a time that doubles."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failures:
+                print(f"cannot write events to {self._folder} for now: {error}", file=sys.stderr, flush=True)
+            broken, self._writer = self._writer, None
+            self._retry_at = time.monotonic() + min(3600, 60 * 2**self._failures)
+            self._failures += 1
+            if broken is not None:
+                with suppress(OSError):
+                    broken.close()
 
 
 class WandbSink:
