@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
             from megatron.rehearsal.command import rehearse
 
             options, size = command.rehearsal, command.world_size or launch.world_size
-            return rehearse(config, size, options.ranks, options.device_memory)
+            return rehearse(config, size, options.ranks, options.device_memory, command.plan_file)
     except KeyboardInterrupt:  # a plan, a search or a rehearsal; a run has handlers of its own from `pretrain` on
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT

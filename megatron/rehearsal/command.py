@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,17 +15,23 @@ from megatron.planner.activations import activations_of_ranks
 from megatron.planner.memory import states_of_rank
 from megatron.planner.rehearsal.ranks import chosen_ranks
 from megatron.planner.rehearsal.record import RankRecord
-from megatron.rehearsal.fake_rank import Rehearsal, device_of, rehearsal_of, rehearse_ranks
-from megatron.rehearsal.report import compared_line, memory_lines, problem_lines, shard_lines, traffic_lines
+from megatron.rehearsal.fake_rank import LostRank, Rehearsal, rehearsal_of, rehearse_ranks
+from megatron.rehearsal.progress_line import ProgressLine
+from megatron.rehearsal.report import Report, problem_lines
+from megatron.rehearsal.start import start_of_run
 from megatron.training.config.dry_run.batch import micro_batch_of, microbatches_of
 from megatron.training.config.dry_run.memory import come_and_go
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 
 
-def rehearse(config: RunConfig, world_size: int, ranks: str, device_memory: float | None) -> int:
+def rehearse(
+    config: RunConfig, world_size: int, ranks: str, device_memory: float | None, json_file: str | None = None
+) -> int:
     """Rehearses a resolved and validated configuration on `world_size` ranks, and prints the report. `ranks` is the
-    value of --ranks, `device_memory` that of --device-memory in GiB. Returns the exit code: 1 if a run would fail."""
+    value of --ranks, `device_memory` that of --device-memory in GiB. `json_file` is where the report is written as JSON
+    ("" is standard output, and then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if
+    ranks could not be rehearsed."""
     torch.set_num_threads(1)
     began = time.monotonic()
     dims = ParallelDims.from_config(config.parallel, world_size)
@@ -31,28 +39,48 @@ def rehearse(config: RunConfig, world_size: int, ranks: str, device_memory: floa
     limit = None if device_memory is None else round(device_memory * 2**30)
     rehearsal = rehearsal_of(config, world_size, microbatches_of(longest, dims), limit)
     chosen = chosen_ranks(ranks, dims)
-    planned = _planned_or_told(rehearsal)  # it also warms the caches of fake tensors, which the ranks inherit
-    records = list(rehearse_ranks(rehearsal, chosen, len(os.sched_getaffinity(0))))
-    records.sort(key=lambda record: record.rank)
-    for line in report(rehearsal, records, planned):
-        print(line)
-    problems = problem_lines(records, world_size)
-    processor = sum(record.seconds for record in records)
-    print(f"{time.monotonic() - began:.1f} s, {processor:.1f} s of processor time in the ranks")
-    if problems:
-        print("A run would fail:", *(f"  {line}" for line in problems), sep="\n")
-        return 1
-    print("No rank fails, and their collectives agree.")
-    return 0
+    planned, notes = _planned_or_told(rehearsal)  # it also warms the caches of fake tensors, which the ranks inherit
+    starts, problems = start_of_run(config)
+    records, lost = _records(rehearsal, chosen)
+    problems += problem_lines(records, world_size)
+    found = Report(config, rehearsal, records, lost, planned, [*notes, *starts], problems)
+    if json_file is not None:
+        text = json.dumps(found.as_object(), indent=1) + "\n"
+        if json_file:
+            Path(json_file).write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")
+    if json_file != "":
+        processor = sum(record.seconds for record in records)
+        print(*found.lines(), sep="\n")
+        print(f"{time.monotonic() - began:.1f} s, {processor:.1f} s of processor time in the ranks")
+        print(*found.verdict(), sep="\n")
+    return 1 if found.problems or lost else 0
 
 
-def _planned_or_told(rehearsal: Rehearsal) -> dict[int, int]:
+def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[LostRank]]:
+    """By rank, with a line of progress on standard error."""
+    records, lost = list[RankRecord](), list[LostRank]()
+    with ProgressLine(len(ranks), "ranks rehearsed") as progress:
+        try:
+            for found in rehearse_ranks(rehearsal, ranks, len(os.sched_getaffinity(0))):
+                if isinstance(found, LostRank):
+                    lost.append(found)
+                else:
+                    records.append(found)
+                progress.step()
+        except OSError as error:  # no room for one process more
+            done = {each.rank for each in records} | {each.rank for each in lost}
+            lost += [LostRank(rank, str(error)) for rank in ranks if rank not in done]
+    return sorted(records, key=lambda record: record.rank), sorted(lost)
+
+
+def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
     """`planned_bytes`; a plan runs layers by themselves, which a user's layer may not stand."""
     try:
-        return planned_bytes(rehearsal)
+        return planned_bytes(rehearsal), []
     except Exception as error:
-        print(f"no plan of memory to compare with: {type(error).__name__}: {error}")
-        return {}
+        return {}, [f"no plan of memory to compare with: {type(error).__name__}: {error}"]
 
 
 def planned_bytes(rehearsal: Rehearsal) -> dict[int, int]:
@@ -65,17 +93,3 @@ def planned_bytes(rehearsal: Rehearsal) -> dict[int, int]:
         plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
         found[rank] = plan.memory.total + held.peak + come_and_go(plan, held, config)
     return found
-
-
-def report(rehearsal: Rehearsal, records: Sequence[RankRecord], planned: dict[int, int]) -> Iterator[str]:
-    """What was rehearsed, memory by rank, and traffic by axis."""
-    rehearsed, microbatches = rehearsal.rehearsed, rehearsal.microbatches
-    device = "a CPU" if device_of(rehearsal.config) == "cpu" else "a GPU"
-    shown = f"{rehearsed} of {microbatches}" if rehearsed < microbatches else str(microbatches)
-    yield f"Rehearsal of {len(records)} of {rehearsal.world_size} ranks, {shown} micro-batches, on fake tensors"
-    yield f"Memory of {device}"
-    yield from (f"  {line}" for line in memory_lines(records, planned))
-    yield f"Sent in a step of {microbatches} micro-batches"
-    yield from (f"  {line}" for line in traffic_lines(records, rehearsed, microbatches))
-    yield compared_line(records)
-    yield from shard_lines(records, rehearsal.world_size)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from megatron.planner.live_memory import LiveMemory
 from megatron.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.planner.rehearsal.ranks import coords_of
 from megatron.planner.rehearsal.record import Box, Failure, RankRecord
+from megatron.rehearsal.forks import Lost, forked
 from megatron.rehearsal.rank_mode import RankMode
 from megatron.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
 from megatron.training.config.run_config import RunConfig
@@ -205,6 +206,8 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> Rank
     try:
         with redirect_stdout(io.StringIO()), ExitStack() as stack:
             _run(rehearsal, rank, record, mode, phases, repeat, stack)
+    except MemoryError:
+        raise  # of this machine
     except Exception as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         memory = isinstance(error, torch.OutOfMemoryError)
@@ -260,6 +263,13 @@ def _run(
     return run
 
 
+class LostRank(NamedTuple):
+    """A rank whose process ended without a record."""
+
+    rank: int
+    how: str
+
+
 def may_repeat(rehearsal: Rehearsal) -> bool:
     """Whether micro-batches in the middle of the step need not be run. All are if something of a user's own may count
     its calls, and where what one micro-batch does is not ended before the next one begins."""
@@ -268,22 +278,37 @@ def may_repeat(rehearsal: Rehearsal) -> bool:
     return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
 
 
-def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord]:
+def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | LostRank]:
     """The records of ranks as they come, each from a forked process, `workers` at a time."""
-    from megatron.rehearsal.forks import forked
-
-    unlike: list[int] = []
-    repeat = may_repeat(rehearsal)
-    for rank, record in forked([partial(_repeated_or_none, rehearsal, rank, repeat) for rank in ranks], workers):
-        if record is None:
-            unlike.append(rank)
+    repeat, unlike = may_repeat(rehearsal), list[int]()
+    for job, found in _in_forks([partial(_record, rehearsal, rank, repeat) for rank in ranks], workers):
+        if found is None:
+            unlike.append(ranks[job])
         else:
-            yield record
-    yield from forked([partial(rehearse_rank, rehearsal, rank) for rank in unlike], workers)
+            yield found if isinstance(found, RankRecord) else LostRank(ranks[job], found)
+    for job, found in _in_forks([partial(_record, rehearsal, rank, False) for rank in unlike], workers):
+        assert found is not None
+        yield found if isinstance(found, RankRecord) else LostRank(unlike[job], found)
 
 
-def _repeated_or_none(rehearsal: Rehearsal, rank: int, repeat: bool) -> tuple[int, RankRecord | None]:
+Found = RankRecord | str | None
+"""A record, how a process ended without one, or None if micro-batches were found to differ after some were repeated."""
+
+
+def _in_forks(jobs: Sequence[Callable[[], Found]], workers: int) -> Iterator[tuple[int, Found]]:
+    numbered = [partial(_numbered, number, job) for number, job in enumerate(jobs)]
+    for found in forked(numbered, workers):
+        yield (found.job, found.how) if isinstance(found, Lost) else found
+
+
+def _numbered(number: int, job: Callable[[], Found]) -> tuple[int, Found]:
+    return number, job()
+
+
+def _record(rehearsal: Rehearsal, rank: int, repeat: bool) -> Found:
     try:
-        return rank, rehearse_rank(rehearsal, rank, repeat)
+        return rehearse_rank(rehearsal, rank, repeat)
     except Unlike:
-        return rank, None
+        return None
+    except MemoryError:
+        return "MemoryError"

@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
 
-def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T]:
-    """The results of jobs in the order in which they end. Raises RuntimeError if a process dies without one, as where
-    the system has ended it. Results must pickle."""
-    context, waiting = mp.get_context("fork"), list(reversed(jobs))
-    running: dict[Connection, Any] = {}
+@dataclass(frozen=True)
+class Lost:
+    """A job whose process ended without a result."""
+
+    job: int
+    how: str
+    """`SIGKILL`, or `exit code 1`."""
+
+
+def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
+    """The results of jobs in the order in which they end, `Lost` for those whose process dies without one. Where the
+    system has no room for another process, fewer run at a time; raises OSError if it has none for one. Results must
+    pickle."""
+    context, waiting = mp.get_context("fork"), list(reversed(range(len(jobs))))
+    running: dict[Connection, tuple[int, Any]] = {}
+    workers = max(1, workers)
     try:
         while waiting or running:
-            while waiting and len(running) < max(1, workers):
+            while waiting and len(running) < workers:
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_send_result, args=(sender, waiting.pop()))
-                process.start()
-                sender.close()
-                running[receiver] = process
+                process = context.Process(target=_send_result, args=(sender, jobs[waiting[-1]]))
+                try:
+                    process.start()
+                except OSError:
+                    receiver.close()
+                    if not running:
+                        raise
+                    workers = len(running)
+                    break
+                finally:
+                    sender.close()
+                running[receiver] = waiting.pop(), process
             for receiver in cast(list[Connection], wait(list(running))):
-                process = running.pop(receiver)
+                job, process = running[receiver]
                 try:
                     result = receiver.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     process.join()
-                    code = process.exitcode or 0
-                    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                    raise RuntimeError(f"a forked process ended by {how} without a result") from None
-                finally:
-                    receiver.close()
+                    result = Lost(job, _how(process.exitcode or 0))
                 process.join()
+                receiver.close()
+                del running[receiver]
                 yield result
     finally:
-        for process in running.values():
+        for _, process in running.values():
             process.kill()
             process.join()
 
 
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 def _send_result(sender: Connection, job: Callable[[], object]) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
+    # Ctrl-C reaches all processes of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # looking through what came with the fork would copy its pages
     sender.send(job())
     sender.close()

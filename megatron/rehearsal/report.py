@@ -4,13 +4,114 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.planner.rehearsal.matching import compared, mismatches
 from megatron.planner.rehearsal.record import Failure, RankRecord, bytes_sent
 from megatron.planner.rehearsal.shards import coverage_problems, written_bytes
+from megatron.rehearsal.fake_rank import LostRank, Rehearsal, device_of
 from megatron.training.config.dry_run.memory import byte_text
+from megatron.training.config.flags import flat_values
+from megatron.training.config.run_config import RunConfig
 
 SITES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rehearsal has found."""
+
+    config: RunConfig
+    """Of the run."""
+
+    rehearsal: Rehearsal
+    records: Sequence[RankRecord]
+    lost: Sequence[LostRank]
+    """Ranks whose processes ended without a record: nothing is known of them."""
+
+    planned: Mapping[int, int]
+    """Bytes by pipeline rank, as `--dry-run` plans them."""
+
+    notes: Sequence[str]
+    problems: Sequence[str]
+    """Everything that a run would fail of."""
+
+    def lines(self) -> Iterator[str]:
+        """What was rehearsed, memory by rank, and traffic by axis."""
+        records, rehearsed, microbatches = self.records, self.rehearsal.rehearsed, self.rehearsal.microbatches
+        shown = f"{rehearsed} of {microbatches}" if rehearsed < microbatches else str(microbatches)
+        ranks = f"{len(records)} of {self.rehearsal.world_size} ranks"
+        yield f"Rehearsal of {ranks}, {shown} micro-batches, on fake tensors"
+        if records:
+            yield f"Memory of a {self._device}"
+            yield from (f"  {line}" for line in memory_lines(records, self.planned))
+            yield f"Sent in a step of {microbatches} micro-batches"
+            yield from (f"  {line}" for line in traffic_lines(records, rehearsed, microbatches))
+            yield compared_line(records)
+            yield from shard_lines(records, self.rehearsal.world_size)
+        yield from self.notes
+
+    @property
+    def _device(self) -> str:
+        return "CPU" if device_of(self.rehearsal.config) == "cpu" else "GPU"
+
+    def verdict(self) -> Iterator[str]:
+        """Problems, ranks of which nothing is known, or that nothing was found."""
+        if self.lost:
+            yield f"Not rehearsed: {_lost_text(self.lost)}; this machine may have too little memory for "
+            yield "  so many at once: name fewer with --ranks, or use fewer cores (taskset)"
+        if self.problems:
+            yield "A run would fail:"
+            yield from (f"  {line}" for line in self.problems)
+        elif not self.lost:
+            yield "No rank fails, and their collectives agree."
+
+    def as_object(self) -> dict[str, Any]:
+        """The report for --json."""
+        rehearsal, records = self.rehearsal, self.records
+        groups, calls = compared(records)
+        return {
+            "world_size": rehearsal.world_size,
+            "microbatches": rehearsal.microbatches,
+            "microbatches_rehearsed": rehearsal.rehearsed,
+            "device": self._device,
+            "config": flat_values(self.config),
+            "ranks": [self._rank(record) for record in records],
+            "not_rehearsed": [{"rank": each.rank, "ended_by": each.how} for each in self.lost],
+            "compared": {"groups": groups, "calls": calls},
+            "checkpoint_complete": covered(records, rehearsal.world_size),
+            "notes": list(self.notes),
+            "problems": list(self.problems),
+            "fails": bool(self.problems),
+        }
+
+    def _rank(self, record: RankRecord) -> dict[str, Any]:
+        rehearsal, failure = self.rehearsal, record.failure
+        sent = sent_by_axis(record, rehearsal.rehearsed, rehearsal.microbatches)
+        return {
+            "rank": record.rank,
+            "coordinates": record.coords,
+            "built_bytes": record.built,
+            "peak_bytes": record.peak,
+            "peak_at": record.peak_phase,
+            "planned_bytes": self.planned.get(record.coords.get("pp", 0)),
+            "host_bytes": record.host,
+            "checkpoint_bytes": written_bytes(record.boxes),
+            "sent": {axis: {"calls": calls, "bytes": size} for axis, (calls, size) in sent.items()},
+            "failure": None if failure is None else asdict(failure),
+            "processor_seconds": round(record.seconds, 3),
+        }
+
+
+def _lost_text(lost: Sequence[LostRank]) -> str:
+    by_how: dict[str, list[int]] = defaultdict(list)
+    for each in lost:
+        by_how[each.how].append(each.rank)
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, ended by {how} without a result"
+        for how, ranks in by_how.items()
+    )
 
 
 def sent_by_axis(record: RankRecord, rehearsed: int, microbatches: int) -> dict[str, tuple[int, int]]:
@@ -76,14 +177,22 @@ def traffic_lines(records: Sequence[RankRecord], rehearsed: int, microbatches: i
 
 
 def shard_lines(records: Sequence[RankRecord], world_size: int) -> Iterator[str]:
-    """What ranks write of a checkpoint."""
+    """What ranks write of a checkpoint, and what is known of all of it."""
     sizes = {record.rank: written_bytes(record.boxes) for record in records if record.failure is None}
     if sizes:
         least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
         ends = f"rank {most} writes most, {byte_text(sizes[most])}, rank {least} least, {byte_text(sizes[least])}"
         yield f"checkpoint: {ends}"
-    if len(sizes) == world_size:
-        yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}"
+    if covered(records, world_size):
+        yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}, each element written once"
+    elif sizes and len(sizes) < world_size:
+        yield "checkpoint: whether all ranks together leave elements out is not known; --ranks all compares them"
+
+
+def covered(records: Sequence[RankRecord], world_size: int) -> bool | None:
+    """Whether the ranks write each element of a checkpoint once; None where that is not known."""
+    whole = sum(record.failure is None for record in records) == world_size
+    return not coverage_problems(records, True) if whole else None
 
 
 def compared_line(records: Sequence[RankRecord]) -> str:

@@ -152,7 +152,7 @@ class Checkpointer:
             load_optimizer = False
             what = "was converted from another format and has weights only"
             say(f" {checkpoint.folder} {what}: the optimizer starts fresh")
-        _check_fits(checkpoint, config, load_optimizer, data_fingerprint)
+        check_fits(checkpoint, config, load_optimizer, data_fingerprint)
         with self.optimizer.loading_state() as pieces:
             ddp, stages = self.optimizer.ddp, self.stages.values()
             ddp.drop_params()
@@ -277,17 +277,24 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
     if options.load is None:
         return None
     checkpoint = choose_checkpoint(Path(options.load), world, say)
+    if checkpoint is None:
+        check_may_start(options)
+    return checkpoint
+
+
+def check_may_start(options: CheckpointConfig) -> None:
+    """Raises ValueError if a run for which --load holds no checkpoint may not start anew."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
-    if checkpoint is None and (options.finetune or options.exit_on_missing_checkpoint):
+    if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(
             f"{flag} needs a checkpoint, and --load {options.load} holds no checkpoint (there is no {LATEST} in it): "
             f"correct the path, or drop {flag} to start anew"
         )
-    return checkpoint
 
 
-def _check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
-    """Raises ValueError, with every difference at once, if the run would not go on as what was saved."""
+def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
+    """Raises ValueError, with every difference at once, if the run would not go on as what was saved. Data are compared
+    where both fingerprints are known."""
     options, saved, problems = config.checkpoint, saved_config(checkpoint), []
     if not options.finetune:
         ignored = _free_choices(saved) if converted(checkpoint) else frozenset[str]()

@@ -45,8 +45,8 @@ OPTION_HELP = (
     ("--dry-run", "Validate, print the plan of the run, and exit."),
     (
         "--json [FILE]",
-        "With --dry-run: write the plan and the resolved configuration to FILE as well; without FILE "
-        "to standard output, and nothing else.",
+        "With --dry-run or --rehearse: write the plan or the report, and the resolved configuration, to FILE as well; "
+        "without FILE to standard output, and nothing else.",
     ),
     (
         "--device NAME",
@@ -95,7 +95,7 @@ class CommandLine:
     """Lines to show: flags without effect, and flags read as others."""
 
     plan_file: str | None = None
-    """Where a dry run writes its plan as JSON: "" is standard output."""
+    """Where a dry run writes its plan, or a rehearsal its report, as JSON: "" is standard output."""
 
     device: str | None = None
     """The device that a dry run predicts the time of a step for."""
@@ -148,9 +148,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     if suggest is not None and (device is None or not dry_run):
         rule, remedy = "searches by predicted times", f"add --dry-run --device, {', '.join(device_names())}"
         reader.problems.append(Problem("--suggest", None, rule, remedy))
-    if plan_file is not None and not dry_run:
-        given = plan_file or None
-        reader.problems.append(Problem("--json", given, "needs --dry-run, whose plan it writes", "add --dry-run"))
+    if plan_file is not None and not dry_run and "--rehearse" not in reader.options:
+        rule = "needs --dry-run, whose plan it writes, or --rehearse"
+        reader.problems.append(Problem("--json", plan_file or None, rule, "add --dry-run"))
     elif plan_file and not _can_write(Path(plan_file)):
         rule, remedy = "cannot be written", "name a file in a folder that is there and may be written"
         reader.problems.append(Problem("--json", plan_file, rule, remedy))
