@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,18 +46,33 @@ def rehearse(
     records, lost = _records(rehearsal, chosen)
     problems += problem_lines(records, world_size)
     found = Report(config, rehearsal, records, lost, planned, [*notes, *starts], problems)
-    if json_file is not None:
-        text = json.dumps(found.as_object(), indent=1) + "\n"
-        if json_file:
-            Path(json_file).write_text(text, encoding="utf-8")
-        else:
-            print(text, end="")
     if json_file != "":
-        processor = sum(record.seconds for record in records)
         print(*found.lines(), sep="\n")
-        print(f"{time.monotonic() - began:.1f} s, {processor:.1f} s of processor time in the ranks")
+        print(f"{time.monotonic() - began:.1f} s{_spent()}")
         print(*found.verdict(), sep="\n")
+    if json_file is not None and not _written(json.dumps(found.as_object(), indent=1) + "\n", json_file):
+        return 1
     return 1 if found.problems or lost else 0
+
+
+def _spent() -> str:
+    """What the processes have taken."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    largest = max(each.ru_maxrss for each in used) // 2**10
+    return f", {seconds:.1f} s of processor time, {largest} MiB in the largest process"
+
+
+def _written(text: str, json_file: str) -> bool:
+    if not json_file:
+        print(text, end="")
+        return True
+    try:
+        Path(json_file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"--json {json_file}: cannot be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[LostRank]]:

@@ -208,7 +208,7 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> Rank
             _run(rehearsal, rank, record, mode, phases, repeat, stack)
     except MemoryError:
         raise  # of this machine
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
         memory = isinstance(error, torch.OutOfMemoryError)
         sites = tuple(places_of(error.__traceback__))
@@ -274,7 +274,10 @@ def may_repeat(rehearsal: Rehearsal) -> bool:
     """Whether micro-batches in the middle of the step need not be run. All are if something of a user's own may count
     its calls, and where what one micro-batch does is not ended before the next one begins."""
     config, parallel = rehearsal.config, rehearsal.config.parallel
-    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config)
+    model = config.model
+    summed = bool(model.num_experts and model.moe_aux_loss_coeff) and "aux" in model.moe_router_load_balancing_type
+    summed = summed and model.moe_router_load_balancing_type != "seq_aux_loss"  # loads of all samples so far
+    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config) or summed
     return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
 
 

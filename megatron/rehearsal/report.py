@@ -59,8 +59,8 @@ class Report:
     def verdict(self) -> Iterator[str]:
         """Problems, ranks of which nothing is known, or that nothing was found."""
         if self.lost:
-            yield f"Not rehearsed: {_lost_text(self.lost)}; this machine may have too little memory for "
-            yield "  so many at once: name fewer with --ranks, or use fewer cores (taskset)"
+            yield "Not rehearsed, so that nothing is known of them:"
+            yield from (f"  {line}" for line in _lost_lines(self.lost))
         if self.problems:
             yield "A run would fail:"
             yield from (f"  {line}" for line in self.problems)
@@ -104,14 +104,17 @@ class Report:
         }
 
 
-def _lost_text(lost: Sequence[LostRank]) -> str:
+def _lost_lines(lost: Sequence[LostRank]) -> Iterator[str]:
     by_how: dict[str, list[int]] = defaultdict(list)
     for each in lost:
         by_how[each.how].append(each.rank)
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, ended by {how} without a result"
-        for how, ranks in by_how.items()
-    )
+    for how, ranks in by_how.items():
+        what = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        if how.startswith("exit code"):
+            yield f"{what}something ended the process with {how}, without an exception"
+        else:
+            remedy = "use fewer cores (taskset -c 0), or name fewer ranks (--ranks)"
+            yield f"{what}ended by {how}; if this machine has too little memory, {remedy}"
 
 
 def sent_by_axis(record: RankRecord, rehearsed: int, microbatches: int) -> dict[str, tuple[int, int]]:

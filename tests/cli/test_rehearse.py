@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,26 @@ def test_a_planted_fault_is_found_with_both_call_sites(fault: str) -> None:
     assert f"{FIXTURE}:" in report and "in forward" in report, text
 
 
+BETWEEN_STAGES = {
+    "order": ("world group [0,1,2,3,4,5,6,7], call ", "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
+    "message": (
+        "world group [0,1,2,3,4,5,6,7], call 1: ",
+        "a message is not the one that is received",
+        "recv of 3 bfloat16",
+    ),
+}
+
+
+@pytest.mark.grid("fault", [], list(BETWEEN_STAGES))
+def test_a_fault_between_pipeline_stages_is_found_with_both_call_sites(fault: str) -> None:
+    code, text = rehearse(
+        *f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault {fault} --ranks 0,4".split()
+    )
+    report = text.partition("A run would fail:")[2]
+    assert code == 1 and all(each in report for each in BETWEEN_STAGES[fault]), text
+    assert report.count(f" at {FIXTURE}:") == 2 and "rank 0 (pp 0" in report and "rank 4 (pp 1" in report, text
+
+
 def test_a_rank_that_runs_out_of_memory_says_where() -> None:
     flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault memory --ranks 4,5 --device-memory 0.01"
     code, text = rehearse(*flags.split())
@@ -48,10 +69,31 @@ def test_a_rank_that_runs_out_of_memory_says_where() -> None:
     assert "rank 4 (pp 1, dp 0, tp 0) failed" not in report, text
 
 
-def test_a_run_without_faults_is_said_to_be_sound() -> None:
-    code, text = rehearse("--world-size", "4")
+def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
+    report, missing = tmp_path / "report.json", tmp_path / "no"
+    code, text = rehearse("--world-size", "4", "--json", str(report), "--load", str(missing))
     assert code == 0 and "Rehearsal of 4 of 4 ranks, 3 of 4 micro-batches" in text, text
     assert "No rank fails, and their collectives agree." in text and "checkpoint of all ranks: " in text
+    assert f"a run would start at iteration 0: --load {missing}: there is no such folder on this machine" in text
+    found = json.loads(report.read_text())
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3] and found["checkpoint_complete"]
+    assert found["microbatches_rehearsed"] == 3 and not found["fails"] and found["config"]["load"] == str(missing)
+    first = found["ranks"][0]
+    assert 0 < first["built_bytes"] < first["peak_bytes"] and first["sent"]["pp"]["calls"] == 10
+
+
+def test_a_rank_whose_process_is_ended_is_told_beside_the_others_in_json() -> None:
+    flags = f"--extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
+    done = run_program(
+        "pretrain_gpt.py", *SMALL.split(), *flags.split(), "--load", "no", "--exit-on-missing-checkpoint"
+    )
+    found = json.loads(done.stdout)  # and nothing else
+    assert done.returncode == 1 and found["not_rehearsed"] == [{"rank": 5, "ended_by": "SIGKILL"}]
+    assert [rank["rank"] for rank in found["ranks"]] == [4]
+    (problem,) = found["problems"]
+    assert problem.startswith(
+        "start: --exit-on-missing-checkpoint needs a checkpoint, and --load no holds no checkpoint"
+    )
 
 
 def test_flags_of_a_rehearsal_are_checked() -> None:
