@@ -46,7 +46,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
-export OUTCOME_FILE="$scratch/outcome"
+export OUTCOME_FILE="$scratch/outcome" RENDEZVOUS_WAITS="$scratch/waits"
 
 say() {
     echo "$(date +%FT%T) $here: $*"
@@ -66,27 +66,34 @@ probe() {
     fi
 }
 
+# Probes all other hosts at once. Call it in a shell of its own, as it waits for all children: probe_all FOLDER
+probe_all() {
+    local host
+    mkdir -p "$1"
+    for host in "${hosts[@]}"; do
+        if [[ "$host" != "$here" ]]; then
+            probe "$host" >"$1/$host" &
+        fi
+    done
+    wait
+}
+
 # Prints the host to meet at: one that has a rendezvous; else this one, unless one before it answers, which is given
 # some seconds to open one: meeting SECONDS
 meeting() {
     local host state until=$((SECONDS + $1)) wait_for_earlier
     while true; do
-        for host in "${hosts[@]}"; do
-            if [[ "$host" != "$here" ]]; then
-                probe "$host" >"$scratch/probe-$host" &
-            fi
-        done
-        wait
+        probe_all "$scratch/meeting"
         wait_for_earlier=""
         for host in "${hosts[@]}"; do
             if [[ "$host" == "$here" ]]; then
                 break
             fi
-            state="$(cat "$scratch/probe-$host")"
+            state="$(cat "$scratch/meeting/$host")"
             [[ "$state" != refused ]] || wait_for_earlier="$host"
         done
         for host in "${hosts[@]}"; do
-            if [[ "$host" != "$here" && "$(cat "$scratch/probe-$host")" == open ]]; then
+            if [[ "$host" != "$here" && "$(cat "$scratch/meeting/$host")" == open ]]; then
                 echo "$host"
                 return
             fi
@@ -99,19 +106,46 @@ meeting() {
     done
 }
 
+# shellcheck disable=SC2046  # a script around torchrun does not pass signals on
+end_launcher() {
+    kill -TERM $(cat "/proc/$1/task/$1/children" 2>/dev/null) "$1" 2>/dev/null || true
+}
+
+# Ends the launcher of this host, which waits for others at its own rendezvous, when another host has one: an earlier one
+# at once; a later one, which comes here by itself unless others have met there, after 12 s: watch LAUNCHER
+watch() {
+    local host other before since=""
+    while sleep 2 && kill -0 "$1" 2>/dev/null; do
+        before=1 other=""
+        [[ ! -e "$RENDEZVOUS_WAITS" ]] || probe_all "$scratch/watch"
+        for host in "${hosts[@]}"; do
+            if [[ "$host" == "$here" ]]; then
+                before=""
+            elif [[ -e "$RENDEZVOUS_WAITS" && "$(cat "$scratch/watch/$host")" == open ]]; then
+                other="$host"
+                break
+            fi
+        done
+        if [[ -z "$other" ]]; then
+            since=""
+        elif [[ -n "$before" ]] || ((SECONDS >= ${since:=$SECONDS} + 12)); then
+            echo "$other" >"$scratch/moves"
+            end_launcher "$1"
+            return
+        fi
+    done
+}
+
 # shellcheck disable=SC2317  # called by trap
 stop() {
     stopped=1
-    if [[ -n "${launcher:-}" ]]; then
-        # shellcheck disable=SC2046  # a script around torchrun does not pass signals on
-        kill -TERM $(cat "/proc/$launcher/task/$launcher/children" 2>/dev/null) "$launcher" 2>/dev/null || true
-    fi
+    [[ -z "${launcher:-}" ]] || end_launcher "$launcher"
 }
 
-stopped="" launcher="" fruitless=0 before=""
+stopped="" launcher="" watcher="" fruitless=0 before=""
 trap stop INT TERM
 while true; do
-    rm -f "$OUTCOME_FILE"
+    rm -f "$OUTCOME_FILE" "$scratch/moves"
     at="$(meeting 15)"
     [[ -z "$stopped" ]] || exit 75
     conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
@@ -127,15 +161,28 @@ while true; do
         read -r -a command <<<"$LAUNCH"
         command+=("$@")
     fi
+    touch "$RENDEZVOUS_WAITS"
     "${command[@]}" &
     launcher=$!
+    if [[ "$at" == "$here" ]]; then
+        watch "$launcher" &
+        watcher=$!
+    fi
     code=0
     wait "$launcher" || code=$?
     while kill -0 "$launcher" 2>/dev/null; do
         code=0
         wait "$launcher" || code=$? # a signal ended the wait before
     done
-    launcher="" name="$(outcome name)"
+    if [[ -n "$watcher" ]]; then
+        kill "$watcher" 2>/dev/null || true
+        wait "$watcher" 2>/dev/null || true
+    fi
+    launcher="" watcher="" name="$(outcome name)"
+    if [[ -z "$stopped" && -e "$scratch/moves" ]]; then
+        say "nobody has met here: $(cat "$scratch/moves") has a rendezvous too"
+        continue
+    fi
     case "$stopped:$name:$code" in
         1:*) say "stopped" && exit 75 ;;
         :DONE:0) say "done: $(outcome why)" && exit 0 ;;

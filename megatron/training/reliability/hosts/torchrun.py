@@ -5,19 +5,28 @@
   Here, only the end of the run closes it.
 - An agent that writes to the store of a host that is lost waits until TCP gives up, a quarter of an hour. Here, it ends
   when the store has not answered for some seconds.
+- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around it
+  can see then whether the others have met elsewhere, of which the agent itself would not hear.
 
     python -m megatron.training.reliability.hosts.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
@@ -62,6 +71,19 @@ def _shutdown(handler: DynamicRendezvousHandler) -> bool:
     return DynamicRendezvousHandler.shutdown(handler)
 
 
+def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
+    """`join`, during which `file` exists."""
+
+    def joined() -> RendezvousInfo:
+        file.touch()
+        try:
+            return join()
+        finally:
+            file.unlink(missing_ok=True)
+
+    return joined
+
+
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """The handler of `c10d-open`."""
     backend, store = create_backend(params)
@@ -69,6 +91,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
     handler = create_handler(store, backend, params)
     handler.shutdown = MethodType(_shutdown, handler)  # type: ignore[method-assign]
+    if waits := os.environ.get("RENDEZVOUS_WAITS"):
+        handler.next_rendezvous = marked(handler.next_rendezvous, Path(waits))  # type: ignore[method-assign]
     handler.get_backend = lambda: BACKEND  # type: ignore[method-assign]
     return handler
 
