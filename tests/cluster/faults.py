@@ -270,13 +270,16 @@ def named_fault(fault: Fault, args: argparse.Namespace) -> str:
 def random_faults(args: argparse.Namespace) -> None:
     draw, folder = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="host-faults-"))
     kinds = [fault for fault in FAULTS if not fault.hold and not fault.early and fault.host == 1]
-    began, named = time.monotonic(), list[float]()
+    began, named, done = time.monotonic(), list[float](), 0
     went_on, came_back = list[float](), list[float]()
     with hosts(args.hosts, RATE) as box:
         run = Run(box, args.ranks, folder, ["--tp", str(args.tp)], {"PACE": args.pace, "HELD": str(folder / "held")})
         begin(run)
         run.wait(lambda: run.last_world([0] * args.hosts) == args.hosts * args.ranks, "the first step")
         for number in range(1, args.random + 1):
+            if time.monotonic() - began > 60 * args.minutes:
+                break
+            done = number
             fault, host = draw.choice(kinds), draw.randrange(args.hosts)
             time.sleep(draw.uniform(0.0, 3.0))
             outcome = strike(run, fault, host)
@@ -294,7 +297,7 @@ def random_faults(args: argparse.Namespace) -> None:
     worst = difference(run, last)
     shown = [f"{max(values, default=0):.0f} s" for values in (named, went_on, came_back)]
     print(
-        f"{args.random} faults (seed {args.seed}) in {time.monotonic() - began:.0f} s: named after at most {shown[0]}, "
+        f"{done} faults (seed {args.seed}) in {time.monotonic() - began:.0f} s: named after at most {shown[0]}, "
         f"went on after at most {shown[1]}, back at most {shown[2]} after mending; {last} iterations, none missing, "
         f"losses and norms differ from one process's by at most {worst:.0e}"
     )
@@ -308,6 +311,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"faults; default: all of {', '.join(each.name for each in FAULTS)}")
     parser.add_argument("--random", type=int, default=0, help="this many random faults instead, in one run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more random faults after so long")
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each host")
     parser.add_argument("--tp", type=int, default=1)
