@@ -29,6 +29,10 @@
 #   touch SAVE/exit             saves, and ends
 #   scancel JOB                 ends at once; the latest checkpoint is what is left
 #
+# With `sbatch --no-kill`, the job keeps its other nodes when one is lost, and the run goes on with these from the latest
+# checkpoint, with fewer replicas: the model-parallel sizes must divide their ranks, and --global-batch-size the replicas.
+# Where they do not, or the lost node is the first one, which runs this script, the job goes back to the queue.
+#
 # A crash is tried again too. The job ends for good, with state FAILED, after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10)
 # starts in a row that left no newer checkpoint, and at once if the configuration cannot run. Start it again with the same
 # sbatch, or `scontrol requeue JOB`, when the cause is gone. MAX_RESTARTS (0) has torchrun start the ranks again inside the
@@ -54,9 +58,8 @@ if [[ -n "${SLURM_ARRAY_JOB_ID:-}" ]]; then
 fi
 export PYTHON="${PYTHON:-$PWD/.venv/bin/python}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-nodes="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"
+nodelist="$SLURM_JOB_NODELIST" nodes="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}" lost=0
 gpus="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
-head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 port="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 log_dir="$(realpath -m "${LOG_DIR:-runs/slurm-$SLURM_JOB_ID}")"
 mkdir -p "$log_dir"
@@ -154,16 +157,6 @@ fi
 
 # Each restart inside the job gets a store of its own, as nodes may count restarts differently.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
-LAUNCH="$PYTHON -m torch.distributed.run --nnodes $nodes --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-0}"
-LAUNCH+=" --rdzv-backend c10d --rdzv-endpoint $head_node:$port --rdzv-id $SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-export LAUNCH
-if [[ "$1" == *.sh ]]; then
-    command=(bash "$@") # it starts under LAUNCH by itself
-else
-    read -r -a command <<<"$LAUNCH"
-    command+=("$@")
-fi
-
 # SLURM signals every process of a step. The ranks are to act on it, not the launcher around them, and one that comes
 # before there are ranks is left for them in a file.
 export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT # an option of torchrun: it leaves SIGTERM to the ranks
@@ -178,35 +171,71 @@ around=(bash -c '
         kill -0 $! 2>/dev/null || exit $code
     done' ranks)
 
-say "$nodes nodes ($SLURM_JOB_NODELIST) x $gpus processes, rendezvous at $head_node:$port, logs in $log_dir"
-trap ask_ranks USR1 USR2 TERM
-srun --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1 --output "$log_dir/node-%n.log" --open-mode append \
-    "${around[@]}" "${command[@]}" &
-step=$!
-code=0
-wait "$step" || code=$?
-while kill -0 "$step" 2>/dev/null; do
+# Starts the ranks on all nodes and waits for their end: train COMMAND... Sets `code`.
+train() {
+    local head_node
+    head_node="$(scontrol show hostnames "$nodelist" | sed -n 1p)"
+    LAUNCH="$PYTHON -m torch.distributed.run --nnodes $nodes --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-0}"
+    LAUNCH+=" --rdzv-backend c10d --rdzv-endpoint $head_node:$port"
+    LAUNCH+=" --rdzv-id $SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$lost"
+    export LAUNCH
+    if [[ "$1" == *.sh ]]; then
+        command=(bash "$@") # it starts under LAUNCH by itself
+    else
+        read -r -a command <<<"$LAUNCH"
+        command+=("$@")
+    fi
+    say "$nodes nodes ($nodelist) x $gpus processes, rendezvous at $head_node:$port, logs in $log_dir"
+    srun --nodes "$nodes" --nodelist "$nodelist" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1 \
+        --output "$log_dir/node-%n.log" --open-mode append "${around[@]}" "${command[@]}" &
+    step=$!
     code=0
-    wait "$step" || code=$? # a signal ended the wait before
-done
-step=""
+    wait "$step" || code=$?
+    while kill -0 "$step" 2>/dev/null; do
+        code=0
+        wait "$step" || code=$? # a signal ended the wait before
+    done
+    step=""
+}
 
-name="$(outcome name)" why="$(outcome why)" crashed=0
-case "$name:$code" in
-    DONE:* | :0) end 0 "done${why:+: $why}" ;;
-    CALLBACK_FAILED:*) end 3 "done, but $why" ;;
-    BAD_CONFIGURATION:*) end 2 "the configuration cannot run: see $log_dir" ;;
-    TO_BE_RESUMED:* | KILLED:*) say "ended to be resumed: $why" ;;
-    FAILED:*) crashed=1 && say "crashed: $why" ;;
-    *) crashed=1 && say "crashed without a word, srun ended with $code: see $log_dir" ;;
-esac
-if [[ -n "$name" && ("$(outcome save)" != "$(outcome load)" || -z "$(outcome save)") ]]; then
-    end 1 "nothing to go on from: --save and --load have to name one folder"
-fi
-count "$crashed"
-if ((crashes >= ${MAX_CRASHES:-3})); then
-    end 1 "gives up: $crashes crashes and no checkpoint newer than iteration $(latest_checkpoint) (MAX_CRASHES)"
-elif ((fruitless >= ${MAX_FRUITLESS:-10})); then
-    end 1 "gives up: $fruitless starts and no checkpoint newer than iteration $(latest_checkpoint) (MAX_FRUITLESS)"
-fi
+# Takes on the nodes that SLURM has left to the job. Fails if they are all that there were.
+shrink() {
+    local left
+    left="$(job_field NodeList)"
+    [[ "$(job_field JobState)" == RUNNING && "$left" != "$nodelist" && "$left" =~ [a-z0-9] ]] || return 1
+    say "lost a node of $nodelist: goes on with $left from iteration $(latest_checkpoint)"
+    nodelist="$left" nodes="$(scontrol show hostnames "$left" | wc -l)" lost=$((lost + 1))
+    unset SLURM_TASKS_PER_NODE SLURM_NTASKS SLURM_NPROCS # of all nodes
+    export SLURM_OVERLAP=1                               # the step before has its processors until the lost node answers
+}
+
+trap ask_ranks USR1 USR2 TERM
+while true; do
+    train "$@"
+    name="$(outcome name)" why="$(outcome why)" crashed=0
+    case "$name:$code" in
+        DONE:* | :0) end 0 "done${why:+: $why}" ;;
+        CALLBACK_FAILED:*) end 3 "done, but $why" ;;
+        BAD_CONFIGURATION:*)
+            ((lost > 0)) || end 2 "the configuration cannot run: see $log_dir"
+            say "the configuration cannot run on the nodes that are left: see $log_dir"
+            ;;
+        TO_BE_RESUMED:* | KILLED:*) say "ended to be resumed: $why" ;;
+        FAILED:*) crashed=1 && say "crashed: $why" ;;
+        *) crashed=1 && say "crashed without a word, srun ended with $code: see $log_dir" ;;
+    esac
+    if [[ -n "$name" && ("$(outcome save)" != "$(outcome load)" || -z "$(outcome save)") ]]; then
+        end 1 "nothing to go on from: --save and --load have to name one folder"
+    fi
+    count "$crashed"
+    if ((crashes >= ${MAX_CRASHES:-3})); then
+        end 1 "gives up: $crashes crashes and no checkpoint newer than iteration $(latest_checkpoint) (MAX_CRASHES)"
+    elif ((fruitless >= ${MAX_FRUITLESS:-10})); then
+        end 1 "gives up: $fruitless starts and no checkpoint newer than iteration $(latest_checkpoint) (MAX_FRUITLESS)"
+    fi
+    if ((!crashed)) || ! shrink; then
+        break
+    fi
+    rm -f "$OUTCOME_FILE" "$OUTCOME_FILE.asked"
+done
 requeue

@@ -16,12 +16,21 @@ ROOT = Path(__file__).parents[2]
 STANDINS = {
     "scontrol": """
         case "$*" in
+            "show hostnames node[1-3]") printf 'node1\nnode2\nnode3\n' ;;
+            "show hostnames node[1,3]") printf 'node1\nnode3\n' ;;
             "show hostnames"*) echo node1 ;;
-            "--oneliner show job"*) echo "JobId=7 $JOB StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00" ;;
+            "--oneliner show job"*)
+                echo "JobId=7 $JOB NodeList=$(cat "$FOLDER/left" 2>/dev/null || echo "$SLURM_JOB_NODELIST")" \
+                    "StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00"
+                ;;
             requeue*) echo "$2" >>"$FOLDER/requeued" ;;
         esac""",
-    # Saves a checkpoint if it is told to, says how it ended, and fails where a launcher would.
+    # Saves a checkpoint if it is told to, says how it ended, and fails where a launcher would. Has the job lose nodes
+    # if it is told which are LEFT, and ends otherwise THEN.
     "srun": """
+        echo "$*" >>"$FOLDER/sruns"
+        if [[ -e "$FOLDER/left" ]]; then ENDS="$THEN"; fi
+        if [[ -n "$LEFT" ]]; then echo "$LEFT" >"$FOLDER/left"; fi
         echo "$SLURM_JOB_START_TIME $SLURM_JOB_END_TIME $SRUN_CPUS_PER_TASK" >"$FOLDER/environment"
         mkdir -p "$FOLDER/save"
         if [[ -n "$SAVES" ]]; then echo "$SAVES" >"$FOLDER/save/latest_checkpointed_iteration.txt"; fi
@@ -140,3 +149,23 @@ def test_the_step_knows_what_slurm_does_not_hand_on(batch: Batch) -> None:
     batch.start("DONE")
     times = [int(time.mktime((2026, 1, 1, hour, 0, 0, 0, 0, -1))) for hour in (0, 1)]
     assert (batch.folder / "environment").read_text().split() == [*map(str, times), "6"]
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "back", "said"),
+    [
+        ("DONE", 0, False, "done: because"),
+        ("TO_BE_RESUMED", 75, True, "back to the queue, to go on from iteration 10"),
+        ("FAILED", 75, True, "back to the queue, to go on from iteration 10"),
+        ("BAD_CONFIGURATION", 75, True, "back to the queue, to go on from iteration 10"),
+    ],
+)
+def test_a_job_that_loses_a_node_goes_on_with_the_others(
+    batch: Batch, then: str, code: int, back: bool, said: str
+) -> None:
+    lost = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_JOB_NUM_NODES": "3", "LEFT": "node[1,3]", "THEN": then}
+    *ended, last = batch.start("FAILED", saves="10", **lost)
+    assert ended == [code, back] and last.endswith(said)
+    first, second = (batch.folder / "sruns").read_text().split("--nodes ")[1:]
+    assert first.startswith("3 --nodelist node[1-3] --ntasks 3 ") and "--rdzv-id 7-0-0 " in first
+    assert second.startswith("2 --nodelist node[1,3] --ntasks 2 ") and "--rdzv-id 7-0-1 " in second
