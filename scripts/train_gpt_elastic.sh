@@ -6,7 +6,8 @@
 #
 # HOSTS are the hosts that may take part, in the same order everywhere, by names under which they see each other. --save
 # and --load are one folder that all see. Data parallelism follows the number of hosts: the model-parallel sizes must divide
-# the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. Where they do not, the run ends and says so.
+# the ranks of MIN_HOSTS hosts and more, and --global-batch-size the replicas. Where they do not, the run ends once on all
+# hosts, with code 2, and says what must be a multiple of what; start it again with other sizes, or when the host is back.
 #
 #   MIN_HOSTS        fewest hosts to go on with; by default more than half, so that of two halves that have lost sight of
 #                    each other one waits, and 1 of 2 hosts, where the lease on --save decides (docs/reliability.md)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from megatron.training.reliability.hosts.torchrun import bounded
+from megatron.training.reliability.hosts.torchrun import bounded, marked, unless_refused
 
 
 def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -> None:
@@ -22,3 +24,28 @@ def test_a_call_that_does_not_return_is_an_error_and_others_are_as_they_were() -
     for _ in range(2):
         with pytest.raises(RendezvousConnectionError, match=r"the rendezvous does not answer: no reply in 0\.05 s"):
             hanging()
+
+
+def test_a_file_tells_that_the_agent_waits_for_other_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "waits"
+
+    def fail() -> Any:
+        assert file.exists()
+        raise RendezvousStateError("broken")
+
+    assert marked(file.exists, file)() is True and not file.exists()  # type: ignore[arg-type]
+    with pytest.raises(RendezvousStateError):
+        marked(fail, file)()
+    assert not file.exists()
+
+
+def test_a_configuration_that_cannot_run_is_not_started_again(tmp_path: Path) -> None:
+    outcome, met = tmp_path / "outcome", list[int]()
+    join: Any = unless_refused(lambda: met.append(1), outcome)  # type: ignore[arg-type, return-value]
+    join()
+    outcome.write_text("name=FAILED\nwhy=\n")
+    join()
+    outcome.write_text("name=BAD_CONFIGURATION\nwhy=\n")
+    with pytest.raises(SystemExit, match="2"):
+        join()
+    assert len(met) == 2

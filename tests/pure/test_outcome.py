@@ -67,13 +67,16 @@ def test_without_the_variable_nothing_is_written_and_a_full_disk_ends_no_run(
     assert "cannot write OUTCOME_FILE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("rank", "code", "name"), [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)])
+@pytest.mark.parametrize(
+    ("local_rank", "code", "name"),
+    [(0, 2, "BAD_CONFIGURATION"), (0, 0, "DONE"), (1, 2, None)],
+)
 def test_a_run_that_ends_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, code: int, name: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, code: int, name: str | None
 ) -> None:
     file = tmp_path / "outcome"
     monkeypatch.setenv(VARIABLE, str(file))
-    with pytest.raises(SystemExit), early_end_told(Launch(rank, 2)):
+    with pytest.raises(SystemExit), early_end_told(Launch(2 + local_rank, 4, local_rank)):  # on the second host, too
         raise SystemExit(code)
     assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")
 

@@ -73,11 +73,11 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Writes the status of a run that its flags end before it starts."""
+    """Writes the status of a run that its flags end before it starts, on each host, as OUTCOME_FILE may be its own."""
     try:
         yield
     except SystemExit as ended:
-        if launch.rank == 0 and isinstance(ended.code, int):
+        if launch.local_rank == 0 and isinstance(ended.code, int):
             Outcome.from_environment().end(ended.code, "the configuration cannot run" if ended.code else "")
         raise
 

@@ -5,6 +5,8 @@
   Here, only the end of the run closes it.
 - An agent that writes to the store of a host that is lost waits until TCP gives up, a quarter of an hour. Here, it ends
   when the store has not answered for some seconds.
+- torchrun restarts ranks whose flags do not fit the hosts that are left. Here, it ends with code 2 if OUTCOME_FILE says
+  that the configuration cannot run.
 - While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around it
   can see then whether the others have met elsewhere, of which the agent itself would not hear.
 
@@ -31,6 +33,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.run import main
+
+from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
 ANSWER = 8.0
@@ -71,6 +75,17 @@ def _shutdown(handler: DynamicRendezvousHandler) -> bool:
     return DynamicRendezvousHandler.shutdown(handler)
 
 
+def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callable[[], RendezvousInfo]:
+    """`join`, which ends the process with code 2 where the file `outcome` says that the configuration cannot run."""
+
+    def joined() -> RendezvousInfo:
+        if outcome.exists() and f"name={ExitCode.BAD_CONFIGURATION.name}\n" in outcome.read_text():
+            sys.exit(ExitCode.BAD_CONFIGURATION)
+        return join()
+
+    return joined
+
+
 def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
     """`join`, during which `file` exists."""
 
@@ -91,6 +106,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
     handler = create_handler(store, backend, params)
     handler.shutdown = MethodType(_shutdown, handler)  # type: ignore[method-assign]
+    if outcome := os.environ.get(VARIABLE):
+        handler.next_rendezvous = unless_refused(handler.next_rendezvous, Path(outcome))  # type: ignore[method-assign]
     if waits := os.environ.get("RENDEZVOUS_WAITS"):
         handler.next_rendezvous = marked(handler.next_rendezvous, Path(waits))  # type: ignore[method-assign]
     handler.get_backend = lambda: BACKEND  # type: ignore[method-assign]
