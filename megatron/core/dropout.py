@@ -136,7 +136,7 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 def _drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
     """`_drop` for compilation: the compiled kernel stores no part of the hash in memory."""
     mixed = _mix_(row_bits[:, None] + column_bits)
-    return x.masked_fill((mixed < _threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
+    return x.masked_fill((mixed < threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
@@ -146,18 +146,23 @@ def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
     step = max(1, HASH_CHUNK // max(1, column_bits.numel()))
     for out, part in zip(dropped.split(step), row_bits.split(step), strict=True):
-        torch.lt(_mix_(part[:, None] + column_bits), _threshold(p), out=out)
+        torch.lt(_mix_(part[:, None] + column_bits), threshold(p), out=out)
     return dropped
 
 
-def _threshold(p: float) -> int:
+def threshold(p: float) -> int:
     """The int32 below which a share p of all int32 lies."""
     return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
+def bits_of_columns(places: Tensor) -> Tensor:
+    """Int32 hashes of columns, which are features or positions of keys, from their int64 numbers."""
+    return _low_bits(_absorb(0, places))
+
+
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Int32 hashes of rows and of columns. The sum of a pair is the input of `_mix_`."""
-    return _low_bits(rows.flatten()), _low_bits(_absorb(0, columns))
+    return _low_bits(rows.flatten()), bits_of_columns(columns)
 
 
 def _mix_(x: Tensor) -> Tensor:

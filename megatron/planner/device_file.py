@@ -33,6 +33,10 @@ DIVISORS = {
 """Entries that predictions divide by."""
 
 
+HASH_OPERATIONS = 9
+"""Integer operations by which a mask of dropout is hashed and applied to one attention weight."""
+
+
 @dataclass(frozen=True)
 class GemmSpeed:
     """Rate of the GEMMs of one precision."""
@@ -172,12 +176,20 @@ class DeviceFile:
         if kernel == "auto":  # the fastest of those that torch has; on other devices whatever there is
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
+        if kernel == "triton" and kernel not in self.attention:
+            kernel = "flash" if "flash" in self.attention else "auto"  # assumed: its matrix products are as fast
+            return self.attention_us(kernel, width, flops, length, backward)
         if kernel not in self.attention:
             raise ValueError(f"{self.name}: no speed of {kernel} attention; known are {', '.join(self.attention)}")
         of_widths = self.attention[kernel]
         speed = of_widths[min(of_widths, key=lambda known: abs(known - width))]
         endless, half = speed.backward if backward else speed.forward
         return max(self.kernel_floor_us, flops / (endless * length / (length + half)) / 1e6)
+
+    def hash_us(self, pairs: float) -> float:
+        """Time in which so many pairs of a query and a key have their mask of dropout hashed in an attention kernel,
+        none of it hidden behind matrix products. Assumed: a quarter as many integer operations as FLOPs in fp32."""
+        return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:

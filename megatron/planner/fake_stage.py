@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import collectives, compiled_regions
+from megatron.core.attention import core_attention
 from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
@@ -36,6 +37,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
+from megatron.planner.fake_attention import PlannedDropoutKernel, plans_fused_dropout
 from megatron.planner.fake_ranks import fake_state
 from megatron.planner.live_memory import LiveMemory
 
@@ -261,6 +263,18 @@ def as_on_gpus() -> Iterator[None]:
 
 
 @contextmanager
+def dropout_as_on_gpus(batch: MicroBatch) -> Iterator[None]:
+    """Attention with dropout allocates what its fused kernel does, where GPUs are expected to use it."""
+    before = core_attention.dropout_kernel
+    if batch.device == "cuda" and plans_fused_dropout(batch.model, batch.parallel):
+        core_attention.dropout_kernel = lambda backend, *settings: PlannedDropoutKernel(*settings)
+    try:
+        yield
+    finally:
+        core_attention.dropout_kernel = before
+
+
+@contextmanager
 def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
     """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
     counted by the present `live`."""
@@ -286,7 +300,7 @@ def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
     kernels = as_on_gpus() if batch.device == "cuda" else nullcontext()
-    with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels:
+    with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels, dropout_as_on_gpus(batch):
         fakes = FakeStages(batch, state)
         with regions_as_kernels(lambda: fakes.live):
             yield fakes

@@ -102,11 +102,11 @@ def host_threads(device: torch.device) -> int:
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Shape of this rank's attention, if kernels may be compared at it; None if plain torch computes it, or in 32 bits,
-    or if nothing may depend on timings because the run is deterministic."""
+    or if nothing may depend on timings because the run is deterministic and there is no dropout."""
     model, parallel, dtype = config.model, config.parallel, getattr(torch, config.parallel.params_dtype)
     deterministic = config.training.deterministic and parallel.attention_backend == "auto"
-    in_torch = model.alibi or model.attn_logit_softcapping is not None or model.attention_dropout > 0
-    if in_torch or dtype.itemsize != 2 or deterministic:
+    in_torch = model.alibi or model.attn_logit_softcapping is not None
+    if in_torch or dtype.itemsize != 2 or (deterministic and not model.attention_dropout):
         return None
     length, cp = model.seq_length, parallel.context_parallel_size
     some_full = any(not kind.span.hides(length) for kind in model.layers)
@@ -126,6 +126,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
         window=window,
         tiles=cp > 1 or documents or window is not None or model.attends_in_tiles,
         documents=documents,
+        dropout=model.attention_dropout,
+        untimed=config.training.deterministic,
     )
 
 
@@ -144,7 +146,8 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     asked = asked if asked in shape.backends else "auto"
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     runtime.say(f" {choice}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    return choice.winner or "auto"
+    # Evaluation has no dropout: torch's default computes it.
+    return "auto" if choice.winner in (None, "unfused") else choice.winner
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.attention import backend_choice as sdpa
-from megatron.core.attention.backend_choice import BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
+from megatron.core.attention.backend_choice import BACKENDS, DROPOUT_BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
@@ -101,15 +101,16 @@ def test_a_fixed_one_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (SHAPE, 16),
         (replace(SHAPE, tiles=True, window=5), 16),
         (replace(SHAPE, tiles=True, queries=(range(4), range(12, 16))), 8),
+        (replace(SHAPE, dropout=0.1), 16),
     ],
-    ids=["whole", "window", "context"],
+    ids=["whole", "window", "context", "dropout"],
 )
 def test_what_is_timed_runs(shape: AttentionShape, rows: int) -> None:
     """By the kernels of CPUs, which stand in for those of GPUs."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
     varlen = shape.window is not None
-    assert shape.backends == (("flash", "flash3") if varlen else BACKENDS)
+    assert shape.backends == (DROPOUT_BACKENDS if shape.dropout else ("flash", "flash3") if varlen else BACKENDS)
 
 
 def test_a_cpu_has_no_kernels_of_gpus() -> None:
@@ -127,7 +128,7 @@ def config_of(flags: str) -> RunConfig:
     ("flags", "problem"),
     [
         ("--cpu --attention-dropout 0", "--attention-backend cudnn: has no effect beside --cpu: it is a kernel of"),
-        ("", "--attention-backend cudnn: has no effect beside --attention-dropout 0.1: plain torch"),
+        ("", "--attention-backend cudnn: has no effect beside --attention-dropout 0.1: the kernel triton"),
         ("--attention-dropout 0 --position-embedding-type alibi", "ALiBi"),
         ("--attention-dropout 0 --window-size 8", "--window-size in all layers: FlashAttention does that"),
         ("--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer", "--reset-attention-mask"),
@@ -163,7 +164,11 @@ BASE = (
             AttentionShape(32, 3, 4, 2, 8, 8, torch.bfloat16),
         ),
         ("--attention-dropout 0 --fp32", None),
-        ("", None),
+        ("", AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1)),
+        (
+            "--deterministic-mode",
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, dropout=0.1, untimed=True),
+        ),
         (
             "--attention-dropout 0 --cp 2",
             AttentionShape(
@@ -184,7 +189,7 @@ BASE = (
         ),
         (
             "--attention-dropout 0 --deterministic-mode --attention-backend flash",
-            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16),
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, untimed=True),
         ),
         ("--attention-dropout 0 --position-embedding-type alibi", None),
         ("--attention-dropout 0 --attn-logit-softcapping 50", None),

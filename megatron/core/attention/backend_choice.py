@@ -1,5 +1,7 @@
 """Choose the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timing them at the model's own shape.
 
+With dropout the choice is between the fused kernel with dropout (triton) and tiles in plain torch (unfused).
+
 Which one is faster depends on the GPU, the head size and the version, so a fixed rule would be wrong somewhere. Ranks
 compare the slowest time of each kernel, and all use the same one.
 """
@@ -17,16 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.attention.core_attention import FusedAttention, kernels_of
+from megatron.core.attention.core_attention import FusedAttention, dropout_kernel, kernels_of
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import Spans
-from megatron.core.attention.tile_kernels import Causal
+from megatron.core.attention.tile_kernels import Causal, Dropout
 from megatron.core.collectives import all_reduce_
 from megatron.core.parallel_state import Axis
 
 WARM_UP, REPEATS = 3, 10
 
 BACKENDS = ("flash", "flash3", "cudnn")
+
+DROPOUT_BACKENDS = ("triton", "unfused")
+"""Kernels with dropout, which the others have not."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Those that scaled_dot_product_attention has."""
@@ -59,9 +64,17 @@ class AttentionShape:
     documents: bool = False
     """Whether samples hold documents."""
 
+    dropout: float = 0.0
+    """Share of the attention weights that is dropped."""
+
+    untimed: bool = False
+    """Whether timings may not decide: a kernel with dropout is used where it runs."""
+
     @property
     def backends(self) -> tuple[str, ...]:
         """The kernels to be timed: cuDNN is not used for documents and windows."""
+        if self.dropout:
+            return DROPOUT_BACKENDS[:1] if self.untimed else DROPOUT_BACKENDS
         varlen = self.tiles and (self.window is not None or self.documents)
         return tuple(name for name in BACKENDS if not (varlen and name == "cudnn"))
 
@@ -167,10 +180,14 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
     widths = shape.head_dim, shape.value_head_dim
     fused = FusedAttention(scale, backend == "flash3")
     plain, varlen = kernels_of(backend, scale, shape.dtype, device, *widths)
-    causal = Causal(varlen if shape.documents or shape.window is not None else plain, None, shape.window)
+    kernel = varlen if shape.documents or shape.window is not None else plain
+    if shape.dropout:
+        numbers = torch.arange(shape.samples, device=device)
+        kernel = dropout_kernel(backend, scale, Dropout(shape.dropout, 0, 0, numbers))
+    causal = Causal(kernel, None, shape.window)
 
     def run() -> object:
-        if shape.tiles:
+        if shape.tiles or shape.dropout:
             out = local_attention(q, k, v, causal, shape.queries)
         else:
             with sdpa_kernel(OF_TORCH[backend]) if backend in OF_TORCH else nullcontext():

@@ -16,6 +16,7 @@ from megatron.core.attention.alibi import alibi_slopes
 from megatron.core.attention.all_gather import gathered_attention
 from megatron.core.attention.cudnn_kernels import CudnnKernel
 from megatron.core.attention.flash3 import Flash3, flash3_attention
+from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel
 from megatron.core.attention.flash_kernels import flash_kernel
 from megatron.core.attention.kv_cache import Cached, cached_attention
 from megatron.core.attention.local_attention import local_attention
@@ -58,6 +59,12 @@ def kernels_of(
     return CudnnKernel(scale) if backend == "cudnn" and device.type == "cuda" else flash, flash
 
 
+def dropout_kernel(backend: str, scale: float, dropout: Dropout) -> Kernel:
+    """The kernel of attention with dropout, by --attention-backend: the fused one where it has been found to run, else
+    plain torch. Both have the same masks."""
+    return FlashDropoutKernel(scale, dropout) if backend == "triton" else TorchKernel(scale, dropout)
+
+
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
     """Attention sinks [heads/tp] by --softmax-type: the parameter of `metas`, zeros, or None."""
     for meta in metas:
@@ -76,7 +83,8 @@ class CoreAttention(nn.Module):
 
     torch's fused attention computes plain causal attention within a rank. Tiles
     (`megatron.core.attention.tiles`) compute packed documents, sliding windows, context parallelism, ALiBi, sinks, caps
-    of scores and attention dropout, whose mask is the same at every layout.
+    of scores and attention dropout, whose mask is the same at every layout. GPUs have a kernel for dropout, which takes
+    all tiles at once (`megatron.core.attention.flash_dropout`).
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
@@ -85,7 +93,7 @@ class CoreAttention(nn.Module):
         self.scale, self.span, self.cp = config.attention_scale, config.layer(ctx.layer).span, ctx.cp
         self.window, self.chunk = self.span.window, self.span.chunk
         self.p, self.key = config.attention_dropout, site_key(ctx.seed, f"{name}.attention_dropout")
-        backend = ctx.attention_backend
+        self.backend = backend = ctx.attention_backend
         self.fused = FusedAttention(self.scale, backend == "flash3" and ctx.device.type == "cuda")
         self.across_ranks = CONTEXT_PARALLEL[ctx.cp_comm_type] if ctx.cp.size > 1 else None
         heads = config.num_attention_heads // ctx.tp.size
@@ -164,6 +172,9 @@ class CoreAttention(nn.Module):
         kernel = self.kernel if documents is None and self.window is None else self.varlen_kernel
         if dropout:
             masks = Dropout(self.p, self.key, self.first_head, context.sample_index)
-            note = None if self.max_logits is None else self._note
-            kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)
+            if self.slopes is None and self.cap is None and self.max_logits is None:
+                kernel = dropout_kernel(self.backend, self.scale, masks)
+            else:
+                note = None if self.max_logits is None else self._note
+                kernel = TorchKernel(self.scale, masks, self.slopes, self.cap, note)
         return Causal(kernel, documents, self.window)

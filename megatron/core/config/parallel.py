@@ -101,9 +101,10 @@ class ModelParallelConfig(PrecisionConfig):
     compile: bool | None = None
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
-    attention_backend: str = flag("auto", choices=("auto", "flash", "flash3", "cudnn", "unfused"))
+    attention_backend: str = flag("auto", choices=("auto", "flash", "flash3", "cudnn", "triton", "unfused"))
     """GPUs: the attention kernel. auto: the fastest, by timing them when the run starts. flash: torch's
-    FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. unfused: plain torch, also on CPU."""
+    FlashAttention-2. flash3: the package of FlashAttention-3. cudnn: cuDNN. triton: the only fused kernel with
+    attention dropout, and only for that. unfused: plain torch, also on CPU."""
 
     cuda_graph_impl: str = flag("none", choices=("none", "local"))
     """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""

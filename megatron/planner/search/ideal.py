@@ -44,6 +44,7 @@ def _others_us(parts: Sequence[PassEvents], device: DeviceFile) -> float:
     for event in _events(parts):
         if isinstance(event, Attention):
             total += device.attention_us(event.backend, event.width, event.flops, event.length, event.backward)
+            total += device.hash_us(event.hashes)
         elif isinstance(event, Move):
             total += device.memory_us(event.moved)
     return total

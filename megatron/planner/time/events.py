@@ -35,7 +35,7 @@ class Attention:
     """One launch of a fused attention kernel."""
 
     backend: str
-    """cudnn, flash, flash3, or auto: the device's fastest."""
+    """cudnn, flash, flash3, triton (with dropout), or auto: the device's fastest without dropout."""
 
     width: int
     """Channels of a head."""
@@ -47,6 +47,9 @@ class Attention:
     """Keys of the launch."""
 
     backward: bool
+
+    hashes: float = 0.0
+    """Pairs whose mask of dropout the kernel hashes, each as often as it does so."""
 
 
 @dataclass(frozen=True, slots=True)

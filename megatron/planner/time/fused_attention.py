@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.attention.tile_kernels import Gradients, Outputs, Rows, key_rows, query_rows
+from megatron.core.attention.flash_dropout.bands import band_of
+from megatron.core.attention.tile_kernels import Dropout, Gradients, Outputs, Rows, key_rows, query_rows
 from megatron.core.attention.tiles import Tile
 from megatron.core.attention.varlen import Sequences
 from megatron.core.config.layers import Span
+from megatron.planner.fake_attention import PlannedDropoutKernel
 from megatron.planner.time.recorder import Recorder
 
 
@@ -42,6 +44,20 @@ class RecordedKernel:
         (_, samples, heads, width), keys = q.shape, len(tile.keys)
         pairs = seen_pairs(tile) * samples * heads
         self.recorder.attention(pairs, width, v.shape[-1], min(keys, tile.window or keys), backward)
+
+
+class RecordedDropoutKernel(PlannedDropoutKernel):
+    """All tiles in one launch of the fused kernel with dropout."""
+
+    def __init__(self, recorder: Recorder, scale: float, dropout: Dropout) -> None:
+        super().__init__(scale, dropout)
+        self.recorder = recorder
+
+    def launched(self, q: Tensor, v: Tensor, tiles: tuple[Tile, ...], backward: bool) -> None:
+        (_, samples, heads, width), keys = q.shape, band_of(tiles).keys
+        pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
+        length = min(len(keys), max(tile.window or len(keys) for tile in tiles))
+        self.recorder.attention_with_dropout(pairs, width, v.shape[-1], length, backward)
 
 
 def seen_pairs(tile: Tile) -> float:

@@ -155,6 +155,13 @@ class Recorder(TorchDispatchMode):
         flops = 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
         self.add(Attention(self.backend, max(width, value_width), flops, length, backward))
 
+    def attention_with_dropout(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
+        """A launch of the fused kernel with dropout, or both passes of its backward: each computes the scores and their
+        gradients again, and hashes the masks."""
+        flops = 2 * pairs * (4 * width + 3 * value_width if backward else width + value_width)
+        hashes = pairs * (2 if backward else 1)
+        self.add(Attention("triton", max(width, value_width), flops, length, backward, hashes))
+
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         given, made = _tensors((args, kwargs)), _tensors(out)
         written = _tensors([args[i] for i in _written(func) if i < len(args)])

@@ -100,6 +100,7 @@ class Replay:
             return "matmul", 1e-6 * (us + device.launch_gap_us)
         if isinstance(event, Attention):
             us = device.attention_us(event.backend, event.width, event.flops, event.length, event.backward)
+            us += device.hash_us(event.hashes)
             return "attention", 1e-6 * (us / device.sustained + device.launch_gap_us)
         return "element_wise", 1e-6 * (device.memory_us(event.moved) + device.launch_gap_us)
 

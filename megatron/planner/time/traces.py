@@ -21,10 +21,11 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
+from megatron.planner.fake_attention import plans_fused_dropout
 from megatron.planner.fake_ranks import FakeGroup
 from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_a_layer, layer_kinds
 from megatron.planner.time.events import PassEvents
-from megatron.planner.time.fused_attention import RecordedKernel
+from megatron.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
 from megatron.planner.time.recorder import Recorder
 from megatron.planner.time.samples import of_more_samples, same_events
 
@@ -155,7 +156,8 @@ def _parts(batch: MicroBatch, stage: Stage, alike: Sequence[int]) -> Iterator[_P
 def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
     """`fake_stages` whose kernels and collectives are recorded, on GPUs those that GPUs have."""
     on_gpu = batch.device == "cuda"
-    recorder = Recorder(on_gpu and not batch.bf16_sums, batch.parallel.attention_backend)
+    asked = batch.parallel.attention_backend
+    recorder = Recorder(on_gpu and not batch.bf16_sums, "auto" if asked == "triton" else asked)
     kernel = RecordedKernel(recorder)
     stand_ins: list[tuple[Any, str, Any]] = [
         (FakeGroup, "observer", staticmethod(recorder.collective)),
@@ -167,8 +169,11 @@ def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
             (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
             (casts, "has_kernel", lambda device_type, by_row: False),
         ]
-    if on_gpu and batch.parallel.attention_backend != "unfused":
+    if on_gpu and asked != "unfused":
         stand_ins.append((core_attention, "kernels_of", lambda *args: (kernel, kernel)))
+    if on_gpu and plans_fused_dropout(batch.model, batch.parallel):
+        dropout = lambda backend, scale, masks: RecordedDropoutKernel(recorder, scale, masks)  # noqa: E731
+        stand_ins.append((core_attention, "dropout_kernel", dropout))
     with fake_stages(batch) as fakes, ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
             stack.enter_context(_replaced(owner, name, stand_in))

@@ -187,15 +187,16 @@ def attention_kernel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Kernels of GPUs, which compute neither everything nor in every precision: other kernels do that then."""
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
-    if backend not in ("flash3", "cudnn"):
+    if backend not in ("flash3", "cudnn", "triton"):
         return
     some_local = any(width is not None and width < m.seq_length for width in (m.window_size, m.attention_chunk_size))
     local = "--window-size" if m.window_size is not None else "--attention-chunk-size"
-    cudnn = backend == "cudnn"
+    cudnn, triton, drops = backend == "cudnn", backend == "triton", m.attention_dropout > 0
     for beside, given, why in (
         ("--cpu", p.cpu, "it is a kernel of GPUs"),
         ("--fp32 or --fp64", not (p.cpu or p.bf16 or p.fp16), "it computes in 16 bits"),
-        (f"--attention-dropout {m.attention_dropout}", m.attention_dropout > 0, "plain torch computes dropout"),
+        (f"--attention-dropout {m.attention_dropout}", drops and not triton, "the kernel triton computes dropout"),
+        ("--attention-dropout 0", triton and not drops, "other kernels compute attention without dropout"),
         ("--position-embedding-type alibi", m.alibi, "plain torch computes ALiBi"),
         (f"--attn-logit-softcapping {cap}", cap is not None, "plain torch computes capped scores"),
         ("--reset-attention-mask", cudnn and c.data.reset_attention_mask, "FlashAttention computes documents"),
