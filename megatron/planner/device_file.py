@@ -205,6 +205,10 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
     return max(filled(*tile) for tile in TILES)
 
 
+MOST_OF_PEAK = 2.0
+"""A measured device's rate of endless products may lie above the best one measured, which then is its peak."""
+
+
 def device_names() -> list[str]:
     """Names of the device files."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -223,6 +227,13 @@ def read_device(name: str) -> DeviceFile:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     found: DeviceFile = _read(str(path), DeviceFile, values)
+    for precision, peak in found.peak_tflops.items():
+        speed = found.gemm.get(precision)
+        if peak == 0 or (speed is not None and speed.tflops > MOST_OF_PEAK * peak):
+            rates = (
+                f"of which gemm: {precision}: tflops: {speed.tflops:g} would be too much" if speed else "which is none"
+            )
+            raise ValueError(f"{path}: peak_tflops: {precision}: {peak:g}, {rates}: MFU is counted by it")
     return found
 
 

@@ -203,6 +203,8 @@ def test_wrong_devices_are_told() -> None:
     told = pretrain(f"{RIGHT} --device h1000 --gpus-per-node 0").stderr
     assert "  --device h1000: there is no device h1000" in told and "use one of a100" in told
     assert "  --gpus-per-node 0: must be a whole number above 0" in told
+    told = pretrain(f"{RIGHT} --gpus-per-node 3").stderr
+    assert "  --gpus-per-node 3: does not divide the 8 ranks" in told and "nearest: 2" in told
     told = pretrain(f"{RIGHT} --gpus-per-node 4").stderr
     assert "  --gpus-per-node 4: needs --device, whose nodes it describes" in told
     told = pretrain(f"{RIGHT.replace('--dry-run', '').replace('--world-size 8', '')} --device h100").stderr

@@ -77,6 +77,12 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
             "multiprocessors: 132.5",
             "multiprocessors: 132.5 must be a whole number of at least 0",
         ),
+        (
+            "peak_tflops: {bf16: 989.4,",
+            "peak_tflops: {bf16: 1,",
+            "bf16: 1, of which gemm: bf16: tflops: 868 would be too",
+        ),
+        ("peak_tflops: {bf16: 989.4,", "peak_tflops: {bf16: 0,", "peak_tflops: bf16: 0, of which"),
         ("tflops: 868", "tflops: fast", "gemm: bf16: tflops: 'fast' must be a number of at least 0"),
         ("gb_per_second: 370", "gb_per_second: 0", "links: node: gb_per_second: 0 must be above 0"),
         ("forward: [385, 500]", "forward: 385", r"attention: cudnn: 64: forward: 385 must be a list of 2 numbers"),

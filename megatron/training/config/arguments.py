@@ -154,6 +154,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     elif plan_file and not _can_write(Path(plan_file)):
         rule, remedy = "cannot be written", "name a file in a folder that is there and may be written"
         reader.problems.append(Problem("--json", plan_file, rule, remedy))
+    if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
+        rule = f"does not divide the {world_size} ranks: predictions are of nodes that hold as many ranks each"
+        near = next(size for size in range(gpus_per_node, 0, -1) if world_size % size == 0)
+        reader.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, f"nearest: {near}"))
     rehearsal = _rehearsal(reader, dry_run, device_memory)
     alone = dry_run or rehearsal is not None
     if world_size is not None and not alone and world_size != launch.world_size:
