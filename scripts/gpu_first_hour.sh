@@ -6,19 +6,21 @@
 #                                                     the tests need, for a machine where nothing can be installed
 #   bash scripts/gpu_first_hour.sh predict FOLDER     before, or at any time: what a step should take, with torch's CUDA
 #                                                     build but without a GPU (tools/bench/gpu_bytes.py)
-#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | features | llama | models | headline | page
-#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | calibrate | llama | headline | models | features |
+#                                                     page
+#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another; the first four take half an hour
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
-# FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part and page.md. A command that fails or
-# takes too long is named at the end, and the others go on. PYTHON is the interpreter, by default python3. DEVICE is the
-# GPU of the predictions, by default h100.
+# FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part, calls.jsonl (every command, its exit
+# code and seconds) and page.md. A command that fails or takes too long is named at the end, and the others go on.
+# Figures are written as they are found, so one that is killed leaves those that it had. PYTHON is the interpreter, by
+# default python3. DEVICE is the GPU of the predictions, by default h100.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-PARTS=(parts tests features llama models headline)
+PARTS=(parts tests calibrate llama headline models features)
 WHEELS=.wheels
 PYTHON="${PYTHON:-python3}"
 OUT="${OUT:-runs/gpu}"
@@ -51,11 +53,17 @@ fi
 
 # Runs a command for at most so many seconds; its output goes to the screen and to the log of the part.
 limited() {
-    local seconds="$1"
+    local seconds="$1" began=$SECONDS text
     shift
     show "$@" | tee -a "$OUT/$current.log"
     timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$OUT/$current.log"
     local code=${PIPESTATUS[0]}
+    if [[ "$current" != page ]]; then
+        text="${*//\\/\\\\}"
+        text="${text//\"/\\\"}"
+        printf '{"part": "%s", "code": %d, "seconds": %d, "limit": %d, "command": "%s"}\n' \
+            "$current" "$code" "$((SECONDS - began))" "$seconds" "${text//$'\n'/ }" >>"$OUT/calls.jsonl"
+    fi
     if ((code != 0)); then
         failed+=("$current: code $code of $*")
     fi
@@ -81,7 +89,15 @@ measure() {
         done
         set -- "${flags[@]}"
     fi
-    limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file"
+    local devices=()
+    if [[ -z "$cpu" ]]; then
+        devices+=("${DEVICE:-h100}")
+    fi
+    if [[ -f "$OUT/device.yaml" ]]; then
+        devices+=("$OUT/device.yaml")
+    fi
+    limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file" \
+        ${devices:+--device "${devices[@]}"}
 }
 
 parts() {
@@ -120,6 +136,11 @@ tests() {
         --num-workers 0 ${cpu:+"$cpu"}
 }
 
+# The rates of this GPU as a device file, by which the planner predicts the models of the parts after it.
+calibrate() {
+    limited 280 "$PYTHON" tools/calibrate.py --output "$OUT/device.yaml" ${cpu:+"$cpu"} ${tiny:+--seconds 5 --precision fp32 bf16}
+}
+
 # Five steps of a small model with what has no measured run, and texts of its checkpoint. Two ranks share the GPU.
 features() {
     local size=(--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16) ranks train
@@ -132,17 +153,20 @@ features() {
     if [[ -n "$cpu" ]]; then
         train+=("$cpu")
     fi
-    ranks=(-m torch.distributed.run --standalone --nproc-per-node 2 "${train[@]}" --distributed-backend gloo --dp 2)
-    rm -rf "$OUT/checkpoints"
-    limited 70 "$PYTHON" "${train[@]}" --log-layer-stats 2 --log-params-norm --save "$OUT/checkpoints"
-    limited 70 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "a" "some words" --max-new-tokens 8
-    limited 70 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
-    limited 70 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
-    limited 70 "$PYTHON" "${train[@]}" --optimizer muon
-    limited 70 "$PYTHON" "${ranks[@]}" --data-parallel-sharding-strategy optim_grads
-    limited 70 "$PYTHON" "${ranks[@]}" --data-parallel-sharding-strategy optim_grads_params
-    limited 70 "$PYTHON" "${train[@]}" --deterministic-mode
-    rm -rf "$OUT/checkpoints"
+    ranks=(-m torch.distributed.run --standalone --nproc-per-node 2 "${train[@]}" --distributed-backend gloo)
+    rm -rf "$OUT/checkpoints" "$OUT/traced"
+    limited 90 "$PYTHON" "${train[@]}" --log-layer-stats 2 --log-params-norm --save "$OUT/checkpoints"
+    limited 50 "$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --prompt "a" "some words" --max-new-tokens 8
+    limited 55 "$PYTHON" "${train[@]}" --optimizer-cpu-offload --optimizer-offload-fraction 0.6
+    limited 55 "$PYTHON" "${train[@]}" --cpu-offloading --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1024
+    limited 55 "$PYTHON" "${train[@]}" --optimizer muon
+    limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads
+    limited 55 "$PYTHON" "${ranks[@]}" --dp 2 --data-parallel-sharding-strategy optim_grads_params
+    limited 55 "$PYTHON" "${ranks[@]}" --pp 2 --untie-embeddings-and-output-weights --pipeline-schedule zb-h2 \
+        --optimizer-post-validation --trace --trace-step-start 2 --trace-step-end 4 --save "$OUT/traced"
+    limited 45 "$PYTHON" tools/report.py "$OUT/traced" --output "$OUT/traced.html"
+    limited 55 "$PYTHON" "${train[@]}" --deterministic-mode
+    rm -rf "$OUT/checkpoints" "$OUT"/traced/iter_*
 }
 
 # Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.
@@ -207,6 +231,9 @@ if [[ "$part" == all ]]; then
 fi
 for current in "${todo[@]}"; do
     : >"$OUT/$current.log"
+    if [[ -f "$OUT/calls.jsonl" ]]; then # of an earlier run of this part
+        sed -i "/^{\"part\": \"$current\"/d" "$OUT/calls.jsonl"
+    fi
     if [[ "$current" != page ]]; then
         "$current"
     fi

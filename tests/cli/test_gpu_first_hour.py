@@ -70,7 +70,7 @@ def test_every_command_is_legal_and_fits(commands: list[list[str]]) -> None:
         for more in args.compare:
             config_of(SHAPES[args.config], *of, f"{flags} {more}")
     written = {Path(words[words.index("--json") + 1]).name for words in commands if "--json" in words}
-    assert written | {"tests.txt"} == set(EXPECTED)
+    assert written | {"tests.txt", "device.yaml"} == set(EXPECTED)
 
 
 def test_every_run_is_legal(commands: list[list[str]]) -> None:
@@ -84,15 +84,31 @@ def test_every_run_is_legal(commands: list[list[str]]) -> None:
         tried |= set(words)
     assert {"optim_grads", "optim_grads_params", "--num-experts"} < tried
     assert {"--optimizer-cpu-offload", "--cpu-offloading", "--log-layer-stats", "--deterministic-mode"} < tried
+    assert {"--optimizer-post-validation", "--trace", "muon"} < tried
     assert [words[0] for words in commands].count("tools/generate_text.py") == 1
+
+
+def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text('#!/usr/bin/env bash\n[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0\n')
+    python.chmod(0o755)
+    for _ in range(2):  # a part that runs again replaces what it has said
+        done = first_hour("features", str(out), python=str(python))
+        assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
+    calls = read_folder(out).calls
+    assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 10
+    assert calls[1]["command"].endswith("--prompt a some words --max-new-tokens 8")
+    text = "\n".join(page(read_folder(out), (), ()))
+    assert re.search(r"\| features \| \*\*137\*\* \| \d+ of 55 \| `.* muon` \|", text)
+    assert text.count("| features | 0 |") == 9
 
 
 def test_parts_take_less_than_ten_minutes() -> None:
     text = (ROOT / SCRIPT).read_text()
     parts = re.findall(
-        r"^(parts|tests|features|llama|models|headline)\(\) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+        r"^(parts|tests|calibrate|features|llama|models|headline)\(\) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
     )
-    assert len(parts) == 6
+    assert len(parts) == 7
     for name, body in parts:
         body = body.partition("else")[0]
         assert 0 < sum(map(int, re.findall(r"^ +(?:limited|measure) (\d+) ", body, re.MULTILINE))) < 590, name
@@ -102,7 +118,7 @@ def test_wrong_arguments() -> None:
     for arguments, message in (
         (
             ["nothing"],
-            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|features|llama|models|headline|page|",
+            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|calibrate|llama|headline|models|",
         ),
         (["parts", "--gpu"], "unknown argument --gpu"),
         (["parts", "--cpu"], "--cpu is for trials: add --tiny"),
@@ -126,6 +142,7 @@ RUN = {
     "allocated": 7 * 2**30,
     "reserved": 8 * 2**30,
     "ceilings": [],
+    "planner": {"h100": 625.0},
     "groups": [
         {"name": "GEMM", "microseconds": 2e5, "share": 0.8, "count": 9, "longest": ["nvjet|a", "b"]},
         {"name": "idle", "microseconds": 5e4, "share": 0.2, "count": 0, "longest": []},
@@ -181,6 +198,7 @@ def test_page_of_what_there_is(tmp_path: Path) -> None:
         "| idle | 50.00 | 0.00 |",
         "| optimizer | 0.00 | 24.00 |",
         "| step | 250.00 | 240.00 |",
+        "| llama-bf16.json | h100 | 625 | 600 | 0.960 |",
         "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
         "| attention | flash3 | failed: ImportError: none |  |  |",
         "| as it is | 10,000 (9,000 to 11,000) | 1.000 |",

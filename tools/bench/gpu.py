@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,11 +202,21 @@ class Result:
     allocated: int | None
     reserved: int | None
     ceilings: tuple[Ceiling, ...]
+    planner: dict[str, float]
+    """By device file, the TFLOP/s that `--dry-run --device` predicts."""
     groups: tuple[Group, ...]
 
 
-def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespace, device: Any) -> Result:
-    """Ceilings, rounds of steps, then one step under the profiler."""
+def measure(
+    name: str,
+    precision: str,
+    config: RunConfig,
+    args: argparse.Namespace,
+    device: Any,
+    note: Callable[[Result], object],
+) -> Result:
+    """Ceilings, rounds of steps, then one step under the profiler. `note` sees the figures before the planner and the
+    profiler run."""
     import torch
 
     from megatron.training.metrics.mfu import peak_tflops
@@ -223,7 +233,7 @@ def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespa
     speed = Spread.of([one_round() for _ in range(args.rounds)])
     tflops = speed.median * flops_per_token(config.model) / 1e12
     peak = peak_tflops(config.logging, device, torch.bfloat16, config.parallel.fp8_format is not None)
-    return Result(
+    result = Result(
         name,
         precision,
         config.model.num_layers,
@@ -237,8 +247,27 @@ def measure(name: str, precision: str, config: RunConfig, args: argparse.Namespa
         torch.cuda.max_memory_allocated(device) if on_gpu else None,
         torch.cuda.max_memory_reserved(device) if on_gpu else None,
         found,
-        tuple(profiled(run, args.trace)),
+        {},
+        (),
     )
+    note(result)
+    result = replace(result, planner=planner_tflops(config, args.device))
+    note(result)
+    return replace(result, groups=tuple(profiled(run, args.trace)))
+
+
+def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float]:
+    """By device file, the predicted speed of a step; without those that lack a rate, as one for fp8, which it says."""
+    from megatron.planner.device_file import read_device
+    from megatron.planner.time.step_time import predict_step
+
+    found = {}
+    for name in devices:
+        try:
+            found[name] = predict_step(config, 1, read_device(name)).tflops
+        except ValueError as error:
+            print(f"not predicted for {name}: {error}")
+    return found
 
 
 def profiled(run: TrainingRun, keep: Path | None = None) -> list[Group]:
@@ -272,26 +301,43 @@ def say(result: Result) -> None:
     if result.allocated is not None and result.reserved is not None:
         ratio = result.allocated / sum(result.planned)
         print(f"  allocated at most {gib(result.allocated)} GiB, {ratio:.3f} of it; reserved {gib(result.reserved)}")
+    for name, tflops in result.planner.items():
+        print(f"  planned for {name}: {tflops:.1f} TFLOP/s, measured {result.tflops / tflops:.3f} of it")
     for ceiling in result.ceilings:
         print(f"  {ceiling.name:<14}{ceiling.rate:,.1f} {ceiling.unit}")
     say_groups(result.groups, lambda line: print(f"  {line}"))
 
 
-def compare(config: RunConfig, variants: Sequence[tuple[str, RunConfig]], args: argparse.Namespace) -> list[Any]:
-    """Tokens per second of each, in turns, and over the first one's."""
+def compare(
+    config: RunConfig,
+    variants: Sequence[tuple[str, RunConfig]],
+    args: argparse.Namespace,
+    note: Callable[[Sequence[Any]], object],
+) -> list[Any]:
+    """Tokens per second of each, in turns, and over the first one's. `note` sees the rows that there are so far."""
     named = [("as it is", config), *variants]
     contestants = [Contestant(name, contestant, (one, args.steps, args.warm_up)) for name, one in named]
-    rows: list[Any] = []
-    for name, values in interleaved(contestants, args.rounds, warm_up=1).items():
-        if isinstance(values, str):
-            print(f"{name:<40} failed: {values}")
-            rows.append({"variant": name, "failed": values})
+    found = interleaved(contestants, args.rounds, warm_up=1, note=lambda so_far: note(compared_rows(so_far)))
+    rows = compared_rows(found)
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['variant']:<40} failed: {row['failed']}")
             continue
-        speed = Spread.of(values)
-        base = rows[0]["tokens_per_second"]["median"] if rows and "tokens_per_second" in rows[0] else speed.median
-        print(f"{name:<40} {speed:,.0f} tokens/s  {speed.median / base:.3f} x as it is")
-        rows.append({"variant": name, "tokens_per_second": vars(speed)})
+        speed = Spread(**row["tokens_per_second"])
+        base = rows[0]["tokens_per_second"]["median"] if "tokens_per_second" in rows[0] else speed.median
+        print(f"{row['variant']:<40} {speed:,.0f} tokens/s  {speed.median / base:.3f} x as it is")
     return rows
+
+
+def compared_rows(found: Mapping[str, list[float] | str]) -> list[Any]:
+    """A row for each variant that has run or failed."""
+    return [
+        {"variant": name, "failed": values}
+        if isinstance(values, str)
+        else {"variant": name, "tokens_per_second": vars(Spread.of(values))}
+        for name, values in found.items()
+        if values
+    ]
 
 
 def parser_of_args() -> argparse.ArgumentParser:
@@ -311,6 +357,7 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=positive, default=3, help="of a round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
+    parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
     parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -351,10 +398,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         variants = [(more, config_of(shape, *of, f"{flags} {more}")) for more in args.compare]
     except ValueError as error:
         parser.error(str(error))
+
+    def note(rows: Sequence[Any]) -> None:
+        write_json(args.json, facts, rows, ended=False)
+
     if variants:
-        rows = compare(config, variants, args)
+        rows = compare(config, variants, args, note)
     else:
-        rows = [measure(args.config, args.precision, config, args, device)]
+        rows = [measure(args.config, args.precision, config, args, device, lambda result: note([result]))]
         say(rows[0])
     write_json(args.json, facts, rows)
     return 0

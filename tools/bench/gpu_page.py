@@ -1,9 +1,10 @@
 """One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE ...]`.
 
-Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, and the output of pytest in
-tests.txt, and writes FOLDER/page.md. What is missing is named, not an error. `--predicted`, by default the files
-FOLDER/predicted-*.json, are files of tools/bench/gpu_bytes.py: what they predict for a step of as many layers and
-micro-batches stands beside what was measured in the same configuration and precision.
+Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
+tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. What is missing is
+named, not an error. `--predicted`, by default the files FOLDER/predicted-*.json, are files of tools/bench/gpu_bytes.py:
+what they predict for a step of as many layers and micro-batches stands beside what was measured in the same
+configuration and precision.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ EXPECTED = {
     "micro.json": "parts one by one",
     "tiny.json": "a tiny model",
     "tests.txt": "tests/gpu",
+    "device.yaml": "rates of this GPU, by tools/calibrate.py",
     "llama-bf16.json": "layers of Llama 3.1 8B in bf16",
     "llama-fp8.json": "layers of Llama 3.1 8B in fp8",
     "gpt-bf16.json": "GPT of 1.3B parameters in bf16",
@@ -103,6 +105,9 @@ class Found:
     compared: list[tuple[str, Sequence[Figures]]] = field(default_factory=list)
     parts: list[Figures] = field(default_factory=list)
     tests: str | None = None
+    calls: list[Figures] = field(default_factory=list)
+    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, their limit, command."""
+
     unreadable: list[str] = field(default_factory=list)
 
 
@@ -124,6 +129,12 @@ def read_folder(folder: Path) -> Found:
                 found.compared.append((path.name, rows))
         except (OSError, ValueError, KeyError, TypeError) as error:
             found.unreadable.append(f"{path.name}: {type(error).__name__}: {error}")
+    try:
+        found.calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        found.unreadable.append(f"calls.jsonl: {type(error).__name__}: {error}")
     tests = folder / "tests.txt"
     found.tests = tests.read_text(errors="replace") if tests.is_file() else None
     return found
@@ -143,11 +154,13 @@ def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> 
     )
     yield "; ".join(str(fact) for fact in facts if fact) if machine else "No figures."
     yield from _runs(found, predicted)
+    yield from _planner(found)
     for file, row in found.runs:
         yield from _groups(file, row, predicted_step(row, predicted))
     yield from _compared(found)
     yield from _parts(found)
     yield from _tests(found)
+    yield from _calls(found)
     if missing or found.unreadable:
         yield ""
         yield "## Missing"
@@ -203,6 +216,33 @@ def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
             cells.append("" if guess is None else f"{guess.tflops:.1f} ({row['tflops'] / guess.tflops:.2f} x)")
         rows.append(cells)
     yield from _table([*head, "predicted TFLOP/s"] if predicted else head, rows)
+
+
+def _planner(found: Found) -> Iterator[str]:
+    rows = [
+        [file, device, f"{tflops:.4g}", f"{row['tflops']:.4g}", f"{row['tflops'] / tflops:.3f}"]
+        for file, row in found.runs
+        for device, tflops in row.get("planner", {}).items()
+    ]
+    if rows:
+        yield ""
+        yield "## Beside the planner (--dry-run --device)"
+        yield from _table(["file", "device file", "predicted TFLOP/s", "measured TFLOP/s", "ratio"], rows)
+
+
+def _calls(found: Found) -> Iterator[str]:
+    if not found.calls:
+        return
+    yield ""
+    yield "## Commands"
+    rows = []
+    for call in found.calls:
+        code = f"**{call['code']}**" if call["code"] else "0"
+        late = ", out of time" if call["code"] in (124, 137) and call["seconds"] >= call["limit"] else ""
+        command = call["command"].replace("|", "/")
+        short = command if len(command) <= 160 else f"{command[:50]} ... {command[-105:]}"
+        rows.append([call["part"], code + late, f"{call['seconds']} of {call['limit']}", f"`{short}`"])
+    yield from _table(["part", "exit code", "seconds", "command"], rows)
 
 
 def _groups(file: str, row: Figures, guess: Predicted | None) -> Iterator[str]:

@@ -440,6 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         took = row.failed if row.milliseconds is None else f"{row.milliseconds:.3f} ms  {row.rate}"
         print(f"{row.group:<10} {row.name:<46} {took}", flush=True)
+        write_json(args.json, facts, rows, ended=False)
     write_json(args.json, facts, rows)
     return 0
 

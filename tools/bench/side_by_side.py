@@ -111,10 +111,16 @@ class Spread:
         return f"{self.median:{spec}} ({self.low:{spec}} - {self.high:{spec}})"
 
 
-def interleaved(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1) -> dict[str, list[float] | str]:
+def interleaved(
+    contestants: Sequence[Contestant],
+    rounds: int,
+    warm_up: int = 1,
+    note: Callable[[Mapping[str, list[float] | str]], object] | None = None,
+) -> dict[str, list[float] | str]:
     """Each contestant's rounds, taken in turns A B C A B C, so that what slows the machine down hits all of them.
 
-    A contestant that fails has the last line of its error instead.
+    A contestant that fails has the last line of its error instead. `note` sees what has been found so far, each time
+    that there is more.
     """
     found: dict[str, list[float] | str] = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
@@ -129,6 +135,8 @@ def interleaved(contestants: Sequence[Contestant], rounds: int, warm_up: int = 1
                     found[name] = result
                 elif number >= 0:
                     values.append(result)
+                if note is not None:
+                    note(found)
     finally:
         for worker in workers.values():
             worker.close()
@@ -290,11 +298,15 @@ def say_machine(facts: Mapping[str, Any]) -> None:
     print(f"Python {facts['python']}, {versions}")
 
 
-def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """The same figures for programs to read."""
+def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
+    """The same figures for programs to read. Before a program has `ended`, it may write those that it has: whenever it
+    is killed, the file is whole."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in rows]
-    path.write_text(json.dumps({"command": sys.argv, "machine": facts, "rows": plain}, indent=1) + "\n")
-    print(f"written to {path}")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps({"command": sys.argv, "machine": facts, "rows": plain}, indent=1) + "\n")
+    new.replace(path)
+    if ended:
+        print(f"written to {path}")
