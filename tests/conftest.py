@@ -13,6 +13,7 @@ from megatron.core import parts
 from megatron.core.registry import Registry
 from megatron.training import extensions, hooks
 from megatron.training.config import flags
+from tests.huge_pages import collapse_private_memory
 
 # A shell ignores this signal for what it starts in the background, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -52,8 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: neither this process nor its forks look through it for garbage again."""
+    """What is imported by now stays: neither this process nor its forks look through it for garbage again, and forks
+    share it in huge pages."""
     gc.freeze()
+    collapse_private_memory()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

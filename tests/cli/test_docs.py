@@ -1,7 +1,8 @@
 """The commands of README.md and docs run as they stand.
 
 Every block fenced as bash is run, block after block, by one shell in a copy of the tree. A block that is not meant to
-be run, such as an sbatch line, is fenced without a language.
+be run, such as an sbatch line, is fenced without a language. The programs of one page start as a reader starts them;
+those of the others are forked from this process, which has imported torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import resolve, validate
+from tests.forking_python import run_script
 from tests.limits import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +48,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
-    """Runs blocks of commands and returns what they print."""
+def run_blocks(commands: list[str], clone: Path, *, fresh: bool = False, **environ: str) -> str:
+    """Runs blocks of commands and returns what they print. `fresh`: with interpreters of their own."""
     script = "set -euxo pipefail\n" + "\n".join(commands)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= environ | {
@@ -55,9 +57,12 @@ def run_blocks(commands: list[str], clone: Path, **environ: str) -> str:
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG
-    )
+    if fresh:
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=HANG
+        )
+    else:
+        done = run_script(script, clone, environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -83,7 +88,7 @@ def test_two_commands_of_the_readme(clone: Path) -> None:
 
 def test_first_run_of_the_readme(clone: Path) -> None:
     (commands,) = blocks("README.md")[1:]
-    run_blocks([commands], clone)
+    run_blocks([commands], clone, fresh=True)
     first_run = losses(clone / "runs/first/checkpoints/metrics.jsonl")
     assert len(first_run) == 5
     assert first_run[-1] < first_run[0] - 1
