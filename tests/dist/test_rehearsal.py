@@ -12,8 +12,10 @@ from megatron.planner.rehearsal.collective_log import CollectiveLog, LoggedWorld
 from megatron.planner.rehearsal.matching import mismatches
 from megatron.planner.rehearsal.record import Box, Collective, RankRecord
 from megatron.planner.rehearsal.shards import coverage_problems
+from megatron.rehearsal import fake_rank
 from megatron.rehearsal.fake_rank import Rehearsal, may_repeat, rehearsal_of, rehearse_rank
-from megatron.rehearsal.forks import forked
+from megatron.rehearsal.forks import Lost, forked
+from megatron.rehearsal.repeats import Unlike
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run.batch import microbatches_of
 from megatron.training.config.run_config import RunConfig
@@ -69,7 +71,9 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
     config = resolve_legal(parse_args([*COMMON.split(), *flags.split()]), 4)
     dims = ParallelDims.from_config(config.parallel, 4)
     rehearsal = rehearsal_of(config, 4, microbatches_of(config, dims), whole=True)
-    ((records, repeated),) = forked([partial(all_ranks, rehearsal)], workers=1)
+    (found,) = forked([partial(all_ranks, rehearsal)], workers=1)
+    assert not isinstance(found, Lost)
+    records, repeated = found
     assert [record.failure for record in records] == [None] * 4
     assert not mismatches(records) and not coverage_problems(records, every_rank=True)
     assert all(record.boxes for record in records if record.rank == 0)
@@ -81,6 +85,19 @@ def test_a_rank_calls_what_was_rehearsed(flags: str) -> None:
         step = [bare(each) for each in record.collectives]
         assert step == [bare(each) for each in real]
         assert step
+
+
+def test_a_rank_whose_micro_batches_turn_out_to_differ_is_rehearsed_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearse(rehearsal: Rehearsal, rank: int, repeat: bool) -> RankRecord:
+        if repeat and rank:
+            raise Unlike
+        return RankRecord(rank, {}, repeated=int(repeat))
+
+    monkeypatch.setattr(fake_rank, "rehearse_rank", rehearse)
+    monkeypatch.setattr(fake_rank, "may_repeat", lambda rehearsal: True)
+    config = resolve_legal(parse_args([*COMMON.split(), "--global-batch-size", "2"]), 2)
+    found = list(fake_rank.rehearse_ranks(Rehearsal(config, 2, 1), [0, 1], workers=1))
+    assert found == [RankRecord(0, {}, repeated=1), RankRecord(1, {})]
 
 
 def test_elements_that_two_ranks_write_or_none_does_are_found() -> None:
