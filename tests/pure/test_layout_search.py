@@ -20,7 +20,7 @@ from megatron.planner.time.step_time import predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
 from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.search import Found, LayoutSearch
+from megatron.training.config.suggest.search import Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -147,6 +147,23 @@ def test_more_samples_are_told_from_one_and_two(tried: Tried) -> None:
     assert list(shared.cache.grows_evenly.values()) == [True]
 
 
+def test_the_given_layout_is_ranked_among_the_suggested(tried: Tried) -> None:
+    best = LayoutSearch(tried.costs, max(found.fullest.total for found in tried.every)).best(10)
+    for own in (replace(found, given=True) for found in tried.every):
+        ranked = ranked_with(own, best)
+        seconds = [each.step.seconds for each in ranked]
+        assert seconds == sorted(seconds) and [each for each in ranked if each.given] == [own]
+        place = ranked.index(own)
+        assert ranked[:place] == best[:place] and all(each.step.seconds < own.step.seconds for each in best[:place])
+        missing = [each for each in best if each not in ranked]
+        assert all(each.layout.shape == own.layout.shape for each in missing) and len(missing) < 2
+
+
+def test_a_runs_own_layout_is_told_from_its_flags(tried: Tried) -> None:
+    for found in tried.every:
+        assert SearchedRun(found.config, WORLD).own_layout == found.layout
+
+
 def test_where_nothing_fits_the_nearest_layout_is_named(tried: Tried) -> None:
     search = LayoutSearch(tried.costs, 1000)
     assert search.best(10) == []
@@ -198,6 +215,17 @@ def test_the_verdict_on_illegal_flags_is_followed_by_layouts(capsys: pytest.Capt
     (only,) = record["suggestions"]
     assert only["fits"] and only["layout"]["recompute"] == "none" and only["cross_nodes"] == []
     assert only["hours"] == 4 * only["time"]["seconds"] / 3600
+
+
+def test_the_verdict_says_where_the_given_layout_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*RUN, *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()]
+    own += "--global-batch-size 1 --dry-run --suggest --device h100 --world-size 1".split()
+    with pytest.raises(SystemExit) as ended:
+        prepare(command_line(own, Launch()), Launch())
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "the given layout is slower than all that are suggested; the first takes " in said
+    assert "DP 1, MBS 1, ZeRO-1, full recomputation (given)" in said
 
 
 def test_what_no_layout_changes_is_told_without_a_search() -> None:

@@ -12,7 +12,7 @@ from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.search import LayoutSearch
+from megatron.training.config.suggest.search import Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import (
     GIB,
@@ -22,6 +22,7 @@ from megatron.training.config.suggest.verdict import (
     found_record,
     illegal_lines,
     nearest_lines,
+    standing_line,
     table_lines,
     verdict_lines,
     verdict_record,
@@ -69,23 +70,32 @@ def print_suggestions(
             print("\n".join([title, *(f"  {line}" for line in lines)]), flush=True)
 
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
+    mine: Found | None = None
     search = LayoutSearch(costs, cluster.limit, most_predicted)
     try:
         if problems:
             show(title, list(illegal_lines(problems)))
             record["given"] = {"legal": False, "problems": [str(problem) for problem in problems]}
         else:
-            own = config, cluster, costs.step(config), costs.memory(config)
+            mine = Found(run.own_layout, config, costs.step(config), tuple(costs.memory(config)), given=True)
+            own = config, cluster, mine.step, mine.memory
             show(title, list(verdict_lines(*own)))
             record["given"] = verdict_record(*own)
         found = search.best(SUGGESTED)
+        if mine is not None and mine.fullest.total <= cluster.limit:
+            found = ranked_with(mine, found)
+            standing = [standing_line(found)]
+        else:
+            standing = []
         nearest = None if found else search.nearest()
     except ValueError as error:
         raise DeviceError(str(error)) from error
     record["suggestions"] = [found_record(each, cluster) for each in found]
     record["searched"] = {"space": search.costs.run.space.record, **vars(search.effort)}
     if found:
-        show(f"Suggested layouts, the {len(found)} fastest that fit", list(table_lines(found, cluster)))
+        count = sum(not each.given for each in found)
+        title = f"Suggested layouts, {count} of the fastest that fit" + (", beside the given one" if standing else "")
+        show(title, [*standing, *table_lines(found, cluster)])
     else:
         show("Suggested layouts", list(nearest_lines(nearest, cluster)))
         record["nearest"] = None if nearest is None else found_record(nearest, cluster)

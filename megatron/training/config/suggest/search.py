@@ -37,11 +37,20 @@ class Found(Timed):
     """A layout with its predicted step and its memory by pipeline rank."""
 
     memory: tuple[RankMemory, ...]
+    given: bool = False
+    """Whether it is the run's own."""
 
     @property
     def fullest(self) -> RankMemory:
         """The rank that holds most."""
         return max(self.memory, key=lambda rank: rank.total)
+
+
+def ranked_with(own: Found, found: list[Found]) -> list[Found]:
+    """Layouts by time, the fastest first, with a run's own among them. It comes before others that take as long, and
+    stands for those of its shape that are no faster."""
+    faster = [each for each in found if each.step.seconds < own.step.seconds]
+    return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
 
 
 Item = Family | Layout | Timed

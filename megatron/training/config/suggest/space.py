@@ -7,8 +7,20 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parts import PIPELINE_SCHEDULES
-from megatron.planner.search.layouts import Layout, ScheduleKind, Space
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.planner.search.layouts import (
+    OFFLOADING,
+    RECOMPUTATION,
+    SHARDING,
+    Family,
+    Layout,
+    Pipeline,
+    Saving,
+    ScheduleKind,
+    Space,
+)
 from megatron.training.config.flags import Flag, field_table, value_of
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -54,6 +66,23 @@ class SearchedRun:
                 found = set(map(str, validate(self.with_layout(layout), self.world_size)))
                 left = [problem for problem in left if str(problem) in found]
         return left
+
+    @property
+    def own_layout(self) -> Layout:
+        """The run's own layout, which must be legal, as a searched one. Where it cuts layers, which modules it computes
+        again and how much it offloads is left out."""
+        model, parallel, ddp = self.own.model, self.own.parallel, self.own.ddp
+        place = pipeline_layout(model, parallel)
+        samples, again = self.own.training.micro_batch_size, model.recompute_granularity or RECOMPUTATION[0]
+        sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
+        split = PIPELINE_SCHEDULES.facts(parallel.schedule).splits_backward
+        family = Family(*sizes, parallel.expert_tp, samples, again, split)
+        pipeline = Pipeline(parallel.schedule, place.pp, place.chunks, place.v_shaped)
+        offload = "activations" if parallel.cpu_offloading else OFFLOADING[0]
+        offload = "states" if self.own.optimizer.optimizer_cpu_offload else offload
+        sharded = ddp.data_parallel_sharding_strategy if self.own.optimizer.use_distributed_optimizer else "no_shard"
+        dp = ParallelDims.from_config(parallel, self.world_size).size("dp")
+        return Layout(family, pipeline, dp, Saving(sharded or SHARDING[0], offload))
 
     def with_layout(self, layout: Layout) -> RunConfig:
         """The resolved configuration of the run in another layout. It need not be legal."""

@@ -20,7 +20,7 @@ from megatron.training.config.suggest.search import Effort, Found
 
 GIB = 2**30
 CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
-ZERO = dict(zip(SHARDING, ("ZeRO-1", "ZeRO-2", "ZeRO-3"), strict=True))
+ZERO = dict(zip((*SHARDING, "no_shard"), ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states not sharded"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,16 @@ def illegal_lines(problems: Sequence[Problem]) -> Iterator[str]:
     yield from (f"    {problem}" for problem in problems)
 
 
+def standing_line(ranked: Sequence[Found]) -> str:
+    """The place of a run's own layout among the suggested ones."""
+    place = next(place for place, each in enumerate(ranked, 1) if each.given)
+    if place == 1:
+        return "the given layout is the fastest of these"
+    share = 1 - ranked[0].step.seconds / ranked[place - 1].step.seconds
+    where = "slower than all that are suggested" if place == len(ranked) else f"number {place} of {len(ranked)}"
+    return f"the given layout is {where}; the first takes {share:.1%} less time"
+
+
 def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
     """A line for each layout, and below all the flags of each."""
     run = cluster.costs.run
@@ -119,9 +129,13 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
         yield (
             f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{step.mfu:>7.1%}"
             f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
+            f"{' (given)' if each.given else ''}"
         )
     yield "flags, to be put behind those of the run:"
     for number, each in enumerate(found, 1):
+        if each.given:
+            yield f"{number:<4}those of the run"
+            continue
         without = run.dropped(each.config)
         yield f"{number:<4}{' '.join(run.flags(each.config))}" + (f"   without {' '.join(without)}" if without else "")
 
@@ -144,6 +158,7 @@ def found_record(each: Found, cluster: Cluster) -> dict[str, Any]:
     """A layout as JSON."""
     run, layout = cluster.costs.run, each.layout
     return {
+        "given": each.given,
         "layout": {**layout.family._asdict(), **layout.pipeline._asdict(), "dp": layout.dp, **layout.saving._asdict()},
         "flags": run.flags(each.config),
         "without": run.dropped(each.config),
