@@ -125,7 +125,12 @@ def calibrate(args: argparse.Namespace) -> int:
     found, accuracy = measured_device(args, clock, precisions, ranks_per_node, steps)
     if world == 1 or dist.get_rank() == 0:
         errors = ", ".join(f"{what} {100 * error:.0f} %" for what, error in accuracy.items())
-        write(args.output, found, f"{world} ranks, {ranks_per_node} a node, on torch {torch.__version__}", errors)
+        write(
+            args.output,
+            found,
+            f"{world} rank{'s' * (world > 1)}, {ranks_per_node} a node, on torch {torch.__version__}",
+            errors,
+        )
     if world > 1:
         dist.destroy_process_group()
     return 0
