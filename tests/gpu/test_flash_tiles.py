@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from megatron.core.attention.core_attention import FusedAttention, kernels_of
 from megatron.core.attention.cudnn_kernels import CudnnKernel
 from megatron.core.attention.flash3 import MODULE
+from megatron.core.attention.flash_dropout.kernel import FlashDropoutKernel
 from megatron.core.attention.flash_kernels import FlashCUDAKernel
 from megatron.core.attention.local_attention import local_attention
 from megatron.core.attention.partition import rank_spans
-from megatron.core.attention.tile_kernels import Causal, Kernel, TorchKernel
+from megatron.core.attention.tile_kernels import Causal, Dropout, Kernel, TorchKernel
+from megatron.core.dropout import attention_dropout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -41,6 +44,40 @@ def test_cudnn_kernel(groups: int) -> None:
     compare(CudnnKernel(0.125), groups, None, None)
 
 
+MASKS = Dropout(0.2, 2**60 + 7, 3, torch.tensor([5, 2**35]))
+
+
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("groups", "width"), [(1, 64), (4, 128), (2, 256), (2, 80)])
+def test_kernel_with_dropout(
+    groups: int, width: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None
+) -> None:
+    kernel = FlashDropoutKernel(0.125, replace(MASKS, sample_index=MASKS.sample_index.cuda()))
+    compare(kernel, groups, window, documents, TorchKernel(0.125, MASKS), width)
+
+
+def test_masks_of_the_kernel_with_dropout() -> None:
+    """Bit by bit: with no scores, an output is zero where the weight of the key that its value marks is dropped."""
+    n, heads, width = 512, 4, 128
+    q = torch.zeros(n, 2, heads, width, device="cuda", dtype=torch.bfloat16)
+    masks = replace(MASKS, sample_index=MASKS.sample_index.cuda())
+    kept = attention_dropout(torch.ones(2, heads, n, n, device="cuda"), masks.p, masks.key, masks.sample_index, 3)
+    for first in range(0, n, width):
+        v = torch.zeros_like(q)
+        v[first : first + width] = torch.eye(width, device="cuda", dtype=v.dtype)[:, None, None]
+        out = local_attention(q, q, v, Causal(FlashDropoutKernel(1.0, masks)))
+        assert torch.equal(out != 0, kept.tril()[..., first : first + width].permute(2, 0, 1, 3) != 0)
+
+
+def test_gradients_of_the_kernel_with_dropout_have_the_same_bits_in_every_run() -> None:
+    kernel = FlashDropoutKernel(0.125, replace(MASKS, sample_index=MASKS.sample_index.cuda()))
+    q, k, v = (torch.randn(512, 2, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (8, 2, 2))
+    grad = torch.randn_like(q)
+    runs = [torch.autograd.grad(local_attention(q, k, v, Causal(kernel)), (q, k, v), grad) for _ in range(3)]
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
+
+
 @needs_flash3
 def test_whole_samples_by_flash3() -> None:
     q, k, v = (torch.randn(LENGTH, 2, n, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
@@ -51,14 +88,21 @@ def test_whole_samples_by_flash3() -> None:
         assert ((found - expected).norm() / expected.norm()).item() < 0.02
 
 
-def compare(kernel: Kernel, groups: int, window: int | None, documents: tuple[tuple[int, ...], ...] | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(LENGTH, 2, n, 64, generator=generator).bfloat16() for n in (4, groups, groups, 4))
+def compare(
+    kernel: Kernel,
+    groups: int,
+    window: int | None,
+    documents: tuple[tuple[int, ...], ...] | None,
+    twin: TorchKernel | None = None,
+    width: int = 64,
+) -> None:
+    twin, generator = twin or TorchKernel(0.125), torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(LENGTH, 2, n, width, generator=generator).bfloat16() for n in (4, groups, groups, 4))
     for spans in (None, rank_spans(LENGTH, 0, 2), rank_spans(LENGTH, 1, 2)):
         rows = list(range(LENGTH)) if spans is None else [place for span in spans for place in span]
         exact = [x.double().requires_grad_() for x in (q[rows], k, v)]
         fast = [x.cuda().requires_grad_() for x in (q[rows], k, v)]
-        expected = local_attention(*exact, Causal(TorchKernel(0.125), documents, window), spans)
+        expected = local_attention(*exact, Causal(twin, documents, window), spans)
         out = local_attention(*fast, Causal(kernel, documents, window), spans)
         pairs = [(out, expected)]
         pairs += zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,8 +30,15 @@ from megatron.core.attention.tile_kernels import (
     query_rows,
 )
 from megatron.core.attention.tiles import Tile, causal_tiles
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout
 from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.planner.activations import ActivationPlan
+from megatron.planner.fake_stage import MicroBatch
+from megatron.planner.time.events import Attention
+from megatron.planner.time.traces import recorded_stages
 from tests.triton_cases import compiled, run_apart
 
 SCALE = 0.3
@@ -101,13 +109,13 @@ class Case(NamedTuple):
 
 
 FEW = [
-    Case(37, widths=(24, 16), window=9, sinks=True),
-    Case(36, groups=2, documents=PACKED, window=11, ranks=3),
-    Case(20, heads=1, dtype=torch.float16),
+    Case(30, widths=(24, 16), documents=PACKED, window=11, ranks=3),
+    Case(17, sinks=True, dtype=torch.float16),
 ]
 
 MANY = [
     Case(),
+    Case(37, groups=2, window=9, sinks=True),
     Case(heads=4, groups=2, widths=(16, 32), documents=PACKED),
     Case(48, documents=PACKED, ranks=3, gathered=True),
     Case(48, documents=((0, 30), (0, 30)), ranks=2),
@@ -191,7 +199,7 @@ def test_interpreted_kernels_are_the_twin(cases: str) -> None:
 
 def compare_masks() -> None:
     """With no scores and values that mark keys, the outputs show which weights are dropped."""
-    n, samples, heads = 32, 2, 2
+    n, samples, heads = 16, 2, 2
     q, k = torch.zeros(n, samples, heads, 16), torch.zeros(n, samples, heads, 16)
     masks = Dropout(0.4, 2**62 + 999, 7, torch.tensor([2**33, 5]))
     for first in range(0, n, 16):
@@ -203,6 +211,48 @@ def compare_masks() -> None:
         expected = (kept * seen)[..., first : first + 16].permute(2, 0, 1, 3)
         assert torch.equal(out == 0, expected == 0)
         torch.testing.assert_close(out, expected)
+
+
+MODEL = TransformerConfig(
+    num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=256, vocab_size=64, attention_dropout=0.1
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "pairs"),
+    [
+        ({}, 256 * 256 / 2),
+        ({"window_size": 16}, 16 * (256 - 16) + 16 * 17 / 2),
+        ({"attention_dropout": 0.0}, 256 * 256 / 2),
+    ],
+    ids=["dropout", "window", "none"],
+)
+def test_a_plan_for_gpus_has_one_launch_in_each_direction(more: dict[str, Any], pairs: float) -> None:
+    model = replace(MODEL, **more)
+    with recorded_stages(MicroBatch(model, ModelParallelConfig(bf16=True), 2)) as (fakes, recorder):
+        stage = fakes.build([0], first=False, last=False)
+        recorder.take()
+        _, output = fakes.forward(stage)
+        forward = recorder.take()
+        torch.autograd.backward([output], [fakes.hidden()])
+        found = [[event for event in events if isinstance(event, Attention)] for events in (forward, recorder.take())]
+    assert [len(events) for events in found] == [1, 1]
+    drops, all_pairs, width = model.attention_dropout > 0, 2 * 4 * pairs, 16
+    for (event,), products, passes in zip(found, (2, 7 if drops else 5), (1, 2), strict=True):
+        assert event.flops == pytest.approx(2 * all_pairs * width * products, rel=0.01)
+        assert event.hashes == pytest.approx(all_pairs * passes if drops else 0, rel=0.01)
+        assert event.backend == ("triton" if drops else "auto")
+
+
+def test_plans_for_gpus_have_no_tiles_of_scores() -> None:
+    tile = 4 * 256 * 256 * 4
+    for parallel, device, fused in (
+        (ModelParallelConfig(bf16=True), "cuda", True),
+        (ModelParallelConfig(bf16=True, attention_backend="unfused"), "cuda", False),
+        (ModelParallelConfig(bf16=True), "cpu", False),
+    ):
+        memory = ActivationPlan(MicroBatch(MODEL, parallel, 1, device)).stage(Stage((0,), first=False, last=False))
+        assert (memory.backward - memory.kept < tile) == fused
 
 
 TYPES = {
@@ -219,9 +269,9 @@ def check_compiled(kernels: Sequence[str], widths: Sequence[int], capabilities: 
     from megatron.core.attention.flash_dropout import gradients_triton, kernel_triton
 
     found = {
-        "attend": (kernel_triton.attend, kernel_triton.FORWARD, 2),
-        "gradient_of_queries": (gradients_triton.gradient_of_queries, gradients_triton.OF_QUERIES, 3),
-        "gradients_of_keys": (gradients_triton.gradients_of_keys, gradients_triton.OF_KEYS, 4),
+        "attention_forward": (kernel_triton.attention_forward, kernel_triton.FORWARD, 2),
+        "attention_dq": (gradients_triton.attention_dq, gradients_triton.OF_QUERIES, 3),
+        "attention_dkdv": (gradients_triton.attention_dkdv, gradients_triton.OF_KEYS, 4),
     }
     for name, width, capability in product(kernels, widths, capabilities):
         kernel, table, products = found[name]
@@ -238,11 +288,11 @@ def check_compiled(kernels: Sequence[str], widths: Sequence[int], capabilities: 
 
 
 def check_one_compiled() -> None:
-    check_compiled(["attend"], [64], [90])
+    check_compiled(["attention_forward"], [64], [90])
 
 
 def check_all_compiled() -> None:
-    check_compiled(["attend", "gradient_of_queries", "gradients_of_keys"], [64, 128, 256], [80, 90])
+    check_compiled(["attention_forward", "attention_dq", "attention_dkdv"], [64, 128, 256], [80, 90])
 
 
 @pytest.mark.grid("kernels", ["one"], ["one", "all"])

@@ -158,8 +158,9 @@ def added_in_fp8(rows: int, out: int, size_in: int, kernel: str) -> Callable[[Ru
 
 
 def attention(config: RunConfig) -> Iterator[Part]:
-    """Forward and backward by each kernel: of whole samples, by the tiles of context parallelism, and as documents
-    (--reset-attention-mask), each sample one. TFLOP of the causal half, three and a half times the forward's."""
+    """Forward and backward by each kernel: of whole samples, by the tiles of context parallelism, as documents
+    (--reset-attention-mask), each sample one, and with dropout by its own kernel and by plain torch. TFLOP of the
+    causal half, three and a half times the forward's."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -170,9 +171,14 @@ def attention(config: RunConfig) -> Iterator[Part]:
         yield Part("attention", f"{name}, tiles of one of two ranks", attention_call(name, ranks=2), work / 2)
     for name in ("flash", "flash3"):
         yield Part("attention", f"{name}, as documents", attention_call(name, documents=True), work)
+    for name in ("triton", "unfused"):  # the backward of triton does seven products instead of five, not counted here
+        yield Part("attention", f"{name}, dropout 0.1", attention_call(name, dropout=0.1), work)
+    yield Part("attention", "triton, dropout 0.1, as documents", attention_call("triton", 1, True, 0.1), work)
 
 
-def attention_call(name: str, ranks: int = 1, documents: bool = False) -> Callable[[RunConfig, Any], Call]:
+def attention_call(
+    name: str, ranks: int = 1, documents: bool = False, dropout: float = 0.0
+) -> Callable[[RunConfig, Any], Call]:
     def make(config: RunConfig, device: Any) -> Call:
         from megatron.core.attention.backend_choice import attention_run
         from megatron.core.attention.partition import rank_spans
@@ -184,7 +190,8 @@ def attention_call(name: str, ranks: int = 1, documents: bool = False) -> Callab
         backend = name if device.type == "cuda" else "unfused"
         queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
         tiles = ranks > 1 or documents
-        return attention_run(replace(shape, tiles=tiles, documents=documents, queries=queries), device, backend)
+        shape = replace(shape, tiles=tiles, documents=documents, queries=queries, dropout=dropout)
+        return attention_run(shape, device, backend)
 
     return make
 

@@ -33,7 +33,7 @@ ROWS = 64
 
 
 @triton.jit(do_not_specialize=["key", "head_offset"])
-def prepare(  # type: ignore[no-untyped-def]
+def attention_prepare(  # type: ignore[no-untyped-def]
     grad,
     out,
     lse,
@@ -122,7 +122,7 @@ def _query_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def gradient_of_queries(  # type: ignore[no-untyped-def]
+def attention_dq(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -249,7 +249,7 @@ def _key_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def gradients_of_keys(  # type: ignore[no-untyped-def]
+def attention_dkdv(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -348,13 +348,13 @@ def backward(
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + grad.stride()[:3]
     numbers = scale, scale * LOG2_E, mask.factor, mask.threshold
     with as_runtime_errors():
-        prepare[(programs, b * heads)](
+        attention_prepare[(programs, b * heads)](
             *(grad, out, lse, scale_log2, delta, bits, mask.sample_index, mask.places),
             *(grad.stride()[:3] + out.stride()[:3] + lse.stride()),
             *(n, heads, mask.key, mask.head_offset, widths[1], widths[3], ROWS),
         )
         block_n, block_m, warps, stages = OF_KEYS[size_of(widths)]
-        gradients_of_keys[(triton.cdiv(m, block_m), b * groups)](
+        attention_dkdv[(triton.cdiv(m, block_m), b * groups)](
             *(q, k, v, grad, dk, dv, scale_log2, delta, bits, bounds[1], mask.column_bits),
             *strides,
             *(b, *strides_of(bounds[1]), n, m, groups, heads // groups, *numbers, *widths, block_n, block_m),
@@ -362,7 +362,7 @@ def backward(
             num_stages=stages,
         )
         block_n, block_m, warps, stages = OF_QUERIES[size_of(widths)]
-        gradient_of_queries[(triton.cdiv(n, block_n), b * heads)](
+        attention_dq[(triton.cdiv(n, block_n), b * heads)](
             *(q, k, v, grad, dq, scale_log2, delta, bits, bounds[0], mask.column_bits),
             *strides,
             *(b, *strides_of(bounds[0]), n, m, heads, heads // groups, *numbers, *widths, block_n, block_m),

@@ -138,7 +138,7 @@ def _forward_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["key", "head_offset", "threshold"])
-def attend(  # type: ignore[no-untyped-def]
+def attention_forward(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -221,7 +221,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, mask:
     widths = widths_of(q, v)
     block_n, block_m, warps, stages = FORWARD[size_of(widths)]
     with as_runtime_errors():
-        attend[(triton.cdiv(n, block_n), b * heads)](
+        attention_forward[(triton.cdiv(n, block_n), b * heads)](
             *(q, k, v, out, lse, bounds, mask.sample_index, mask.places, mask.column_bits),
             *(q.stride()[:3] + k.stride()[:3] + v.stride()[:3]),
             *(b, *strides_of(bounds), n, m, heads, heads // groups, scale * LOG2_E, mask.factor, mask.threshold),
