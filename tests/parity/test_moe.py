@@ -110,12 +110,23 @@ PAIRS += [("many", name) for name in ("ep4", "etp2-ep2-gather", "whole-optimizer
 BY_NAME = {"-".join(pair): pair for pair in PAIRS}
 
 
+def covering() -> list[str]:
+    """Pairs that have each model and each layout at least once. The last come first: mixtral has what is left."""
+    chosen: list[str] = []
+    seen: set[str] = set()
+    for name, pair in reversed(BY_NAME.items()):
+        if not seen.issuperset(pair):
+            chosen.append(name)
+            seen.update(pair)
+    return chosen
+
+
 @cache
 def one_process(model: str) -> Snapshot:
     return train_in_world(1, (BASE + MODELS[model]).split())
 
 
-@pytest.mark.grid("pair", ["-".join(pair) for pair in PAIRS[::2]], ["-".join(pair) for pair in PAIRS])
+@pytest.mark.grid("pair", covering(), list(BY_NAME))
 def test_layout_equals_one_process(pair: str) -> None:
     compare(*BY_NAME[pair])
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.inference.openai_api import Limits, OpenAIApi, openai_reason
 from megatron.inference.serving import EngineLoop
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
+from tests.limits import HANG
 
 LENGTH = 64
 TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
@@ -44,11 +45,12 @@ class Served:
 
     def __init__(self, engine: Engine, loop: EngineLoop, server: ApiServer) -> None:
         self.engine, self.loop, self.server = engine, loop, server
+        self.steps = 0
         self.address = ("127.0.0.1", server.server_address[1])
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        connection = http.client.HTTPConnection(*self.address, timeout=HANG)
         connection.request(method or ("GET" if data is None else "POST"), path, data)
         found = connection.getresponse()
         text = found.read()
@@ -58,19 +60,22 @@ class Served:
         return found.status, json.loads(text) if text else None
 
     def raw(self, *parts: bytes, shut: bool = False) -> socket.socket:
-        connection = socket.create_connection(self.address, timeout=60)
+        connection = socket.create_connection(self.address, timeout=HANG)
         for part in parts:
             connection.sendall(part)
         if shut:
             connection.shutdown(socket.SHUT_WR)
         return connection
 
-    def free_within(self, seconds: float) -> bool:
-        """Whether all texts end."""
-        until = time.monotonic() + seconds
-        while self.loop.pending and time.monotonic() < until:
+    def status_line(self, *parts: bytes, shut: bool = False) -> bytes:
+        with self.raw(*parts, shut=shut) as connection, connection.makefile("rb") as stream:
+            return stream.readline()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + HANG
+        while not condition():
+            assert time.monotonic() < until
             time.sleep(0.01)
-        return self.loop.pending == 0
 
 
 @contextmanager
@@ -81,18 +86,23 @@ def serving(
     runner, tokenizer = StageRunner({0: GPTModel(config, FP64).eval()}), Endless()
     model = LoadedModel(runner, tokenizer, TokenizerConfig(tokenizer_type="ByteTokenizer"), RunConfig())
     engine = model.engine(rows)
-    if slow:
-        step = engine.step
-        engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
-    loop = EngineLoop(engine, most_waiting, grace=0.5)
+    loop = EngineLoop(engine, most_waiting, grace=1.0)
     template: Callable[[], ChatTemplate] = lambda: ChatTemplate(TEMPLATE, {}, "test")  # noqa: E731
     api = OpenAIApi(model, "tiny", Limits(new_tokens=10**10), template, engine.longest, engine.why_refused)
     with ApiServer(("127.0.0.1", 0), api, loop, limits or HttpLimits(body_bytes=20_000), lambda line: None) as server:
+        served, step = Served(engine, loop, server), engine.step
+
+        def counted() -> list[Any]:
+            time.sleep(slow)
+            served.steps += 1
+            return step()
+
+        engine.step = counted  # type: ignore[method-assign]
         threads = [threading.Thread(target=server.serve_forever), threading.Thread(target=loop.run)]
         for thread in threads:
             thread.start()
         try:
-            yield Served(engine, loop, server)
+            yield served
         finally:
             loop.stop()
             server.shutdown()
@@ -108,6 +118,7 @@ def served() -> Iterator[Served]:
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+POST = b"POST /v1/completions HTTP/1.1\r\n"
 
 
 def events(text: str) -> list[Any]:
@@ -250,14 +261,13 @@ def test_wrong_requests_are_told_what_is_wrong(served: Served, path: str, body: 
 
 def test_other_methods_and_broken_http(served: Served) -> None:
     assert served.ask(COMPLETIONS, {"prompt": "a"}, method="PUT")[0] == 501
-    with served.raw(b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n") as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 411 ")
-    with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n") as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 411 ")
-    with served.raw(b"\x16\x03\x01 what HTTP/9.9\r\n\r\n") as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 505 ")
-    with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{", shut=True) as connection:
-        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+    for answer, request in (
+        (411, POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        (411, POST + b"Content-Length: -5\r\n\r\n"),
+        (505, b"\x16\x03\x01 what HTTP/9.9\r\n\r\n"),
+    ):
+        assert served.status_line(request).startswith(b"HTTP/1.1 %d " % answer)
+    assert served.status_line(POST + b"Content-Length: 50\r\n\r\n{", shut=True).startswith(b"HTTP/1.1 400 ")
     assert served.ask("/health")[0] == 200
 
 
@@ -274,28 +284,39 @@ LONG = json.dumps({"prompt": "a", "max_tokens": 60, "n": 4, "stream": True}).enc
 
 
 def posted(body: bytes) -> bytes:
-    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    return POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
-    with serving(slow=0.05) as served:
+    with serving(slow=0.2) as served:
         for shut in (False, True):  # gone, and half closed
-            connection = served.raw(posted(body), shut=shut)
-            time.sleep(0.15)
-            if not shut:
-                connection.close()
-            assert served.free_within(2)  # 60 steps would take 3 s
-            connection.close()
+            before = served.steps
+            with served.raw(posted(body), shut=shut) as connection:
+                if shut:
+                    while connection.recv(1 << 16):
+                        pass
+                else:
+                    served.wait_until(lambda: served.loop.pending > 0)
+            served.wait_until(lambda: served.loop.pending == 0)
+            assert served.steps - before < 50, "the text was grown to its end"
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def refused_beside_idle_ones(served: Served, connections: int) -> bool:
+    """Whether a request is refused beside open connections. On a slow machine their time may be over before."""
+    with ExitStack() as opened:
+        for _ in range(connections):
+            opened.enter_context(served.raw())
+        return served.ask("/health")[0] == 429
 
 
 def test_limits_of_time_and_of_waiting_requests() -> None:
     with serving(
         HttpLimits(read_seconds=0.3, answer_seconds=0.4, connections=3), rows=1, most_waiting=2, slow=0.05
     ) as served:
-        with served.raw(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{") as connection:
+        with served.raw(POST + b"Content-Length: 50\r\n\r\n{") as connection:
             with connection.makefile("rb") as stream:
                 answer = stream.read()  # headers and body may come apart
             assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in answer
@@ -305,13 +326,8 @@ def test_limits_of_time_and_of_waiting_requests() -> None:
         assert (
             status == 429 and found["error"]["type"] == "rate_limit_error" and "try later" in found["error"]["message"]
         )
-        idle = [served.raw() for _ in range(3)]
-        limit = time.monotonic() + 10  # until the server has taken the connections
-        while served.ask("/health")[0] != 429:
-            assert time.monotonic() < limit
-        for connection in idle:
-            connection.close()
-        assert served.free_within(2)
+        served.wait_until(lambda: refused_beside_idle_ones(served, 3))
+        served.wait_until(lambda: served.loop.pending == 0)
 
 
 def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
@@ -323,13 +339,13 @@ def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
 
 
 def test_the_end_of_the_server_is_told_to_those_who_wait() -> None:
-    with serving(slow=0.1) as served, ThreadPoolExecutor(2) as clients:
+    with serving(slow=0.05) as served, ThreadPoolExecutor(2) as clients:
         short = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 3})
         long = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 60})
-        time.sleep(0.15)
+        served.wait_until(lambda: served.loop.pending == 2)
         served.loop.stop()
-        status, found = long.result(10)
-        assert short.result(10)[0] == 200
+        status, found = long.result(HANG)
+        assert short.result(HANG)[0] == 200
         assert status == 503 and "the server was stopped" in found["error"]["message"]
         assert served.ask("/health")[0] == 503
         assert served.ask(COMPLETIONS, {"prompt": "a"})[0] == 503
