@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Collection
+from typing import Any, cast
 
 import pytest
 
-from megatron.training.reliability.hosts.heartbeat import BEAT, LINGER, Links, watched
+from megatron.training.reliability.failure_report import Failure
+from megatron.training.reliability.hosts import host_watch
+from megatron.training.reliability.hosts.heartbeat import BEAT, KINDS, LINGER, Links, watched
+from megatron.training.reliability.hosts.host_watch import HostWatch
+from megatron.training.reliability.launch import Launch
+from megatron.training.reliability.rank_status import RankStatus
 
 TIMEOUT = 6.0
 
@@ -164,3 +170,34 @@ def test_links_of_a_large_world_find_a_lost_host() -> None:
     finders = [host for host in cluster.links if cluster.found(host) == {"silent": [7]}]
     assert set(finders) == watched(range(40), 7)
     assert cluster.found(7) == {"silent": sorted(watched(range(40), 7))}
+
+
+class Ends:
+    """In place of `FailureHandler`: the reports that would end this rank."""
+
+    def __init__(self) -> None:
+        self.reports = list[str]()
+
+    def unreachable(self, failure: Failure, ranks: Collection[int]) -> None:
+        self.reports.append(f"{failure.who} {failure.title}: {failure.what}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "peace", "report"),
+    [
+        ("failed", "saving iteration 3", 60, "12 s ago by a failure whose report has not come here"),
+        ("over", "step 3", -1, "12 s ago in peace, while this rank is in a step"),
+        ("over", "step 3", 60, ""),
+        ("over", "saving iteration 3", -1, ""),
+    ],
+)
+def test_a_rank_whose_run_has_ended_elsewhere_ends(
+    monkeypatch: pytest.MonkeyPatch, kind: str, phase: str, peace: float, report: str
+) -> None:
+    monkeypatch.setattr(host_watch, "PEACE", peace)
+    ends, status = Ends(), RankStatus()
+    status.phase = phase
+    watch = HostWatch(Launch(0, 2, several_hosts=True), status, cast(Any, ends))
+    watch._act({each: {} for each in KINDS} | {"gone": [], "fine": [], kind: {"1": 12.0}})
+    who = "the host of rank 1 (rank 1 of 2)"
+    assert ends.reports == ([f"{who} ended before this rank: the run on {who} ended {report}"] if report else [])

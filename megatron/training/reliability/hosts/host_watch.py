@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
 """Of so many ranks each is looked up as it comes, of more ranks once all have come."""
 
-PEACE = 30.0
+PEACE = 60.0
 """Seconds that a rank may stay at one place of a step after the run has ended in peace on another host."""
 
 ANSWER = 2.0
