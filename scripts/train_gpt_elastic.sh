@@ -80,9 +80,9 @@ probe_all() {
 }
 
 # Prints the host to meet at: one that has a rendezvous; else this one, unless one before it answers, which is given
-# some seconds to open one: meeting SECONDS
+# some seconds to open one, or, without SECONDS, is believed to open one while the launcher starts here: meeting [SECONDS]
 meeting() {
-    local host state until=$((SECONDS + $1)) wait_for_earlier
+    local host state until=$((SECONDS + ${1:-0})) wait_for_earlier
     while true; do
         probe_all "$scratch/meeting"
         wait_for_earlier=""
@@ -91,7 +91,7 @@ meeting() {
                 break
             fi
             state="$(cat "$scratch/meeting/$host")"
-            [[ "$state" != refused ]] || wait_for_earlier="$host"
+            [[ "$state" != refused ]] || wait_for_earlier="${wait_for_earlier:-$host}"
         done
         for host in "${hosts[@]}"; do
             if [[ "$host" != "$here" && "$(cat "$scratch/meeting/$host")" == open ]]; then
@@ -100,7 +100,11 @@ meeting() {
             fi
         done
         if [[ -z "$wait_for_earlier" ]] || ((SECONDS >= until)); then
-            echo "$here"
+            if (($#)); then
+                echo "$here"
+            else
+                echo "${wait_for_earlier:-$here}"
+            fi
             return
         fi
         sleep 1
@@ -146,11 +150,14 @@ stop() {
 stopped="" launcher="" watcher="" fruitless=0 before=""
 trap stop INT TERM
 while true; do
+    # Where nobody has opened a rendezvous that this host had gone to, it does not go there again for nothing.
+    wait_first=()
+    [[ ! -e "$RENDEZVOUS_WAITS" ]] || wait_first=(15)
     rm -f "$OUTCOME_FILE" "$scratch/moves"
-    at="$(meeting 15)"
+    at="$(meeting "${wait_first[@]}")"
     [[ -z "$stopped" ]] || exit 75
     conf="is_host=$([[ "$at" == "$here" ]] && echo 1 || echo 0),join_timeout=60,last_call_timeout=${LAST_CALL:-6}"
-    conf+=",read_timeout=6,close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
+    conf+=",read_timeout=$((${#wait_first[@]} ? 6 : 15)),close_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=4"
     say "meets the others at $at:$port, $min_hosts to ${#hosts[@]} hosts"
     LAUNCH="$PYTHON -m megatron.training.reliability.hosts.torchrun --nnodes $min_hosts:${#hosts[@]}"
     LAUNCH+=" --nproc-per-node $gpus --max-restarts ${MAX_RESTARTS:-10} --rdzv-backend c10d-open"

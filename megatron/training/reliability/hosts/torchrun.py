@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -37,6 +38,9 @@ from torch.distributed.run import main
 from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
+REPLY = 6.0
+"""Seconds that a request to the store waits in its socket."""
+
 ANSWER = 8.0
 """Seconds in which a store that can be reached answers, on a machine however busy."""
 
@@ -102,6 +106,7 @@ def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], Rende
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """The handler of `c10d-open`."""
     backend, store = create_backend(params)
+    store.set_timeout(timedelta(seconds=REPLY))  # read_timeout is that of connecting: a host may open its store later
     backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]
     handler = create_handler(store, backend, params)
