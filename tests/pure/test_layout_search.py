@@ -31,6 +31,7 @@ RUN = (
     "--micro-batch-size 1 --global-batch-size 16 --train-iters 4 --lr 1e-3 --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0"
 ).split()
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu".split()
 WORLD = 4
 
 
@@ -91,10 +92,16 @@ class Tried:
     every: list[Found]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "tried" in metafunc.fixturenames:
+        models = [(), EXPERTS] if metafunc.config.getoption("--whole") else [()]
+        metafunc.parametrize("tried", models, ids=["dense", "experts"][: len(models)], indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest) -> Tried:
     """Every legal layout of a small run, with every way of saving memory; more of them with --whole."""
-    run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
+    run = SearchedRun(resolve(parse_args([*RUN, *request.param]), WORLD), WORLD)
     whole = request.config.getoption("--whole")
     most = {"most_tp": 4, "most_samples": 2} if whole else {"most_tp": 2, "most_samples": 1}
     run.space = replace(run.space, schedules=KINDS if whole else KINDS[:2], recompute=("none", "full"), **most)
@@ -175,6 +182,7 @@ def test_pasted_flags_give_the_same_figures(tried: Tried) -> None:
     """Behind flags of another layout, which they win over."""
     own = [
         *RUN,
+        *(EXPERTS if tried.costs.run.own.model.num_experts else ()),
         "--tp",
         "2",
         "--sequence-parallel",
@@ -203,6 +211,16 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
         "--recompute-method",
         "--recompute-num-layers",
     ]
+
+
+def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:
+    """Rows of the embedding, 512, over three tensor-parallel ranks."""
+    narrow = "--num-layers 1 --hidden-size 96 --num-attention-heads 6 --global-batch-size 12".split()
+    run = SearchedRun(resolve(parse_args([*RUN, *narrow]), 6), 6)
+    run.space = replace(run.space, schedules=(), recompute=("none",), most_samples=1)
+    assert 3 in run.space.tp_sizes
+    found = LayoutSearch(LayoutCosts(run, read_device("h100"), 6), 2**40).best(10)
+    assert sorted(each.layout.family.tp for each in found) == [1, 2]
 
 
 def test_the_verdict_on_illegal_flags_is_followed_by_layouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 
 from megatron.core.distributed.param_layout import ALIGNMENT, BufferBytes, buffer_bytes, plan_buffers
 from megatron.core.parallel_dims import ParallelDims
@@ -109,6 +109,11 @@ class LayoutCosts:
         links = {name: replace(link, latency_us=0.0, launch_us=0.0) for name, link in self.device.links.items()}
         times = part_times(config, ranks, replace(self.device, links=links), ranks, self.cache)
         return sum(part.every.get(subject, 0.0) for part in times)
+
+    @cache  # noqa: B019
+    def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
+        """Whether a model cut so has a legal layout, whatever the batch and the pipeline."""
+        return self._possible(Family(tp, cp, ep, expert_tp, 1, "none", False), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
         """Whether a family has a legal layout on so many ranks, whatever the batch."""

@@ -147,8 +147,9 @@ class LayoutSearch:
 
     def _families(self) -> Iterator[Candidate[Item]]:
         for family in self.costs.run.space.families():
-            self.effort.families += 1
-            yield self._bounded(family)
+            if self.costs.divides(family.tp, family.cp, family.ep, family.expert_tp):
+                self.effort.families += 1
+                yield self._bounded(family)
 
     def _bounded(self, family: Family) -> Candidate[Item]:
         order = (0, *family._replace(recompute=""), RECOMPUTATION.index(family.recompute))
