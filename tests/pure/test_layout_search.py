@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -16,11 +20,12 @@ from megatron.planner.device_file import read_device
 from megatron.planner.search.best_first import Candidate, best_first
 from megatron.planner.search.bounds import PassTimes, step_bound
 from megatron.planner.search.layouts import OFFLOADING, SHARDING, Layout, Saving, ScheduleKind, Space
-from megatron.planner.time.step_time import predict_step
+from megatron.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
+from megatron.training.config.suggest import ahead
 from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.search import Found, LayoutSearch, ranked_with
+from megatron.training.config.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
@@ -211,6 +216,34 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
         "--recompute-method",
         "--recompute-num-layers",
     ]
+
+
+@pytest.mark.parametrize("helper", ["there", "killed"])
+def test_what_is_found_does_not_depend_on_a_second_process(monkeypatch: pytest.MonkeyPatch, helper: str) -> None:
+    def found(cores: int) -> tuple[list[tuple[Layout, StepTime]], Effort]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+        run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
+        run.space = replace(run.space, schedules=KINDS[:1], recompute=("none",), most_tp=2, most_samples=1)
+        search = LayoutSearch(LayoutCosts(run, read_device("h100"), 2), 2**40)
+        return [(each.layout, each.step) for each in search.best(10)], search.effort
+
+    alone = found(1)
+    begun = []
+    time_all = ahead._time_all
+
+    def timed(*args: Any) -> None:
+        if helper == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time_all(*args)
+
+    def receive(results: ahead._Results, pipe: Connection) -> None:
+        begun.append(pipe)
+        received(results, pipe)
+
+    received = ahead._Results._receive
+    monkeypatch.setattr(ahead, "_time_all", timed)
+    monkeypatch.setattr(ahead._Results, "_receive", receive)
+    assert found(2) == alone and begun
 
 
 def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
@@ -43,8 +44,14 @@ class LayoutCosts:
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run, self.device, self.gpus_per_node = run, device, gpus_per_node
         self.cache, self.plans = PlannerCache(many_sizes=True), ActivationPlans()
+        self.ahead: Callable[[Family], list[StageTimes] | None] | None = None
+        """Gives the times of families that have been found elsewhere."""
+
         self._times: dict[Family, list[StageTimes]] = {}
-        self._slopes: dict[tuple[str, bool, Stage], StageMemory] = {}
+        self.slopes: dict[tuple[str, bool, Stage], StageMemory] = {}
+        """(recomputation, split, stage) -> what a further sample of a micro-batch holds."""
+
+        self._known_peaks: dict[Hashable, dict[int, int]] = {}
         self._stages: dict[PipelineLayout, list[Stage]] = {}
 
     # Exact
@@ -131,9 +138,12 @@ class LayoutCosts:
     def times(self, family: Family) -> list[StageTimes]:
         """Of the embedding, each layer and the head. Raises ValueError as `predict_step`."""
         if family not in self._times:
-            probe = self._probe(family)
-            self._times[family] = part_times(probe, self.run.world_size, self.device, self.gpus_per_node, self.cache)
+            found = None if self.ahead is None else self.ahead(family)
+            self._times[family] = self._timed(family) if found is None else found
         return self._times[family]
+
+    def _timed(self, family: Family) -> list[StageTimes]:
+        return part_times(self._probe(family), self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def time_bound(self, layout: Layout) -> float:
         """Seconds below which a layout's step cannot go, by the times of its layers."""
@@ -172,21 +182,33 @@ class LayoutCosts:
         each = tuple(self._bytes_each(layout.saving, *pair) for pair in ((shards, False), (expert_shards, True)))
         elements = [self._elements(stage) for stage in stages]
         states = states_bound(elements, place, (family.tp, family.ep * family.expert_tp), each)  # type: ignore[arg-type]
-        held = [self._activations(layout, stage) for stage in stages]
-        lists = _lists(layout.pipeline, min(self.microbatches(layout), 2 * place.pp))
-        for rank in {0, place.pp - 1}:
-            states[rank] += peak_of_actions(lists[rank], held)
+        for rank, peak in self._peaks(layout).items():
+            states[rank] += peak
         return int(max(states))
+
+    def _peaks(self, layout: Layout) -> dict[int, int]:
+        """Bytes of activations that the first and the last rank hold at least; sharding changes none of it."""
+        family, pipeline = layout.family, layout.pipeline
+        microbatches, offloads = min(self.microbatches(layout), 2 * pipeline.ranks), layout.saving.offload
+        layers = family.recompute, family.split, family.micro_batch, family.tp * family.cp
+        key = layers, pipeline, microbatches, offloads == "activations"
+        if key not in self._known_peaks:
+            held = [self._activations(layout, stage) for stage in self.stages(layout)]
+            lists = _lists(pipeline, microbatches)
+            self._known_peaks[key] = {
+                rank: peak_of_actions(lists[rank], held) for rank in sorted({0, pipeline.ranks - 1})
+            }
+        return self._known_peaks[key]
 
     def _activations(self, layout: Layout, stage: Stage) -> StageMemory:
         family = layout.family
         if layout.saving.offload == "activations" and len(stage.layers):
             stage = Stage(stage.layers[:1], stage.first, stage.last)
         key = family.recompute, family.split, stage
-        if key not in self._slopes:
+        if key not in self.slopes:
             first, second = (self._plan(family, samples).stage(stage) for samples in (1, 2))
-            self._slopes[key] = second - first
-        slope, cut = self._slopes[key], family.tp * family.cp
+            self.slopes[key] = second - first
+        slope, cut = self.slopes[key], family.tp * family.cp
         values = {name: max(0, getattr(slope, name)) * family.micro_batch // cut for name in MEASURED}
         return StageMemory(**values)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
@@ -13,6 +15,7 @@ from megatron.planner.search.layouts import RECOMPUTATION, Family, Layout
 from megatron.planner.time.step_time import StepTime
 from megatron.training.config.dry_run.memory import RankMemory
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.suggest.ahead import timed_ahead
 from megatron.training.config.suggest.costs import LayoutCosts
 
 NEAREST_MEASURED = 3
@@ -74,6 +77,16 @@ class Effort:
     """Where a search ended early: seconds of a step below which no layout can go that it has not come to."""
 
 
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Garbage collection that leaves out what there was before, which is most: a tenth of a search."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class _EnoughError(Exception):
     """The search ends early. `bound` is that of the layout that comes next."""
 
@@ -106,8 +119,13 @@ class LayoutSearch:
     def best(self, count: int) -> list[Found]:
         """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
         device file lacks a rate."""
+        families = list(self._families())
+        with _few_collections(), timed_ahead(self.costs, families, self._bounded):
+            return self._searched(families, count)
+
+    def _searched(self, families: Sequence[Candidate[Item]], count: int) -> list[Found]:
         try:
-            for candidate in best_first(self._families(), self._refine):
+            for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)
                 self._found.setdefault(candidate.item.layout.shape, candidate.item)
                 if len(self._found) == count:
@@ -181,6 +199,8 @@ class LayoutSearch:
 
     def _layouts(self, family: Family) -> Iterator[Candidate[Item]]:
         """The layouts of a family that may fit, each with the least saving that lets it."""
+        if self.costs.ahead is not None:
+            self.costs.ahead(family)
         fitting = [each for layout in self.costs.run.space.layouts(family) for each in self._may_fit(layout)]
         self.effort.traced += bool(fitting)
         for layout in fitting:
