@@ -20,6 +20,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.training.config.output_paths import why_not_written
+
 from .common import run_tool
 from .pictures import report_sections as sections
 from .pictures.page import page, paragraph
@@ -53,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not args.no_plan:
         plan, why = computed_plan(run)
     output = args.output or run.path / "report.html"
-    if output.is_dir():
-        parser.error(f"--output {output} is a folder; name a file in it")
+    if (reason := why_not_written(output)) is not None:
+        parser.error(f"--output {output}: {reason}; name a file in a folder that can be written")
     text = report(run, other, plan, why, args.gpus_per_node)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.tmp")

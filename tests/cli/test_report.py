@@ -117,10 +117,13 @@ def run(tmp_path: Path) -> Path:
     record_event(folder, "save", iteration=30, seconds=0.5, error=ATTACK, complete=False)
     record_event(folder, "end", name="FAILED", why=f"rank 3 of 4: {ATTACK}")
     record_event(folder, "start", iteration=20, world_size=4)
-    for iteration in (20, 30):
-        (folder / f"iter_{iteration:07}").mkdir()
-        (folder / f"iter_{iteration:07}" / "__0_0.distcp").write_bytes(bytes(3000))
-    (folder / "iter_0000020/manifest.json").write_text("{}")
+    for iteration, size in ((10, 4000), (20, 3000), (30, None)):
+        checkpoint = folder / f"iter_{iteration:07}"
+        checkpoint.mkdir()
+        (checkpoint / "__0_0.distcp").write_bytes(bytes(3000))
+        if size is not None:
+            sums = {"__0_0.distcp": {"bytes": size, "crc32": 0}}
+            (checkpoint / "manifest.json").write_text(json.dumps({"files": sums}))
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
     (folder / "stacks").mkdir()
     (folder / "stacks/rank-00003.txt").write_text(f"Fatal {ATTACK}")
@@ -142,7 +145,8 @@ def test_all_sections_of_a_run(run: Path) -> None:
         "The run was started 2 times.",
         "The training loss of 1 of 41 records is NaN or infinite.",
         "end: FAILED",
-        "no manifest: not complete",
+        "not complete: there is no manifest.json in it",
+        "not complete: __0_0.distcp has 3000 bytes, not 4000",
         "20 (latest)",
         "pp 0, rank 0: held 15.6 KiB",
     ):

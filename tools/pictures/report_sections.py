@@ -21,6 +21,7 @@ from .run_folder import CONFIG, RunFolder, number
 from .svg import byte_text, short_number, time_text
 
 MOST_ROWS = 200
+IN_SIGHT = 20
 
 
 def summary(run: RunFolder) -> str:
@@ -227,7 +228,7 @@ def saves(run: RunFolder) -> str:
             f"{one['iteration']:,}" + (" (latest)" if one["latest"] else ""),
             byte_text(one["bytes"]),
             one["files"],
-            "complete" if one["complete"] else "no manifest: not complete",
+            one["state"],
             when(one["time"]),
         ]
         for one in run.checkpoints[-MOST_ROWS:]
@@ -243,7 +244,9 @@ def saves(run: RunFolder) -> str:
         for event in done[-MOST_ROWS:]
     ]
     text = table("checkpoints on disk", ("iteration", "size", "files", "state", "written (UTC)"), kept, (1, 2))
-    text += table("saves, until each was on disk", ("time (UTC)", "iteration", "seconds", "result"), rows, (1, 2))
+    head = "time (UTC)", "iteration", "seconds", "result"
+    text += table("saves, until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
+    text += details("Earlier saves", table("earlier saves", head, rows[:-IN_SIGHT], (1, 2)))
     left_out = max(len(done), len(run.checkpoints)) - MOST_ROWS
     more = (
         paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.") if left_out > 0 else ""

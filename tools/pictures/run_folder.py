@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.parallel_dims import ParallelDims
 from megatron.training.reliability.run_events import FILE as EVENTS
 from megatron.training.trace.trace_file import MOST, Trace, read_trace
@@ -194,17 +195,28 @@ def _read_checkpoints(run: RunFolder) -> None:
     for folder in sorted(run.path.glob("iter_*")):
         if not folder.is_dir() or not folder.name[5:].isdigit():
             continue
+        why = _why_incomplete(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         run.checkpoints.append(
             {
                 "iteration": int(folder.name[5:]),
                 "bytes": sum(path.stat().st_size for path in files),
                 "files": len(files),
-                "complete": (folder / "manifest.json").is_file(),
+                "state": f"not complete: {why}" if why else "complete",
                 "latest": folder.name[5:].lstrip("0") == last.lstrip("0"),
                 "time": folder.stat().st_mtime,
             }
         )
+
+
+def _why_incomplete(folder: Path) -> str | None:
+    """As far as sizes show; checksums are `tools/inspect_checkpoint.py`'s to verify."""
+    try:
+        sums = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    found = misfits(folder, sums)
+    return found[0] + (f", and {len(found) - 1} more files" if len(found) > 1 else "") if found else None
 
 
 def _read_trace(run: RunFolder, path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first.
+"""Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. No torch.
 
 Checksums are CRC-32: it detects every burst error of up to 32 bits and all but one in 2^32 longer ones, and is the
 fastest checksum of the standard library (over 1 GiB/s a core). It is computed while a file is written, so that nothing
@@ -11,12 +11,9 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from torch.distributed.checkpoint.filesystem import FileSystem
+from typing import Any
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
@@ -60,33 +57,6 @@ class SummedFile(io.BufferedWriter):
         return {"bytes": self.bytes, "crc32": self.crc32}
 
 
-class SummedFiles(FileSystem):
-    """File system for DCP's writer that records the checksum of each file."""
-
-    def __init__(self) -> None:
-        self.sums: Sums = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        assert mode == "wb", mode
-        stream = SummedFile(Path(path))
-        try:
-            yield cast(io.IOBase, stream)
-        except Exception as error:
-            # torch's zip writer reports that a write failed, but not why.
-            if stream.failure is not None and stream.failure is not error:
-                raise stream.failure from error
-            raise
-        finally:
-            stream.close()
-        self.sums[Path(path).name] = stream.sums
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        if Path(path).name in self.sums:
-            self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
 def write_summed(path: Path, text: str) -> dict[str, int]:
     """Writes a file and syncs it to disk. Returns its size and checksum."""
     with SummedFile(path) as file:
@@ -117,22 +87,34 @@ def read_manifest(folder: Path) -> Sums:
         raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from None
 
 
+def misfits(folder: Path, sums: Sums) -> list[str]:
+    """Returns one message for each file that is missing or has another size. Reads none of them."""
+    return [f"{name} {misfit}" for name, expected in sums.items() if (misfit := _misfit(folder / name, expected))]
+
+
 def damages(folder: Path, sums: Sums, names: Sequence[str]) -> list[str]:
     """Returns one message for each damaged file. Reads a file whole unless its size is wrong already."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 
-def _damage(path: Path, expected: dict[str, int]) -> str | None:
+def _misfit(path: Path, expected: dict[str, int]) -> str | None:
     try:
         size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"has {size} bytes, not {expected['bytes']}"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return f"has {size} bytes, not {expected['bytes']}" if size != expected["bytes"] else None
+
+
+def _damage(path: Path, expected: dict[str, int]) -> str | None:
+    if misfit := _misfit(path, expected):
+        return misfit
+    try:
         crc32, buffer = 0, bytearray(CHUNK)
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
-    except FileNotFoundError:
-        return "is missing"
     except OSError as error:
         return f"cannot be read: {error}"
     return None if crc32 == expected["crc32"] else f"has checksum {crc32:08x}, not {expected['crc32']:08x}"

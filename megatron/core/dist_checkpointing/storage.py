@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, checkpoint_folder
-from megatron.core.dist_checkpointing.integrity import SummedFiles, Sums, write_manifest, write_summed
+from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
 from megatron.core.dist_checkpointing.streaming import StreamingWriter
+from megatron.core.dist_checkpointing.summed_files import SummedFiles
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
 
