@@ -9,6 +9,7 @@ import sys
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch, choose_allocators, hold_ignored_signals
+from megatron.training.reliability.processes import ctrl_c_ends_the_process
 from megatron.training.reliability.run_status import ExitCode, code_for_launcher, early_end_told
 
 
@@ -30,7 +31,13 @@ def main(argv: list[str] | None = None) -> int:
             from megatron.rehearsal.command import rehearse
 
             options, size = command.rehearsal, command.world_size or launch.world_size
-            return rehearse(config, size, options.ranks, options.device_memory, command.plan_file)
+            with ctrl_c_ends_the_process():
+                code = rehearse(config, size, options.ranks, options.device_memory, command.plan_file)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # whoever reads, as head does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.KILLED + signal.SIGPIPE
     except KeyboardInterrupt:  # a plan, a search or a rehearsal; a run has handlers of its own from `pretrain` on
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT

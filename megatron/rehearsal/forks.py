@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar, cast
+
+from megatron.training.reliability.processes import end_with_parent
 
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ def forked(jobs: Sequence[Callable[[], T]], workers: int) -> Iterator[T | Lost]:
         while waiting or running:
             while waiting and len(running) < workers:
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_send_result, args=(sender, jobs[waiting[-1]]))
+                process = context.Process(target=_send_result, args=(sender, jobs[waiting[-1]], os.getpid()))
                 try:
                     process.start()
                 except OSError:
@@ -66,9 +69,8 @@ def _how(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _send_result(sender: Connection, job: Callable[[], object]) -> None:
-    # Ctrl-C reaches all processes of a terminal; the first one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
+    end_with_parent(parent)
     gc.freeze()  # looking through what came with the fork would copy its pages
     sender.send(job())
     sender.close()

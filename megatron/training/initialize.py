@@ -172,8 +172,10 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)
     watchdog.connect(board)
     watchdog.hosts.open(board, config.parallel.host_heartbeat_timeout_seconds)
-    if problems := list(unwritable(config)) if launch.rank == 0 else []:
-        raise ValueError("\n".join(map(str, problems)))
+    if launch.rank == 0:
+        if problems := list(unwritable(config)):
+            raise ValueError("\n".join(map(str, problems)))
+        watchdog.checked_paths()
     if config.checkpoint.save and launch.rank == 0 and launch.may_move:
         watchdog.hold(Path(config.checkpoint.save))
     deadlines = {}

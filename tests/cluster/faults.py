@@ -204,6 +204,15 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
     return outcome
 
 
+def told(outcome: Outcome) -> str:
+    """What came of a fault."""
+    if not outcome.ranks_left:
+        return "nothing was interrupted"
+    named = ", ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in outcome.named.items()) or "nobody"
+    went_on = f"went on after {outcome.went_on:.0f} s on {outcome.ranks_left} ranks"
+    return f"named by {named}; {went_on}; all back {outcome.came_back:.0f} s after mending"
+
+
 def finish(run: Run) -> int:
     """Asks the run to end. Returns its last iteration."""
     (run.save / "exit").touch()
@@ -287,12 +296,7 @@ def random_faults(args: argparse.Namespace) -> None:
             named += first
             went_on += [outcome.went_on] if outcome.went_on == outcome.went_on else []
             came_back += [outcome.came_back] if outcome.came_back == outcome.came_back else []
-            said = ", ".join(f"{name} {seconds:.1f} s" for name, (seconds, _) in outcome.named.items()) or "nobody"
-            print(
-                f"{number}: {fault.text} (host{host}): named by {said}; went on after {outcome.went_on:.0f} s on "
-                f"{outcome.ranks_left} ranks; all back {outcome.came_back:.0f} s after mending",
-                flush=True,
-            )
+            print(f"{number}: {fault.text} (host{host}): {told(outcome)}", flush=True)
         last = finish(run)
     worst = difference(run, last)
     shown = [f"{max(values, default=0):.0f} s" for values in (named, went_on, came_back)]

@@ -4,7 +4,9 @@ end by themselves."""
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ MODEL = (
 ).split()
 
 
+Strike = Callable[[Box], None]
+
+
 def pull(box: Box) -> None:
     box.pull_cable(1)
 
@@ -34,13 +39,28 @@ def deafen(box: Box) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strike", "line"),
+    ("strike", "early", "line"),
     [
-        (pull, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
-        (deafen, "and is heard itself: what host1 should receive is lost"),
+        (pull, False, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
+        (deafen, False, "and is heard itself: what host1 should receive is lost"),
+        (deafen, True, ""),
     ],
+    ids=["pulled", "deaf", "deaf before its heartbeat knows of others"],
 )
-def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike, line: str) -> None:  # type: ignore[no-untyped-def]
+def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, early: bool, line: str) -> None:
+    look, struck, told = host_watch.HostWatch.look, tmp_path / "struck", [tmp_path / f"told{rank}" for rank in range(2)]
+
+    def late_look(watch: host_watch.HostWatch) -> None:
+        rank = watch._launch.rank
+        while early and rank == 1 and not struck.exists():
+            time.sleep(0.05)
+        look(watch)
+        if watch._told == 2:  # hosts, of which its heartbeat knows
+            told[rank].touch()
+
+    def all_told() -> bool:
+        return all(file.exists() for file in told)
+
     with hosts(2) as box:
 
         def enter(rank: int) -> None:
@@ -49,17 +69,23 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike, line: str) -
             os.dup2(log, 2)
             box.enter(rank)
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0"}
+            host_watch.HostWatch.look = late_look
 
         with forked_ranks(2, [*MODEL, "--save", str(tmp_path / "save")], tmp_path / "screen", enter) as ranks:
             logs = [tmp_path / f"host{rank}.log" for rank in range(2)]
             limit = time.monotonic() + HANG
-            while not (logs[0].exists() and " iteration " in logs[0].read_text()):
+            while not (logs[0].exists() and " iteration " in logs[0].read_text() and (early or all_told())):
                 assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), logs[0].read_text()
                 time.sleep(0.05)
+            time.sleep(0 if early else 3)  # in which they hear each other
             strike(box)
+            struck.touch()
             assert join(ranks) == [1, 1]
     one, other = (log.read_text() for log in logs)
-    assert one.count("RUN FAILED: host1 (rank 1 of 2)\n") == 1 and line in one, one
+    if early:  # the end of the other may come before what its own heartbeat finds
+        assert one.count("RUN FAILED: ") == 1 and re.search(r"RUN FAILED: .*\bhost1\b", one), one
+    else:
+        assert one.count("RUN FAILED: host1 (rank 1 of 2)\n") == 1 and line in one, one
     assert other.count("RUN FAILED: host0 (rank 0 of 2)\n") == 1, other
     assert "host1 (rank 1 of 2) has heard nothing from host0 (rank 0 of 2) for " in other
     assert not (tmp_path / "save" / ".lease").exists()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.config.output_paths import why_unwritable
+from megatron.training import initialize
+from megatron.training.config.output_paths import unwritable, why_unwritable
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 from tests.faults.runs import MODEL
 from tests.forked import forked_ranks, join
@@ -69,6 +74,22 @@ def test_a_users_error_is_told_once(case: str, folder: Path, tmp_path: Path) -> 
     assert codes == [2, 2], text
     assert text.count("This configuration cannot run") == text.count(message) == 1, text
     assert all(word not in text for word in ("Traceback", "RUN FAILED", "TCPStore")), text
+
+
+def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_path: Path) -> None:
+    """Others meet one of them first and let rank 0 tell all."""
+    flags, message = (text.format(folder) for text in CASES["paths"])
+
+    def late(config: RunConfig) -> Iterator[Problem]:
+        time.sleep(1)
+        yield from unwritable(config)
+
+    def prepare(rank: int) -> None:
+        initialize.unwritable = late  # in the rank's own process
+
+    with forked_ranks(2, [*FLAGS, *flags.split()], tmp_path / "screen", prepare) as ranks:
+        assert join(ranks, 60) == [2, 2]
+    assert message in (tmp_path / "screen").read_text()
 
 
 def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:

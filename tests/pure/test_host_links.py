@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +17,8 @@ from megatron.training.reliability.hosts.heartbeat import BEAT, KINDS, LINGER, L
 from megatron.training.reliability.hosts.host_watch import HostWatch
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
+from megatron.training.reliability.rank_store import AskedStore
+from tests.limits import HANG
 
 TIMEOUT = 6.0
 
@@ -201,3 +206,49 @@ def test_a_rank_whose_run_has_ended_elsewhere_ends(
     watch._act({each: {} for each in KINDS} | {"gone": [], "fine": [], kind: {"1": 12.0}})
     who = "the host of rank 1 (rank 1 of 2)"
     assert ends.reports == ([f"{who} ended before this rank: the run on {who} ended {report}"] if report else [])
+
+
+class StoreBehindCable:
+    """Answers once the cable is mended."""
+
+    def __init__(self) -> None:
+        self.mended = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.mended.wait(HANG)
+
+
+def test_a_store_knows_for_how_long_an_answer_is_waited_for() -> None:
+    cable = StoreBehindCable()
+    store = AskedStore(cast(Any, cable))
+    assert store.waits() == 0.0
+    asking = threading.Thread(target=store.check, args=(["link/0"],))
+    asking.start()
+    limit = time.monotonic() + HANG
+    while store.waits() < 0.2:
+        assert time.monotonic() < limit
+    cable.mended.set()
+    asking.join()
+    assert store.waits() == 0.0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_rank_without_an_answer_of_the_store_asks_for_its_host(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    asked: list[tuple[str, int]] = []
+    watch = HostWatch(Launch(1, 2, several_hosts=True), RankStatus(), cast(Any, ends := Ends()))
+
+    def answers(address: tuple[str, int], seconds: float) -> bool:
+        asked.append(address)
+        if len(asked) == 2:
+            watch._closed.set()
+        return there
+
+    monkeypatch.setattr(host_watch, "_answers", answers)
+    monkeypatch.setattr(host_watch, "LOOK", 0.001)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    watch._board, watch._timeout = cast(Any, SimpleNamespace(waits=lambda: 7.0)), 6.0
+    watch._ask_after_store()
+    assert asked == [("first", 29500)] * 2
+    who = "first (rank 0 of 2) host cannot be reached: the host of rank 1 (rank 1 of 2) has heard nothing from"
+    assert [report.startswith(who) for report in ends.reports] == ([] if there else [True, True])

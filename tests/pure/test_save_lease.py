@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.training.reliability.hosts import save_lease
 from megatron.training.reliability.hosts.save_lease import LeaseError, SaveLease
+from tests.limits import HANG
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +41,23 @@ def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(tmp_path:
     assert not (tmp_path / ".lease").exists()
     second.acquire()
     second.release()
+
+
+def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease, begun = SaveLease(tmp_path, never), threading.Event()
+    lease.acquire()
+    write = lease._write
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.3)
+        write()
+
+    monkeypatch.setattr(lease, "_write", slow)
+    assert begun.wait(HANG)
+    lease.release()
+    time.sleep(0.6)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(

@@ -8,6 +8,7 @@ Keys:
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
+    paths/0     rank 0 can write the output paths
     link/R      how the heartbeat of its host reaches R       heartbeats   the name of this start in heartbeats
 No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -127,15 +129,44 @@ def _json(value: Any) -> str:
     return json.dumps(asdict(value))
 
 
+class AskedStore:
+    """A store that knows since when its answers are waited for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._since = store, dict[int, float]()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def asked(*args: Any) -> Any:
+            thread = threading.get_ident()
+            self._since[thread] = time.monotonic()
+            try:
+                return call(*args)
+            finally:
+                del self._since[thread]
+
+        return asked
+
+    def waits(self) -> float:
+        """Seconds for which the thread that has waited longest waits for an answer; 0 if none does."""
+        since = list(self._since.values())
+        return time.monotonic() - min(since) if since else 0.0
+
+
 class Board:
     """A rank's view of the store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
-        self._store, self.launch, self.peers = store, launch, dict[int, Peer]()
+        self._store, self.launch, self.peers = AskedStore(store), launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
+
+    def waits(self) -> float:
+        """Seconds for which the store has not answered; 0 if nothing is asked."""
+        return self._store.waits()
 
     def get(self, key: str) -> str | None:
         """A value, None where there is none yet."""

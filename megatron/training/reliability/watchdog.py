@@ -25,6 +25,9 @@ from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import StopConditions, StopRequests
 
+FIRST_WORD = 60.0
+"""Seconds in which rank 0 can say what is wrong with the paths of all ranks."""
+
 
 class Watchdog:
     """Watches this rank and the others. Without `connect` and `start` it does nothing and costs nothing."""
@@ -53,6 +56,11 @@ class Watchdog:
         self._board = board
         self.failures.connect(board)
 
+    def checked_paths(self) -> None:
+        """Says that the output paths can be written from here: a rank that cannot write there then says so itself."""
+        assert self._board is not None, "connect first"
+        self._board.say("paths")
+
     def hold(self, folder: Path) -> None:
         """Takes the lease on a --save folder. Raises LeaseError if another run saves to it."""
         lease = SaveLease(folder, self.failures.fail)
@@ -67,11 +75,18 @@ class Watchdog:
         ValueError if the folder cannot be written."""
         assert self._board is not None, "connect first"
         if folder is not None:
-            self.stacks.open(folder / "stacks", self.launch.rank)
+            self._open_stacks(self._board, folder / "stacks")
         self._conditions = conditions
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()
+
+    def _open_stacks(self, board: Board, folder: Path) -> None:
+        try:
+            self.stacks.open(folder, self.launch.rank)
+        except ValueError:  # rank 0 may be about to tell what is wrong with all paths
+            board.wait(lambda: board.cause() is not None or board.get("paths/0") is not None, FIRST_WORD)
+            raise
 
     @property
     def code(self) -> ExitCode:

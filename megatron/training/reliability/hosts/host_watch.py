@@ -1,5 +1,6 @@
 """Watches the links between hosts from within a rank: starts the host's heartbeat, and ends the rank with a report when
-other hosts are lost.
+other hosts are lost. Hosts that are cut off before their heartbeats know of each other notice that the store does not
+answer, and that its host accepts no connection either.
 
 Key of the store: link/R, what `Link` says of rank R.
 """
@@ -32,6 +33,9 @@ FEW = 64
 
 PEACE = 60.0
 """Seconds that a rank may stay at one place of a step after the run has ended in peace on another host."""
+
+LOOK = 0.5
+"""Seconds between two looks at how long the store has not answered."""
 
 ANSWER = 2.0
 """Seconds in which the kernel of a host that lives accepts a connection."""
@@ -83,6 +87,7 @@ class HostWatch:
             return
         self._board, self._timeout = board, timeout
         self._ear.bind(("127.0.0.1", 0))
+        threading.Thread(target=self._ask_after_store, name="store watch", daemon=True).start()
         self._run = board.agree("heartbeats", os.urandom(8).hex())
         self._failures.at_exit.append(self.close)
         self._publish(self._start() if self._launch.local_rank == 0 else 0)
@@ -174,6 +179,22 @@ class HostWatch:
             except Exception as error:
                 self._failures.fail(error)  # nobody would watch any more
 
+    def _ask_after_store(self) -> None:
+        """Ends this rank where for the timeout neither the store, which lies with rank 0, nor its host has answered."""
+        assert self._board is not None
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while not self._closed.wait(LOOK):
+            if self._board.waits() > self._timeout / 2 and not _answers(store, self._timeout):
+                silent = self._board.waits()
+                if silent > self._timeout:
+                    self._end_without({(0, "silent"): silent}, [])
+
+    def _end_without(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> None:
+        self._lost = True
+        self._failures.unreachable(
+            self._failure(lost, fine), [rank for host, _ in lost for rank in self.ranks_of(host)]
+        )
+
     def _act(self, found: dict[str, Any]) -> None:
         lost = {
             (int(host), kind): float(age) for kind in ("silent", "deaf") for host, age in found.get(kind, {}).items()
@@ -182,9 +203,7 @@ class HostWatch:
         if not lost and unheard:
             lost |= {(host, "silent"): age for host, age in unheard.items() if not self._lives(host, age)}
         if lost:
-            self._lost = True
-            failure = self._failure(lost, [int(host) for host in found["fine"]])
-            self._failures.unreachable(failure, [rank for host, _ in lost for rank in self.ranks_of(host)])
+            self._end_without(lost, [int(host) for host in found["fine"]])
         for host in found["gone"]:
             self._failures.report_gone(int(host))
         ended = {int(host): float(age) for host, age in found["failed"].items()}
@@ -210,12 +229,7 @@ class HostWatch:
 
     def _lives(self, host: int, age: float) -> bool:
         """Whether a host from which no heartbeat ever came answers over TCP: then something keeps its UDP away."""
-        try:
-            with socket.create_connection((self._address(host), self._links[host].port), ANSWER):
-                pass
-        except ConnectionRefusedError:
-            pass  # so it is there
-        except (OSError, KeyError):
+        if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         self._excused.add(host)
         if self._launch.local_rank == 0:
@@ -229,7 +243,9 @@ class HostWatch:
         return True
 
     def _host_name(self, host: int) -> str:
-        return self._links[host].host if host in self._links else f"the host of rank {host}"
+        if host in self._links:
+            return self._links[host].host
+        return os.environ["MASTER_ADDR"] if host == 0 else f"the host of rank {host}"
 
     def _named(self, host: int) -> str:
         ranks = self.ranks_of(host)
@@ -265,6 +281,17 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
     with socket.socket(family, kind) as way:
         way.connect(target)
         return family, way.getsockname()[0]
+
+
+def _answers(address: tuple[str, int], seconds: float) -> bool:
+    """Whether the kernel of a host accepts or refuses a connection, so that it is there."""
+    try:
+        with socket.create_connection(address, seconds):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _resolved(address: str, port: int) -> list[Any] | None:

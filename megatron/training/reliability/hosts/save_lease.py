@@ -27,6 +27,10 @@ STALE = 12.0
 """Seconds without renewal after which a lease is free."""
 
 
+DISK = 1.0
+"""Seconds in which a disk that answers has written a lease."""
+
+
 class LeaseError(RuntimeError):
     """Another run saves to the folder."""
 
@@ -41,7 +45,7 @@ class SaveLease:
         self._file, self._folder, self._lost = folder / ".lease", folder, lost
         self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex()}
         self._count = 0
-        self._closed = threading.Event()
+        self._closed, self._writing = threading.Event(), threading.Lock()
 
     def acquire(self) -> None:
         """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
@@ -63,18 +67,25 @@ class SaveLease:
     def release(self) -> None:
         """Gives the lease back, if it still is this run's."""
         self._closed.set()
+        ended = self._writing.acquire(timeout=DISK)  # a renewal under way would bring the file back
         with suppress(OSError):
             if (found := self._read()) is not None and found["token"] == self._owner["token"]:
                 self._file.unlink()
+        if ended:
+            self._writing.release()
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL):
-            with suppress(OSError):  # the disk is full or away: saves tell of that
+            other = None
+            with suppress(OSError), self._writing:  # the disk is full or away: saves tell of that
                 found = self._read()
                 if found is not None and found["token"] != self._owner["token"]:
-                    self._lost(LeaseError(f"{self._of(found)}, and has taken over: this run stood still"))
-                    return
-                self._write()
+                    other = found
+                elif not self._closed.is_set():
+                    self._write()
+            if other is not None:
+                self._lost(LeaseError(f"{self._of(other)}, and has taken over: this run stood still"))
+                return
 
     def _is_over(self, found: dict[str, Any]) -> bool:
         """Whether the process that held it is known to be gone."""

@@ -1,0 +1,42 @@
+"""Ends of forked processes with their parent, and of a command by Ctrl-C."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+
+from megatron.rehearsal.forks import forked
+from megatron.training.reliability.processes import ctrl_c_ends_the_process
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _starts_a_fork(sender: Connection) -> None:
+    def job() -> None:
+        sender.send(os.getpid())
+        time.sleep(3600)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process does that this one is forked from
+    with ctrl_c_ends_the_process():
+        list(forked([job], 1))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_forks_end_with_their_parent(number: int, code: int) -> None:
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_starts_a_fork, args=(sender,))
+    process.start()
+    sender.close()
+    child = receiver.recv()
+    assert process.pid is not None and child != process.pid
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == code
+    with pytest.raises(EOFError):  # the last process that could write has ended
+        receiver.recv()
