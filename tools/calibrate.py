@@ -34,7 +34,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
-from megatron.training.config.output_paths import why_unwritable
+from megatron.training.config.output_paths import why_not_written
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch
 
@@ -95,27 +95,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return calibrate(args)
 
 
-def why_not_written(path: Path) -> str | None:
-    """Reason why a file cannot be written, in a folder that may not exist yet; None if it can."""
-    if path.exists():
-        return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
-    return why_unwritable(path.parent)
-
-
 def calibrate(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
     from megatron.planner.calibration.measure import Clock
+    from megatron.training.initialize import keep_memory
 
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
+    keep_memory(device)  # as in a run
     if args.cpu:
         torch.set_num_threads(1)
     steps = (
         [] if args.kernels else [(flags, step_seconds(flags)) for flags in (STEPS_OF_CPU if args.cpu else STEPS_OF_GPU)]
     )
-    device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
     if not args.cpu:
         torch.cuda.set_device(device)
     if world > 1:

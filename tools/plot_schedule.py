@@ -8,6 +8,7 @@ Times are of one microbatch on one stage, in any unit. Needs neither a GPU nor t
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -51,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--pp and --num-microbatches must be at least 1")
     if (args.microbatch_group_size_per_virtual_pipeline_stage or args.pp) < args.pp:
         parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
+    if not all(map(math.isfinite, (args.forward, args.input_grad, args.weight_grad, args.comm, args.exchange))):
+        parser.error("--forward, --input-grad, --weight-grad, --comm and --exchange must be finite numbers")
+    if args.output and (not Path(args.output).suffix or Path(args.output).is_dir()):
+        parser.error(f"--output {args.output} must end with the kind of picture; for example {args.output}.png")
     if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
         parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
     if args.exchanges < 0 or args.exchange < 0:

@@ -11,8 +11,9 @@ B, or to I, and from there to W what the weight gradients need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,14 @@ from megatron.core.pipeline_parallel.schedules import build_schedule, splits_bac
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.transformer.recompute import Segment, recompute_segments
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_a_layer, layer_kinds
+from megatron.planner.fake_stage import (
+    FakeStages,
+    MicroBatch,
+    fake_stages,
+    in_a_layer,
+    nothing_offloaded,
+    numbered_kinds,
+)
 from megatron.planner.live_memory import LiveMemory
 
 MEASURED_LAYERS = 3
@@ -96,11 +104,16 @@ class _Unit:
 class ActivationPlan:
     """What stages of one configuration hold of a micro-batch; each distinct part is measured once."""
 
-    def __init__(self, batch: MicroBatch) -> None:
-        self.batch = batch
-        self._measured: dict[Hashable, StageMemory] = {}
-        first: dict[Hashable, int] = {}
-        self._kinds = [first.setdefault(kind, number) for number, kind in enumerate(layer_kinds(batch))]
+    def __init__(self, batch: MicroBatch, plans: ActivationPlans | None = None) -> None:
+        """`plans` keep what other configurations with the same layers take."""
+        self.batch, self._plans = batch, plans or ActivationPlans()
+        self._kinds = numbered_kinds(batch, self._plans.kinds)
+        self._batches = {True: batch, False: nothing_offloaded(batch)}
+        """By whether a part offloads: what does not is the same whatever other layers do."""
+        self._of_layer = {offloads: in_a_layer(each) for offloads, each in self._batches.items()}
+        self._measured = {
+            offloads: self._plans.measured.setdefault(each, {}) for offloads, each in self._of_layer.items()
+        }
 
     def stage(self, stage: Stage) -> StageMemory:
         """The memory of one stage; peaks are to the byte where its layers are of one kind."""
@@ -139,9 +152,13 @@ class ActivationPlan:
         """A stage of these units, measured unless one like it has been."""
         alike = tuple((tuple(self._kinds[n] for n in unit.layers), unit.recompute, unit.offload) for unit in units)
         key = alike, first, last
-        if key not in self._measured:
-            self._measured[key] = self._long(units, first, last) or self._measure(units, first, last)
-        return self._measured[key]
+        offloads = any(unit.offload for unit in units)
+        measured = self._measured[offloads]
+        if key not in measured:
+            measure = partial(_measure, self._batches[offloads], units, first, last)
+            long = self._long(units, first, last)
+            measured[key] = long or self._plans.found((self._of_layer[offloads], key), measure)
+        return measured[key]
 
     def _long(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory | None:
         """The same for a unit of many equal layers, from what a few of them take."""
@@ -156,14 +173,15 @@ class ActivationPlan:
                 return few + (few - fewer) * more
         return None
 
-    def _measure(self, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory:
-        layers = [number for unit in units for number in unit.layers]
-        segments, start = [], 0
-        for unit in units:
-            segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute, unit.offload))
-            start += len(unit.layers)
-        with fake_stages(self.batch) as fakes:
-            return measure(fakes, layers, segments, first, last)
+
+def _measure(batch: MicroBatch, units: Sequence[_Unit], first: bool, last: bool) -> StageMemory:
+    layers = [number for unit in units for number in unit.layers]
+    segments, start = [], 0
+    for unit in units:
+        segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute, unit.offload))
+        start += len(unit.layers)
+    with fake_stages(batch) as fakes:
+        return measure(fakes, layers, segments, first, last)
 
 
 def measure(
@@ -234,16 +252,24 @@ class RankActivations:
         return self.peak + self.weight_copies + self.working
 
 
+Part = tuple[MicroBatch, Hashable]
+"""What is measured at once: a micro-batch in a layer, and the units of a stage."""
+
+
 class ActivationPlans:
-    """Plans of many configurations; those whose layers do the same share one."""
+    """Plans of many configurations; those whose layers do the same share what is measured."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, ActivationPlan] = {}
+        self.measured: dict[MicroBatch, dict[Hashable, StageMemory]] = {}
+        self.kinds: dict[Hashable, list[int]] = {}
+        self.found: Callable[[Part, Callable[[], StageMemory]], StageMemory] = lambda part, measure: measure()
+        """Called for each part that is not known; by default measures it."""
 
     def of(self, batch: MicroBatch) -> ActivationPlan:
-        key = in_a_layer(batch)
+        key = in_a_layer(batch), batch.parallel.offloaded_layers
         if key not in self._plans:
-            self._plans[key] = ActivationPlan(batch)
+            self._plans[key] = ActivationPlan(batch, self)
         return self._plans[key]
 
 

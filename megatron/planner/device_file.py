@@ -24,6 +24,7 @@ DIVISORS = {
     "copy_tb_per_second",
     "gb_per_second",
     "host_gb_per_second",
+    "host_memory_gib",
     "memory_gib",
     "multiprocessors",
     "ranks_per_node",
@@ -32,6 +33,10 @@ DIVISORS = {
 }
 """Entries that predictions divide by."""
 
+SHARES = {"epilogue_exposed", "sustained"}
+"""Entries that are a part of a whole: a number above 1 is a percentage."""
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send")
 
 HASH_OPERATIONS = 9
 """Integer operations by which a mask of dropout is hashed and applied to one attention weight."""
@@ -144,6 +149,9 @@ class DeviceFile:
     host_gb_per_second: float = 25.0
     """Rate of copies between the device and its host's memory, for offloading."""
 
+    host_memory_gib: float | None = None
+    """The host's memory for each device, which offloaded tensors must fit; None if it is not known."""
+
     @property
     def device_type(self) -> str:
         """As torch names it."""
@@ -234,7 +242,31 @@ def read_device(name: str) -> DeviceFile:
                 f"of which gemm: {precision}: tflops: {speed.tflops:g} would be too much" if speed else "which is none"
             )
             raise ValueError(f"{path}: peak_tflops: {precision}: {peak:g}, {rates}: MFU is counted by it")
+    _check_attention(path, found.attention)
+    _check_shares(path, found.links)
     return found
+
+
+def _check_attention(path: Path, attention: Mapping[str, Mapping[int, AttentionSpeed]]) -> None:
+    if not attention:
+        raise ValueError(f"{path}: attention: must name a kernel, such as flash")
+    for kernel, speeds in attention.items():
+        if not speeds:
+            raise ValueError(f"{path}: attention: {kernel}: must have the rates of a head size, or be left out")
+        for width, speed in speeds.items():
+            for way, (tflops, _) in (("forward", speed.forward), ("backward", speed.backward)):
+                if tflops == 0:
+                    raise ValueError(f"{path}: attention: {kernel}: {width}: {way}: its TFLOP/s must be above 0")
+
+
+def _check_shares(path: Path, links: Mapping[str, Link]) -> None:
+    for name, link in links.items():
+        for kind, share in link.share.items():
+            place = f"{path}: links: {name}: share: {kind}"
+            if kind not in COLLECTIVES:
+                raise ValueError(f"{place} is not one of {', '.join(COLLECTIVES)}")
+            if share == 0:
+                raise ValueError(f"{place}: 0 must be above 0")
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
@@ -271,4 +303,7 @@ def _read_entries(place: str, kind: Any, values: Mapping[str, Any]) -> Any:
     for name in sorted(DIVISORS & set(values)):
         if values[name] == 0:
             raise ValueError(f"{place}: {name}: 0 must be above 0")
+    for name in sorted(SHARES & set(values)):
+        if isinstance(values[name], (int, float)) and values[name] > 1:
+            raise ValueError(f"{place}: {name}: {values[name]:g} must be a share, at most 1")
     return kind(**{name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()})

@@ -28,7 +28,7 @@ from megatron.core.fp8 import weight_grads
 from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.moe import dispatcher
+from megatron.core.moe import dispatcher, experts
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -37,7 +37,7 @@ from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
-from megatron.planner.fake_attention import PlannedDropoutKernel, plans_fused_dropout
+from megatron.planner.fake_attention import PlannedDropoutKernel, planned_kernels_of, plans_fused_dropout
 from megatron.planner.fake_ranks import fake_state
 from megatron.planner.live_memory import LiveMemory
 
@@ -85,6 +85,11 @@ def in_a_layer(batch: MicroBatch) -> MicroBatch:
     schedule = "zb-h1" if split else "1f1b"
     parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule, cpu_offloading_num_layers=offloaded)
     return replace(batch, parallel=parallel)
+
+
+def nothing_offloaded(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same in layers that keep their activations on the device."""
+    return replace(batch, parallel=replace(batch.parallel, cpu_offloading=False, cpu_offloading_num_layers=0))
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -177,6 +182,25 @@ def layer_kinds(batch: MicroBatch) -> list[Hashable]:
     return [_kind_of(layer) for layer in stage.decoder.layers]
 
 
+def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[int]:
+    """For each layer the first one that is like it. `known` keeps what layouts of the same layers share."""
+    plain = replace(
+        batch.parallel,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        sequence_parallel=False,
+        tp_comm_overlap=False,
+    )
+    key = batch.model, plain.fp8_format, plain.fp8_recipe, plain.fp8_layers(batch.model.num_layers)
+    if key not in known:
+        first: dict[Hashable, int] = {}
+        kinds = layer_kinds(replace(batch, parallel=plain))
+        known[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+    return known[key]
+
+
 IDENTITY = ("number", "layer", "key", "training")
 """Attributes in which equal layers differ."""
 
@@ -247,18 +271,22 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Chooses what runs on GPUs, on fake CPU tensors. Products in 16 bits and in fp8 are added to fp32 weight gradients
-    where they are computed; of fp8, Triton's kernel is planned, whatever `weight_grad_choice` finds."""
+    """Chooses what runs on GPUs, on fake CPU tensors. FlashAttention takes tiles as GPUs pack them. Products in 16 bits
+    and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by one kernel; of fp8,
+    Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
     exchanged, collectives.sums_exchanged = collectives.sums_exchanged, lambda x: False
     add, weight_grads.add_product_ = weight_grads.add_product_, lambda *operands: None
+    add_each, experts.add_each_product_ = experts.add_each_product_, lambda *operands: None
+    kernels, core_attention.kernels_of = core_attention.kernels_of, planned_kernels_of
     in_one, weight_grad.adds_in_one_kernel = weight_grad.adds_in_one_kernel, lambda out: out.dtype == torch.float32
     try:
         with _KernelsOfGPUs():
             yield
     finally:
-        weight_grad.adds_in_one_kernel = in_one
+        weight_grad.adds_in_one_kernel, core_attention.kernels_of = in_one, kernels
         dispatcher.on_device, weight_grads.add_product_ = asked, add
+        experts.add_each_product_ = add_each
         collectives.sums_exchanged = exchanged
 
 

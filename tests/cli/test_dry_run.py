@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,15 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     assert [f"  {line}" for lines in record["plan"].values() for line in lines] == [
         line for line in done.stdout.splitlines() if line.startswith("  ")
     ]
+    refused = pretrain(f"{RIGHT} --json {file} --num-layers 0")
+    assert refused.returncode == 2
+    (problem,) = json.loads(file.read_text())["problems"]
+    assert problem["flag"] == "--num-layers" and problem["text"] in refused.stderr
+    for wrong in ("--num-layer 2", "--tp 3"):  # a flag that cannot be read, and a layout that cannot run
+        refused = pretrain(f"{RIGHT} --json {wrong}")
+        assert refused.returncode == 2 and json.loads(refused.stdout)["problems"]
+    refused = pretrain(f"{RIGHT} --extension {tmp_path}/nowhere.py --json")
+    assert refused.returncode == 2 and "nowhere.py" in json.loads(refused.stdout)["problems"][0]["rule"]
     refused = pretrain(f"{RIGHT.replace('--dry-run', '')} --world-size 1 --tp 1 --json {file}")
     assert "--json" in refused.stderr and "needs --dry-run" in refused.stderr
     for unwritable in (tmp_path, tmp_path / "nowhere" / "plan.json"):
@@ -209,3 +221,12 @@ def test_wrong_devices_are_told() -> None:
     assert "  --gpus-per-node 4: needs --device, whose nodes it describes" in told
     told = pretrain(f"{RIGHT.replace('--dry-run', '').replace('--world-size 8', '')} --device h100").stderr
     assert "  --device h100: needs --dry-run, which predicts; add --dry-run" in told
+
+
+def test_a_reader_that_has_enough_ends_a_plan_in_peace() -> None:
+    command = [sys.executable, pretrain_gpt.__file__, *RIGHT.split()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 128 + signal.SIGPIPE and "Traceback" not in done.stderr

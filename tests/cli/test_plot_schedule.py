@@ -55,6 +55,9 @@ def test_a_schedule_of_an_extension(tmp_path, capsys):
     [
         (["--pp", "0"], "--pp and --num-microbatches"),
         (["--forward", "0"], "--forward"),
+        (["--forward", "nan"], "must be finite numbers"),
+        (["--comm", "inf"], "must be finite numbers"),
+        (["--output", "schedule"], "for example schedule.png"),
         (["--pipeline-schedule", "1f1b", "--num-virtual-stages-per-pipeline-rank", "2"], "must be 1"),
     ],
 )

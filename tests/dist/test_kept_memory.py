@@ -16,12 +16,17 @@ NBYTES = 256 << 20
 PAGES = NBYTES // os.sysconf("SC_PAGE_SIZE")
 CPU = torch.device("cpu")
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+GLIBC_DEFAULTS = {M_TRIM_THRESHOLD: 128 << 10, M_MMAP_MAX: 65536}
+
 
 def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, str]) -> int:
     """Page faults of the last of four blocks of 256 MiB, one after the other."""
     os.environ |= environ
-    keep_memory(device)
     library = ctypes.CDLL(None)
+    for parameter, default in GLIBC_DEFAULTS.items():  # whatever was set in the process that this one is forked from
+        library.mallopt(parameter, default)
+    keep_memory(device)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
     for _ in range(4):

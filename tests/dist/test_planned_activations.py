@@ -130,7 +130,7 @@ def one_in(number: int) -> pytest.MarkDecorator:
 PLACES = (("bf16", WHOLE), ("fp32", LAST), ("bf16", MIDDLE), ("fp64", FIRST))
 
 
-@one_in(101)
+@one_in(151)
 def test_one_process(stride: int) -> None:
     cases = [
         (f"{style} {kind} {dtype} {stage}", replace(model, **more), ModelParallelConfig(**{dtype: True}), stage)
@@ -159,7 +159,7 @@ def test_fused_regions(stride: int) -> None:
         assert fused <= plain
 
 
-@one_in(83)
+@one_in(113)
 def test_offload_in_one_process(stride: int) -> None:
     """Of the first layer of a stage, with each kind of recomputation: what stays on the device, and the host's buffers.
     All of a layer's activations leave it but what routing keeps."""
@@ -273,7 +273,7 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
     return ActivationPlan(batch).stage(MIDDLE).kept, kept_by(batch, MIDDLE, state)[0]
 
 
-@one_in(101)
+@one_in(151)
 def test_fp8(stride: int) -> None:
     """Copies of inputs in one byte take the place of what else would be kept, and stand beside what is kept anyhow."""
     moe = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_layer_freq="2")
@@ -311,7 +311,7 @@ PROPERTIES = (
 """Styles with properties of layers that no other case of a layout has: a fifth of them at each layout."""
 
 
-@one_in(6)
+@one_in(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, stride: int) -> None:
     """A part has each kind of recomputation at each layout and, over the layouts, with each style."""

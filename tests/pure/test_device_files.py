@@ -86,6 +86,11 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
         ("tflops: 868", "tflops: fast", "gemm: bf16: tflops: 'fast' must be a number of at least 0"),
         ("gb_per_second: 370", "gb_per_second: 0", "links: node: gb_per_second: 0 must be above 0"),
         ("forward: [385, 500]", "forward: 385", r"attention: cudnn: 64: forward: 385 must be a list of 2 numbers"),
+        ("forward: [385, 500]", "forward: [0, 500]", "attention: cudnn: 64: forward: its TFLOP/s must be above 0"),
+        ("  flash3:", "  flash3: {}\n  flash4:", "attention: flash3: must have the rates of a head size"),
+        ("sustained: 0.94", "sustained: 94", "sustained: 94 must be a share, at most 1"),
+        ("launch_us: 8}", "launch_us: 8, share: {send: 0}}", "links: node: share: send: 0 must be above 0"),
+        ("launch_us: 8}", "launch_us: 8, share: {reduce: 1}}", "share: reduce is not one of all_gather, all_reduce"),
     ):
         own.write_text(text.replace(old, wrong))
         with pytest.raises(ValueError, match=rf"own.yaml.* ?{said}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -123,6 +124,17 @@ def test_bounds_of_a_layout_are_below_its_time_and_memory(tried: Tried) -> None:
         seconds = found.step.seconds
         assert tried.costs.family_bound(found.layout.family) <= tried.costs.time_bound(found.layout) <= seconds
         assert tried.costs.memory_bound(found.layout) <= found.fullest.total
+        assert tried.costs.close_memory_bound(found.layout, found.config) <= found.fullest.total
+
+
+def test_memory_does_not_depend_on_the_layouts_before(tried: Tried) -> None:
+    """Of stages that offload different numbers of layers."""
+    offloading = [found for found in tried.every if found.layout.saving == Saving("optim", "activations")]
+    layers = {found.config.parallel.offloaded_layers: found for found in offloading}
+    assert len(layers) > 1
+    for found in layers.values():
+        alone = LayoutCosts(tried.costs.run, tried.costs.device, 2).memory(found.config)
+        assert [rank.record for rank in found.memory] == [rank.record for rank in alone]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
@@ -150,13 +162,66 @@ def test_a_search_that_ends_early_says_what_it_may_have_missed(tried: Tried) -> 
     assert {each.layout for each in found} <= {each.layout for each in tried.every}
 
 
+@pytest.mark.parametrize("most_timed", [1, 2])
+def test_a_search_that_times_few_families_says_what_it_may_have_missed(tried: Tried, most_timed: int) -> None:
+    limit = max(found.fullest.total for found in tried.every)
+    fastest = LayoutSearch(tried.costs, limit).best(10)
+    few = LayoutSearch(tried.costs, limit, most_timed=most_timed)
+    found = few.best(10)
+    assert few.effort.traced == most_timed and len({each.layout.family for each in found}) <= most_timed
+    assert few.effort.bound is not None and few.effort.bound <= fastest[0].step.seconds <= found[0].step.seconds
+    missed = [each.step.seconds for each in fastest if each.layout not in {each.layout for each in found}]
+    assert not missed or few.effort.bound <= min(missed)
+
+
+def test_a_search_that_is_asked_to_end_gives_what_it_has_predicted(tried: Tried) -> None:
+    limit = max(found.fullest.total for found in tried.every)
+    fastest = LayoutSearch(tried.costs, limit).best(10)
+
+    def end(effort: Effort) -> None:
+        if effort.predicted == 4:
+            search.end_early()
+
+    search = LayoutSearch(tried.costs, limit, progress=end)
+    found = search.best(10)
+    assert 0 < len(found) <= 4 <= search.effort.predicted and search.effort.interrupted
+    assert search.effort.bound is not None and search.effort.bound <= fastest[0].step.seconds
+
+
+def test_where_nothing_fits_nothing_is_timed(tried: Tried) -> None:
+    search = LayoutSearch(LayoutCosts(tried.costs.run, tried.costs.device, 2), 1000)
+    assert search.best(10) == [] and search.effort.traced == search.effort.predicted == 0
+    assert search.nearest() is not None
+
+
+def test_a_search_that_may_end_early_finds_layouts_that_fit(tried: Tried) -> None:
+    """Also where it passes over what is not likely to fit."""
+    sizes = sorted(found.fullest.total for found in tried.every)
+    for share in (0.02, 0.1, 0.4):
+        limit = sizes[int(share * len(sizes))]
+        seconds = [found.step.seconds for found in tried.every if found.fullest.total <= limit]
+        early = LayoutSearch(tried.costs, limit, most_predicted=1000)
+        found = early.best(10)
+        assert found and all(each.fullest.total <= limit for each in found)
+        assert min(seconds) == found[0].step.seconds or (early.effort.bound or 0.0) <= min(seconds)
+
+
+def test_what_is_offloaded_fits_the_host(tried: Tried) -> None:
+    costs = LayoutCosts(tried.costs.run, replace(tried.costs.device, host_memory_gib=1e-6), 2)
+    limit = max(found.fullest.total for found in tried.every if not found.host) // 4
+    assert any(each.host for each in LayoutSearch(tried.costs, limit).best(10))
+    search = LayoutSearch(costs, limit)
+    assert not any(each.host for each in search.best(10)) and search.effort.beyond_host
+
+
 def test_more_samples_are_told_from_one_and_two(tried: Tried) -> None:
     """Predictions that share what layouts have in common are those of a layout by itself."""
     run = tried.costs.run
     shared, layout = LayoutCosts(run, tried.costs.device, 2), tried.every[0].layout
     config = run.with_layout(layout._replace(family=layout.family._replace(micro_batch=4), dp=1))
     assert shared.step(config) == predict_step(config, WORLD, tried.costs.device, 2)
-    assert list(shared.cache.grows_evenly.values()) == [True]
+    told = [] if run.own.model.num_experts else [True]  # experts' rows are rounded: each number of samples is traced
+    assert list(shared.cache.grows_evenly.values()) == told
 
 
 def test_the_given_layout_is_ranked_among_the_suggested(tried: Tried) -> None:
@@ -218,32 +283,52 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("helper", ["there", "killed"])
-def test_what_is_found_does_not_depend_on_a_second_process(monkeypatch: pytest.MonkeyPatch, helper: str) -> None:
-    def found(cores: int) -> tuple[list[tuple[Layout, StepTime]], Effort]:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-        run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
-        run.space = replace(run.space, schedules=KINDS[:1], recompute=("none",), most_tp=2, most_samples=1)
-        search = LayoutSearch(LayoutCosts(run, read_device("h100"), 2), 2**40)
-        return [(each.layout, each.step) for each in search.best(10)], search.effort
+Searched = tuple[list[tuple[Layout, StepTime, Any]], Effort]
 
-    alone = found(1)
+
+def searched_on(cores: int) -> Searched:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+        run = SearchedRun(resolve(parse_args(RUN), WORLD), WORLD)
+        run.space = replace(run.space, schedules=KINDS[:1], recompute=("none", "full"), most_tp=2, most_samples=2)
+        search = LayoutSearch(LayoutCosts(run, read_device("h100"), 2), 12 * 2**20)
+        return [(each.layout, each.step, each.memory) for each in search.best(10)], search.effort
+
+
+@pytest.fixture(scope="module")
+def alone() -> Searched:
+    return searched_on(1)
+
+
+@pytest.mark.parametrize("helper", ["there", "killed", "killed as it measures", "slow"])
+def test_what_is_found_does_not_depend_on_a_second_process(
+    monkeypatch: pytest.MonkeyPatch, alone: Searched, helper: str
+) -> None:
     begun = []
-    time_all = ahead._time_all
+    time_all, tells_end = ahead._time_all, ahead._Told.ends
 
     def timed(*args: Any) -> None:
         if helper == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time_all(*args)
 
-    def receive(results: ahead._Results, pipe: Connection) -> None:
+    def told(told: ahead._Told, subject: ahead.Subject, found: Any = None) -> None:
+        if helper == "killed as it measures" and subject[0] == "memory":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if helper == "slow":
+            time.sleep(0.5)
+        tells_end(told, subject, found)
+
+    def receive(results: ahead.Ahead, pipe: Connection) -> None:
         begun.append(pipe)
         received(results, pipe)
 
-    received = ahead._Results._receive
+    received = ahead.Ahead._receive
     monkeypatch.setattr(ahead, "_time_all", timed)
-    monkeypatch.setattr(ahead._Results, "_receive", receive)
-    assert found(2) == alone and begun
+    monkeypatch.setattr(ahead._Told, "ends", told)
+    monkeypatch.setattr(ahead.Ahead, "_receive", receive)
+    assert searched_on(2) == alone and begun
+    assert alone[1].measured > len(alone[0]) > 1
 
 
 def test_sizes_that_cut_no_matrix_evenly_are_not_searched() -> None:
@@ -277,6 +362,12 @@ def test_the_verdict_says_where_the_given_layout_stands(capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "the given layout is slower than all that are suggested; the first takes " in said
     assert "DP 1, MBS 1, ZeRO-1, full recomputation (given)" in said
+
+
+def test_runs_whose_batch_grows_are_searched() -> None:
+    """Whatever the first batch is: single sizes are tried without one."""
+    run = SearchedRun(resolve(parse_args([*RUN, *"--rampup-batch-size 8 8 64".split()]), WORLD), WORLD)
+    assert LayoutCosts(run, read_device("h100"), 2).divides(2, 1, 1, 2)
 
 
 def test_what_no_layout_changes_is_told_without_a_search() -> None:

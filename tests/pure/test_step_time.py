@@ -22,6 +22,7 @@ from megatron.training.config.arguments import parse_args
 from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.validation import resolve, validate
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
+from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
 
 GPU_BYTES = Path(__file__).parents[1] / "fixtures" / "gpu_bytes.json"
@@ -206,3 +207,12 @@ def test_published_runs_that_cost_little() -> None:
     found = list(compare([run for run in some if run.source == "dgxc"], CACHE))
     assert len(found) == 2
     assert all(abs(each.error) < 0.08 for each in found)
+
+
+def test_published_memory_of_a_pipeline() -> None:
+    """All rows: python tools/bench/published_memory.py."""
+    every = list(published_runs(MEMORY))
+    assert all(run.published.keys() == {"memory"} for run in every)
+    [found] = plan_peaks([run for run in every if run.model == "gpt-6.2b" and run.vp == 1])
+    assert found.scores == 5 * 7 * 4 * 3 * 32 * 1024**2 / 2**30  # 7 micro-batches in flight, 4 layers
+    assert abs(found.error_with_scores) < 0.02

@@ -25,7 +25,7 @@ if __package__ in (None, ""):
 from megatron.planner.device_file import read_device
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.printed import MOST_PREDICTED, SUGGESTED
+from megatron.training.config.suggest.printed import MOST_PREDICTED, MOST_TIMED, SUGGESTED
 from megatron.training.config.suggest.search import LayoutSearch
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import GIB, fullest, layout_text
@@ -94,14 +94,14 @@ def processor_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def searched(case: Case, device_memory: float | None, most_predicted: int | None) -> Row:
+def searched(case: Case, device_memory: float | None, most: tuple[int | None, int | None]) -> Row:
     """Raises ValueError where no layout fits."""
     device = read_device(case.device)
     config = resolve(parse_args(case.flags.split()), case.gpus)
     limit = int((device_memory or device.memory_gib) * GIB)
     began, used = time.perf_counter(), processor_seconds()
     costs = LayoutCosts(SearchedRun(config, case.gpus), device, 8)
-    search = LayoutSearch(costs, limit, most_predicted)
+    search = LayoutSearch(costs, limit, *most)
     found = search.best(SUGGESTED)
     wall, used = time.perf_counter() - began, processor_seconds() - used
     if not found:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say_machine(facts)
     rows = []
     for case in cases(args.only):
-        row = searched(case, args.device_memory, None if args.all else MOST_PREDICTED)
+        row = searched(case, args.device_memory, (None, None) if args.all else (MOST_PREDICTED, MOST_TIMED))
         rows.append(row)
         fits = "" if row.given_fits else ", does not fit"
         place = f"place {row.given_place}" if row.given_place <= SUGGESTED else f"slower than {SUGGESTED}"

@@ -58,9 +58,14 @@ class PublishedRun:
     """Whether its hardware is another than the device file's: not counted."""
 
     published: Mapping[str, float]
-    """step (seconds), tokens (tokens/s of a device) or tflops."""
+    """step (seconds), tokens (tokens/s of a device), tflops, or memory (GiB)."""
 
     precision: str
+    differs: str = ""
+    """What the published program does otherwise and no flag asks for."""
+
+    keeps_scores: int = 0
+    """Bytes that the published program keeps for each score of attention."""
 
     @property
     def layout(self) -> str:
@@ -94,16 +99,17 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
-    """The runs of the file."""
-    table = yaml.safe_load(path.read_text())
+    """The runs of the file; its families and models are added to those of published_runs.yaml."""
+    table, shared = yaml.safe_load(path.read_text()), yaml.safe_load(RUNS.read_text())
+    families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
         model, source, _, length, gbs, mbs, tp, pp, cp, vp = row["is"]
-        shape = table["models"][model]
+        shape = models[model]
         layers, hidden, heads, groups, ffn = shape["shape"]
         recipe = row.get("fp8")
         flags = [
             table["common"],
-            table["families"][shape["family"]],
+            families[shape["family"]],
             shape.get("flags", ""),
             table["source_flags"][source],
             row.get("flags", ""),
@@ -115,7 +121,7 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
             "--sequence-parallel" if tp > 1 and row.get("device") != "a100" else "",
             f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else "",
         ]
-        published = {kind: float(row[kind]) for kind in ("step", "tokens", "tflops") if kind in row}
+        published = {kind: float(row[kind]) for kind in ("step", "tokens", "tflops", "memory") if kind in row}
         assert len(published) == 1, row
         yield PublishedRun(
             *row["is"],
@@ -124,7 +130,13 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
             row.get("fit", False),
             row.get("other", False),
             published,
-            "fp8" if recipe or "--fp8" in table["source_flags"][source] else "bf16",
+            "fp16"
+            if "--fp16" in table["source_flags"][source]
+            else "fp8"
+            if recipe or "--fp8" in table["source_flags"][source]
+            else "bf16",
+            row.get("differs", ""),
+            table.get("keeps_scores", {}).get(source, 0),
         )
 
 

@@ -43,14 +43,23 @@ def flash_kernel(
     """The flash kernel that supports the device, dtype and head sizes, on GPUs FlashAttention-3 if `backend` is flash3.
     All kernels agree to rounding."""
     found: Kernel = TorchKernel(scale)
-    widest = max(head_dim, value_head_dim or head_dim)
-    fits = dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
+    widths = head_dim, value_head_dim or head_dim
     if device.type == "cpu":
         found = FlashCPUKernel(scale)
-    elif device.type == "cuda" and fits and torch.cuda.get_device_capability(device) >= (8, 0):
+    elif device.type == "cuda" and fits_flash(dtype, *widths) and torch.cuda.get_device_capability(device) >= (8, 0):
         found = FlashCUDAKernel(Flash3(scale) if backend == "flash3" else Flash2(scale))
-    same_widths = value_head_dim in (None, head_dim) or type(found) is TorchKernel
-    return found if same_widths else EqualWidthsKernel(found)
+    return found if type(found) is TorchKernel else of_any_widths(found, *widths)
+
+
+def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
+    """Whether FlashAttention for GPUs has a kernel for the operands."""
+    widest = max(head_dim, value_head_dim)
+    return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
+
+
+def of_any_widths(kernel: Kernel, head_dim: int, value_head_dim: int) -> Kernel:
+    """A kernel that needs keys and values of one width, for those that there are."""
+    return kernel if head_dim == value_head_dim else EqualWidthsKernel(kernel)
 
 
 class FlashCPUKernel(TorchKernel):
@@ -106,13 +115,15 @@ class FlashCUDAKernel:
 
     needs_places, most_queries = False, None
 
+    packed: PackedKernel | None
+
     def __init__(self, flash: VarlenFlash) -> None:
         self.flash, self.packed = flash, FlashCUDAPackedKernel(flash)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         for window, group in _by_window(tiles).items():
             qkv = _pack(q, group, query_rows), _pack(k, group, key_rows), _pack(v, group, key_rows)
-            out, lse, *_ = self.flash.forward(*qkv, _lengths(group, q), window)
+            out, lse, *_ = self.flash.forward(*qkv, self.lengths(group, q), window)
             outs, lses = _unpack(out, group, q, query_rows), _unpack(lse.t(), group, q, query_rows)
             yield from zip(group, zip(outs, lses, strict=True), strict=True)
 
@@ -123,10 +134,20 @@ class FlashCUDAKernel:
             grad, queries, out, lse = (_pack(x, group, query_rows) for x in (rows.grad, q, rows.out, rows.lse))
             qkv = queries, _pack(k, group, key_rows), _pack(v, group, key_rows)
             kept = out, lse.t().contiguous()
-            dq, dk, dv = self.flash.backward(grad, qkv, kept, _lengths(group, q), window)
+            dq, dk, dv = self.flash.backward(grad, qkv, kept, self.lengths(group, q), window)
             dqs = _unpack(dq, group, q, query_rows)
             dks, dvs = (_unpack(x, group, k, key_rows) for x in (dk, dv))
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
+
+    def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Lengths:
+        """Where the rows of each tile begin, once they are packed."""
+        of_queries, of_keys = [], []
+        for tile in tiles:
+            samples = q.shape[1] if tile.sample is None else 1
+            of_queries += [len(tile.queries)] * samples
+            of_keys += [len(tile.keys)] * samples
+        starts, key_starts = (cumulative_lengths(tuple(lengths), q.device) for lengths in (of_queries, of_keys))
+        return starts, key_starts, max(of_queries), max(of_keys)
 
 
 class EqualWidthsKernel:
@@ -207,13 +228,3 @@ def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) ->
     shapes = [rows(x, tile).shape[:2] for tile in tiles]
     for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
         yield part.unflatten(0, (b, n)).transpose(0, 1)
-
-
-def _lengths(tiles: Sequence[Tile], q: Tensor) -> Lengths:
-    of_queries, of_keys = [], []
-    for tile in tiles:
-        samples = q.shape[1] if tile.sample is None else 1
-        of_queries += [len(tile.queries)] * samples
-        of_keys += [len(tile.keys)] * samples
-    starts, key_starts = (cumulative_lengths(tuple(lengths), q.device) for lengths in (of_queries, of_keys))
-    return starts, key_starts, max(of_queries), max(of_keys)

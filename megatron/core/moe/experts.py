@@ -78,11 +78,17 @@ class Segments:
         ends = self.ends[:-1].contiguous()
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [n, ...] -> the rows of each expert. Reads `sizes`; fake tensors have none, and even parts."""
+    def sizes_of(self, x: Tensor) -> Sequence[int]:
+        """Of x [n, ...], the number of rows of each expert. Reads `sizes`; fake tensors have none, and even parts."""
         if self._sizes is None and isinstance(x, FakeTensor):
-            return x.tensor_split(self.ends.shape[0])
-        return (x[: sum(self.sizes)] if self.spare else x).split(tuple(self.sizes))
+            (rows, *_), experts = x.shape, self.ends.shape[0]
+            return [rows // experts + (number < rows % experts) for number in range(experts)]
+        return self.sizes
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """x [n, ...] -> the rows of each expert. Reads `sizes`."""
+        sizes = self.sizes_of(x)
+        return (x[: sum(sizes)] if self.spare else x).split(tuple(sizes))
 
     def clear_spare_(self, x: Tensor) -> Tensor:
         """Sets the spare rows of x [n, width] to zero: kernels leave there what the memory held."""

@@ -215,6 +215,8 @@ def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
     numbers = "copy_tb_per_second kernel_floor_us launch_gap_us host_launch_us epilogue_exposed ranks_per_node "
     numbers += "adapters_per_node overlap_slowdown step_overhead_ms host_gb_per_second"
     lines += [f"{name}: {_flow(getattr(device, name))}" for name in numbers.split()]
+    if device.host_memory_gib is not None:
+        lines.append(f"host_memory_gib: {_flow(device.host_memory_gib)}")
     if device.links:
         lines.append("links:")
         lines += [f"  {name}: {_flow(vars(each))}" for name, each in device.links.items()]

@@ -27,8 +27,10 @@ class PassTimes(NamedTuple):
         return PassTimes(*(a + b for a, b in zip(self, more, strict=True)))
 
 
-def step_bound(stages: Sequence[PassTimes], layout: PipelineLayout, microbatches: int) -> float:
-    """Seconds that no schedule of these stages can go below.
+def step_bound(
+    stages: Sequence[PassTimes], layout: PipelineLayout, microbatches: int, more: Sequence[float] | None = None
+) -> float:
+    """Seconds that no schedule of these stages can go below. `more` is what each rank does beside its passes.
 
     The first forward of a rank waits for the stages before its own, and after the last backward of its own first stage
     those before it have theirs to do. Between the two a rank does all its work, except that deferred weight gradients
@@ -42,9 +44,8 @@ def step_bound(stages: Sequence[PassTimes], layout: PipelineLayout, microbatches
         after = sum(stages[stage].backward for stage in before)
         passes = sum(stages[stage].forward + stages[stage].backward for stage in own)
         weights = sum(stages[stage].weight for stage in own)
-        longest = max(
-            longest, start + microbatches * (passes + weights), start + microbatches * passes + max(after, weights)
-        )
+        ends = start + microbatches * (passes + weights), start + microbatches * passes + max(after, weights)
+        longest = max(longest, max(ends) + (0.0 if more is None else more[rank]))
     return longest
 
 

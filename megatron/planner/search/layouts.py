@@ -35,6 +35,11 @@ class Family(NamedTuple):
     split: bool
     """Whether weight gradients are computed apart, as zero-bubble schedules do."""
 
+    @property
+    def plain(self) -> Family:
+        """The one that computes nothing again and nothing apart."""
+        return self._replace(recompute="none", split=False)
+
 
 class ScheduleKind(NamedTuple):
     """A pipeline schedule. `chunks` are the stages of a rank; 0 stands for any number above 1."""

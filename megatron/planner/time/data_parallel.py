@@ -3,7 +3,7 @@ gathered, and what of it is hidden behind passes. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -57,6 +57,28 @@ class DataParallel:
             gathered = 0.0
         return Exposed(reduced, gathered, self._update(states))
 
+    def least(self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int) -> float:
+        """Seconds that reducing and gathering so many trained parameters, by whether they are experts', adds at least
+        to a rank's passes, if those of a micro-batch take `forward` and `backward`, or to longer ones and what they are
+        longer. With endless passes all is hidden.
+
+        Of collectives of T seconds behind C of computation at least T - C is exposed, and what is hidden slows the
+        computation.
+        """
+        slowdown = min(1.0, self.device.overlap_slowdown)
+        reduce = sum(time for expert, count in elements.items() for time in self._reductions(count, expert, 1))
+        gather = sum(time for expert, count in elements.items() for time in self._gathers(count, expert, 1))
+
+        def added(time: float, compute: float) -> float:
+            return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
+
+        if self.ddp.shards_parameters:  # a longer backward hides more of a reduction and of a gather
+            longer = max(0.0, min(reduce, gather) - backward)
+            both = added(reduce, backward + longer) + added(gather, backward + longer)
+            return microbatches * (longer + both + added(gather, forward))
+        reductions = microbatches if self.ddp.shards_gradients else 1
+        return reductions * added(reduce, backward) + added(gather, forward)
+
     def _behind(self, times: Sequence[float], compute: float) -> float:
         """What is exposed of collectives that follow each other, the operands of each ready after an equal share of the
         computation; what is hidden slows the computation."""
@@ -66,18 +88,18 @@ class DataParallel:
         exposed = max(0.0, clock - compute) if times else 0.0
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
-    def _reductions(self, numel: int, expert: bool, units: int) -> list[float]:
+    def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
         """Times of the buckets of gradients; of the layers where every micro-batch's gradients are reduced."""
         main = 2 if self.ddp.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16" else None
         size = main or DTYPE_BYTES[self.parallel.main_dtype]
         kind = "reduce_scatter" if self.optimizer.use_distributed_optimizer else "all_reduce"
         return self._buckets(numel, size, expert, kind, units if self.ddp.shards_gradients else 1)
 
-    def _gathers(self, numel: int, expert: bool, units: int) -> list[float]:
+    def _gathers(self, numel: float, expert: bool, units: int) -> list[float]:
         size = 1 if self.ddp.fp8_param_gather and self.parallel.fp8_format else DTYPE_BYTES[self.parallel.params_dtype]
         return self._buckets(numel, size, expert, "all_gather", units if self.ddp.shards_parameters else 1)
 
-    def _buckets(self, numel: int, size: int, expert: bool, kind: str, least: int) -> list[float]:
+    def _buckets(self, numel: float, size: int, expert: bool, kind: str, least: int) -> list[float]:
         if not numel:
             return []
         within, across = self._groups(expert)

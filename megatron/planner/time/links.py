@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.device_file import DeviceFile, Link
@@ -34,6 +35,7 @@ class Placement:
         return self.in_node < self.size
 
 
+@lru_cache(maxsize=4096)
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
     """Of the groups along axes, those of rank 0 standing for all."""
     order = dims.order_of(axes)

@@ -132,6 +132,10 @@ class Recorder(TorchDispatchMode):
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
         """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
+        self.add(self.product_of(name, a, b, out, kwargs))
+
+    def product_of(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> Product:
+        """The event of such a product."""
         batches, (m, k), n = 1, a.shape[-2:], b.shape[-1]
         if "bmm" in name:
             batches = a.shape[0]
@@ -142,7 +146,7 @@ class Recorder(TorchDispatchMode):
         whole = size_of(out) * (2 if self.fp32_sums and out.element_size() == 2 else 1)
         sums = 2 * whole if added and kwargs.get("beta", 1) else 0
         moved = size_of(a) + size_of(b) + (0 if sums else whole if added else size_of(out))
-        self.add(Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name))
+        return Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name)
 
     def _attention(self, args: Any, backward: bool) -> None:
         """Causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""

@@ -17,14 +17,23 @@ from megatron.core.config.recompute import RecomputeConfig
 from megatron.core.fp8 import casts, weight_grads
 from megatron.core.fp8.casts import Scaled
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.moe import experts
+from megatron.core.moe.experts import Segments
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
 from megatron.planner.fake_attention import plans_fused_dropout
 from megatron.planner.fake_ranks import FakeGroup
-from megatron.planner.fake_stage import FakeStages, MicroBatch, fake_stages, in_a_layer, layer_kinds
-from megatron.planner.time.events import PassEvents
+from megatron.planner.fake_stage import (
+    FakeStages,
+    MicroBatch,
+    fake_stages,
+    in_a_layer,
+    nothing_offloaded,
+    numbered_kinds,
+)
+from megatron.planner.time.events import PassEvents, Product
 from megatron.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
 from megatron.planner.time.recorder import Recorder
 from megatron.planner.time.samples import of_more_samples, same_events
@@ -68,6 +77,12 @@ class TraceCache:
         return [[events[part] for part in parts] for parts in wanted]
 
     def _events_of(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
+        if batch.parallel.offloaded_layers:
+            found = self._events_of(nothing_offloaded(batch), [part for part in parts if not part.offload])
+            return found | self._known_or_traced(batch, [part for part in parts if part.offload])
+        return self._known_or_traced(batch, parts)
+
+    def _known_or_traced(self, batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
         of_layers = self.events.setdefault(in_a_layer(batch), {})
         of_ends = self.events.setdefault(in_a_layer(_nothing_recomputed(batch)), {})
         known = {False: of_layers, True: of_ends}  # by whether a part is an end of the model
@@ -111,21 +126,7 @@ class TraceCache:
 
     def alike(self, batch: MicroBatch) -> list[int]:
         """For each layer the first one that is like it."""
-        plain = replace(
-            batch.parallel,
-            tensor_model_parallel_size=1,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-            expert_tensor_parallel_size=None,
-            sequence_parallel=False,
-            tp_comm_overlap=False,
-        )
-        key = batch.model, plain.fp8_format, plain.fp8_recipe, plain.fp8_layers(batch.model.num_layers)
-        if key not in self.kinds:
-            first: dict[Hashable, int] = {}
-            kinds = layer_kinds(replace(batch, parallel=plain))
-            self.kinds[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
-        return self.kinds[key]
+        return numbered_kinds(batch, self.kinds)
 
 
 def _traced(batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
@@ -166,6 +167,7 @@ def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
     if on_gpu:
         stand_ins += [
             (weight_grads, "add_product_", _recorded_weight_grad(recorder)),
+            (experts, "add_each_product_", _recorded_expert_grads(recorder)),
             (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
             (casts, "has_kernel", lambda device_type, by_row: False),
         ]
@@ -197,6 +199,22 @@ def _recorded_weight_grad(recorder: Recorder) -> Any:
         recorder.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
     return add_product_
+
+
+def _recorded_expert_grads(recorder: Recorder) -> Any:
+    def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
+        """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert: one product for each number of rows is
+        looked at."""
+
+        def product_of(rows: int) -> Product:
+            return recorder.product_of("addmm_", dy[:rows].t(), x[:rows], out[0], {})
+
+        sizes = [rows for rows in segments.sizes_of(x) if rows]
+        each = {rows: product_of(rows) for rows in dict.fromkeys(sizes)}
+        for rows in sizes:
+            recorder.add(each[rows])
+
+    return add_each_product_
 
 
 def _recorded_scaled_mm(recorder: Recorder) -> Any:

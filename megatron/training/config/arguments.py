@@ -131,7 +131,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         reader = read_flags(argv)
     except ExtensionError as error:
         if launch.rank == 0:
-            print_problems([Problem("--extension", None, str(error), "correct the extension, or remove --extension")])
+            given = dict(tokens_of(argv))
+            asked = "--json" in given and not given.keys().isdisjoint(("--dry-run", "--rehearse"))
+            problem = Problem("--extension", None, str(error), "correct the extension, or remove --extension")
+            print_problems([problem], "".join(given["--json"][:1]) if asked else None)
         raise SystemExit(2) from None
     if (about := _help_words(argv)) is not None:
         if launch.rank == 0:
@@ -175,7 +178,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         found = [] if unread else validate(resolve(config, ranks), ranks)
         problems = reader.problems + [p for p in found if p.flag not in reader.suspects]
         if launch.rank == 0:
-            print_problems(problems)
+            print_problems(problems, plan_file if alone else None)
         raise SystemExit(2)
     notes = tuple(reader.notes)
     return CommandLine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,13 @@ def why_unwritable(folder: Path) -> str | None:
     except OSError as error:
         return f"{nearest} cannot be written ({error.strerror})"
     return None
+
+
+def why_not_written(path: Path) -> str | None:
+    """Reason why a file cannot be written, in a folder that may not exist yet; None if it can."""
+    if path.exists():
+        return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
+    return why_unwritable(path.parent)
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:

@@ -37,10 +37,11 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     except FileNotFoundError as error:
         if command.trains:
             named = next((f for f, value in config.data.listed.items() if value == error.filename), "data_path")
-            _refuse([Problem(dashed(named), error.filename, "there is no such file", "correct the path")], launch)
+            missing = Problem(dashed(named), error.filename, "there is no such file", "correct the path")
+            _refuse([missing], launch, command.plan_file)
         notes.append(f"{error.filename}: there is no such file; the plan does not need it, a run does")
     except (ValueError, OSError) as error:
-        _refuse(Problem.of_errors("--load", command.config.checkpoint.load, error), launch)
+        _refuse(Problem.of_errors("--load", command.config.checkpoint.load, error), launch, command.plan_file)
     if launch.rank == 0:
         for note in (*command.notes, *notes, *notices(config, world_size)):
             print(note, file=sys.stderr)
@@ -60,17 +61,18 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     if command.suggest is not None and config.training.global_batch_size:
         _suggest(config, world_size, command, problems, launch)
     if problems:
-        _refuse(problems, launch)
+        _refuse(problems, launch, command.plan_file)
     if command.dry_run:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
-                _refuse_wrong_names(config, launch)
+                _refuse_wrong_names(config, launch, command.plan_file)
             from megatron.training.config.dry_run.plan import print_plan
 
             try:
                 print_plan(config, world_size, command.plan_file, command.device, command.gpus_per_node)
             except DeviceError as error:
-                _refuse(Problem.of_errors("--device", command.device, error), launch)
+                _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
+            sys.stdout.flush()
         raise SystemExit(0)
     return config
 
@@ -88,32 +90,34 @@ def _suggest(
 ) -> NoReturn:
     """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every layout
     has problems, the run's own are told as those of a run."""
-    from megatron.training.config.suggest.printed import MOST_PREDICTED, print_suggestions
+    from megatron.training.config.suggest.printed import MOST_PREDICTED, MOST_TIMED, print_suggestions
 
     assert command.device is not None, "--suggest comes with --device"
     if launch.rank == 0:
         asked = command.device, command.gpus_per_node, command.device_memory, command.plan_file
         try:
-            most = None if command.suggest == "all" else MOST_PREDICTED
+            most = (None, None) if command.suggest == "all" else (MOST_PREDICTED, MOST_TIMED)
             if not print_suggestions(config, world_size, *asked, problems, most) and problems:
-                _refuse(problems, launch)
+                _refuse(problems, launch, command.plan_file)
         except DeviceError as error:
-            _refuse(Problem.of_errors("--device", command.device, error), launch)
+            _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
     raise SystemExit(0)
 
 
-def _refuse_wrong_names(config: RunConfig, launch: Launch) -> None:
+def _refuse_wrong_names(config: RunConfig, launch: Launch, json_file: str | None) -> None:
     from megatron.planner.parameters import stage_metas
 
     try:
         config.optimizer.check_names({meta.name for meta in stage_metas(config.model)})
     except ValueError as error:
-        _refuse(Problem.of_errors("--freeze", None, error), launch)
+        _refuse(Problem.of_errors("--freeze", None, error), launch, json_file)
 
 
-def _refuse(problems: Sequence[Problem], launch: Launch) -> NoReturn:
+def _refuse(problems: Sequence[Problem], launch: Launch, json_file: str | None) -> NoReturn:
     if launch.rank == 0:
-        print_problems(problems)
+        print_problems(problems, json_file)
     raise SystemExit(2)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.training.reliability.launch import tell_last
@@ -62,8 +65,19 @@ class Problem:
         return f"{self.flag}{value}: {self.rule}; {self.remedy}"
 
 
-def print_problems(problems: Sequence[Problem]) -> None:
-    """Prints a line with the number of problems and one line for each, as the last lines of the screen."""
+def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
+    """Prints a line with the number of problems and one line for each, as the last lines of the screen.
+
+    Where --json asks for an object, one with the "problems" is written to `json_file` too ("" is standard output).
+    """
+    if json_file is not None:
+        said = [{"flag": each.flag, "rule": each.rule, "remedy": each.remedy, "text": str(each)} for each in problems]
+        text = json.dumps({"problems": said}, indent=1) + "\n"
+        if not json_file:
+            print(text, end="", flush=True)
+        else:
+            with suppress(OSError):  # which is one of the problems
+                Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
 

@@ -144,7 +144,8 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
     """What is counted as activations, and how much of it a layer has."""
     model = batch.model
     even = ", tokens even over the experts" if model.num_experts is not None else ""
-    kernels = "" if batch.device == "cpu" else ", norms as GPUs compute them (not yet compared with a GPU)"
+    on_gpus = ", norms and attention of tiles as GPUs compute them (not yet compared with a GPU)"
+    kernels = "" if batch.device == "cpu" else on_gpus
     yield (
         f"activations: saved for backward, measured on fake tensors by the kernels of CPUs{kernels}{even}; "
         "logits of the loss included, tokens and labels not"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.search import Found, LayoutSearch, ranked_with
+from megatron.training.config.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import (
     GIB,
@@ -33,6 +38,43 @@ SUGGESTED = 10
 MOST_PREDICTED = 150
 """Predictions after which a search ends early, unless it is asked to go on."""
 
+MOST_TIMED = 90
+"""Families whose layers are timed, unless a search is asked to go on."""
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, on standard error."""
+
+
+class Progress:
+    """Says now and then how far a search is."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, effort: Effort) -> None:
+        if time.monotonic() >= self._said + SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            counts = f"{effort.traced:,} kinds of layers timed, {effort.predicted:,} layouts predicted"
+            print(f"searching: {counts}; Ctrl-C ends with what is found", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ended_by_interrupt(search: LayoutSearch) -> Iterator[None]:
+    """The first SIGINT ends the search early, the second one the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        search.end_early()
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 def print_suggestions(
     config: RunConfig,
@@ -42,13 +84,13 @@ def print_suggestions(
     device_memory: float | None = None,
     plan_file: str | None = None,
     problems: Sequence[Problem] = (),
-    most_predicted: int | None = None,
+    most: tuple[int | None, int | None] = (None, None),
 ) -> bool:
     """Prints whether the layout of a resolved configuration fits devices of `device_memory` GiB (by default what the
     device file says) and how long it takes, and the ten fastest layouts that fit. `problems` are those of the
     configuration. Returns whether any layout is legal.
 
-    The search ends early after `most_predicted` predictions.
+    The search ends early after the first of `most` predictions, and times the second of it of families.
 
     Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OSError if it cannot be
     written, DeviceError if no step of this kind can be predicted.
@@ -71,7 +113,7 @@ def print_suggestions(
 
     title = f"The given layout on {world_size} x {speeds.name}, {costs.gpus_per_node} a node, predicted"
     mine: Found | None = None
-    search = LayoutSearch(costs, cluster.limit, most_predicted)
+    search = LayoutSearch(costs, cluster.limit, *most, progress=Progress())
     try:
         if problems:
             show(title, list(illegal_lines(problems)))
@@ -81,7 +123,8 @@ def print_suggestions(
             own = config, cluster, mine.step, mine.memory
             show(title, list(verdict_lines(*own)))
             record["given"] = verdict_record(*own)
-        found = search.best(SUGGESTED)
+        with ended_by_interrupt(search):
+            found = search.best(SUGGESTED)
         if mine is not None and mine.fullest.total <= cluster.limit:
             found = ranked_with(mine, found)
             standing = [standing_line(found)]

@@ -129,7 +129,7 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
         yield (
             f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{step.mfu:>7.1%}"
             f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
-            f"{' (given)' if each.given else ''}"
+            f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
         )
     yield "flags, to be put behind those of the run:"
     for number, each in enumerate(found, 1):
@@ -193,8 +193,9 @@ def _remedy(most: RankMemory, cluster: Cluster) -> str:
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
     """What is not known after a search that ended early."""
     if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
+        why = "interrupted" if effort.interrupted else "ended early"
         yield (
-            f"ended early: layouts that it has not come to may take as little as {effort.bound:.4g} s; --suggest all "
+            f"{why}: layouts that it has not come to may take as little as {effort.bound:.4g} s; --suggest all "
             "searches until none can be faster"
         )
 

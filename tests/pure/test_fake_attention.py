@@ -1,0 +1,70 @@
+"""What plans take attention of tiles to make on GPUs: tensors of the shapes that plain torch computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.attention.partition import rank_spans
+from megatron.core.attention.tile_kernels import Rows, TorchKernel
+from megatron.core.attention.tiles import Tile, causal_tiles, joined
+from megatron.planner.fake_attention import PlannedKernel, planned_kernels_of
+from megatron.planner.live_memory import LiveMemory
+
+ROWS, SAMPLES, HEADS, GROUPS, WIDTH = 32, 2, 4, 2, 16
+CPU = torch.device("cpu")
+
+
+def operands(value_width: int) -> list[Tensor]:
+    """The output's gradient, q, k and v."""
+    shapes = (HEADS, value_width), (HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width)
+    return [torch.randn(ROWS, SAMPLES, *shape).bfloat16() for shape in shapes]
+
+
+def tiles_of(name: str) -> tuple[Tile, ...]:
+    """Those of a sample on one rank, or of a step of the ring on the first of two ranks."""
+    spans = {
+        "whole": (range(ROWS),),
+        "own keys": rank_spans(2 * ROWS, 0, 2),
+        "others' keys": rank_spans(2 * ROWS, 1, 2),
+    }
+    return joined(causal_tiles(spans["whole" if name == "whole" else "own keys"], spans[name], None, None))
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, WIDTH // 2])
+@pytest.mark.parametrize("name", ["whole", "own keys", "others' keys"])
+def test_planned_tensors_have_the_shapes_of_computed_ones(name: str, value_width: int) -> None:
+    grad, q, k, v = operands(value_width)
+    kernel, _ = planned_kernels_of("auto", 0.25, q.dtype, CPU, WIDTH, value_width)
+    tiles, plain = tiles_of(name), TorchKernel(0.25)
+    rows = Rows(grad, grad, torch.zeros(ROWS, SAMPLES, HEADS))
+    for found, computed in (
+        (kernel.forward(q, k, v, tiles), plain.forward(q, k, v, tiles)),
+        (kernel.backward(rows, q, k, v, tiles), plain.backward(rows, q, k, v, tiles)),
+    ):
+        planned = {tile: [(x.shape, x.dtype) for x in tensors] for tile, tensors in found}
+        assert planned == {tile: [(x.shape, x.dtype) for x in tensors] for tile, tensors in computed}
+
+
+def test_whole_samples_need_no_copies_and_parts_are_packed() -> None:
+    _, q, k, v = operands(WIDTH)
+    kernel, _ = planned_kernels_of("auto", 0.25, q.dtype, CPU, WIDTH, WIDTH)
+    outputs = q.numel() * 2 + q.numel() // WIDTH * 4  # in bf16, and the log-sum-exp in fp32
+    made = {}
+    for name in ("whole", "own keys"):
+        with LiveMemory() as live:
+            list(kernel.forward(q, k, v, tiles_of(name)))
+            made[name] = live.peak
+    packed = 2 * (q.numel() + k.numel() + v.numel())
+    assert made["whole"] == outputs and made["own keys"] > outputs + packed // 2
+
+
+def test_what_no_kernel_fits_is_planned_as_plain_torch() -> None:
+    for backend, dtype, width in (
+        ("unfused", torch.bfloat16, 16),
+        ("auto", torch.float32, 16),
+        ("auto", torch.bfloat16, 12),
+    ):
+        assert type(planned_kernels_of(backend, 0.25, dtype, CPU, width, width)[0]) is TorchKernel
+    assert isinstance(planned_kernels_of("flash", 0.25, torch.float16, CPU, 16, 16)[0], PlannedKernel)
