@@ -13,11 +13,14 @@ from megatron.core import parts
 from megatron.core.registry import Registry
 from megatron.training import extensions, hooks
 from megatron.training.config import flags
+from tests.gloo_devices import share_gloo_devices
 from tests.huge_pages import collapse_private_memory
 
 # A shell ignores this signal for what it starts in the background, and so would the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+share_gloo_devices()
 
 # Tests start many programs, and what these import (torch is large) need not be compiled each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -41,7 +41,7 @@ def test_compared_in_turns() -> None:
     assert "--recompute-granularity full" in done.stdout and done.stdout.count(" x as it is") == 2
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.grid("precision", ["bf16"], list(PRECISIONS))
 def test_as_much_as_fits(precision: str) -> None:
     flags = PRECISIONS[precision].format(format="hybrid", recipe="delayed")
     layers, room = SHAPES["llama-8b-layers"], 72 * 2**30

@@ -25,7 +25,7 @@ EXAMPLES = {
 }
 """Example -> the flags that choose what it registers."""
 
-PART = ["tp2-sp-pp2-cp2", "dp2-to-tp2-sp-pp2-dp2"]
+PART = ["dp2-to-tp2-sp-pp2-dp2"]
 """Rows of the default run, on two layers; those of --whole are all, on four."""
 
 DIFFERENTIABLE = ["goldfish_loss.py", "sandwich_norm.py", "trainable_swish.py"]

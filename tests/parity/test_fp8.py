@@ -266,20 +266,21 @@ IN_TURNS = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-c
 WIDE_EXPERTS = "--disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 256 --swiglu"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "world_size", "layout", "bound"),
-    [
-        ("delayed", 2, f"{EXPERTS} --ep 2", 1e-3),
-        ("rowwise", 2, f"{EXPERTS} --ep 2 --moe-token-dispatcher-type alltoall", 1e-3),
-        ("tensorwise", 2, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2", 0.05),
-        ("blockwise", 2, f"{WIDE_EXPERTS} --ep 2", 1e-3),
-        ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
-        ("rowwise", 2, f"{BIASED_EXPERTS} --ep 2", 1e-3),
-        ("blockwise", 4, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2 --ep 2", 0.05),
-    ],
-)
-def test_experts_agree_with_one_process(recipe: str, world_size: int, layout: str, bound: float) -> None:
+OF_EXPERTS = [
+    ("delayed", 2, f"{EXPERTS} --ep 2", 1e-3),
+    ("rowwise", 2, f"{EXPERTS} --ep 2 --moe-token-dispatcher-type alltoall", 1e-3),
+    ("tensorwise", 2, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2", 0.05),
+    ("blockwise", 2, f"{WIDE_EXPERTS} --ep 2", 1e-3),
+    ("delayed", 4, f"{EXPERTS} --pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
+    ("rowwise", 2, f"{BIASED_EXPERTS} --ep 2", 1e-3),
+    ("blockwise", 4, f"{WIDE_EXPERTS} --tp 2 --sequence-parallel --etp 2 --ep 2", 0.05),
+]
+
+
+@pytest.mark.grid("case", OF_EXPERTS[1::2], OF_EXPERTS)
+def test_experts_agree_with_one_process(case: tuple[str, int, str, float]) -> None:
     """Without tensor parallelism only the experts' own rounding to bf16 differs, in the sum over a token's experts."""
+    recipe, world_size, layout, bound = case
     experts = next(each for each in (WIDE_EXPERTS, EXPERTS, BIASED_EXPERTS) if each in layout)
     one, found = train(recipe, 1, experts), train(recipe, world_size, layout)
     assert not found.replica_errors
@@ -299,18 +300,19 @@ def third_step(recipe: str, world_size: int, layout: str) -> Snapshot:
     return replace(found, tensors=kept)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "world_size", "layout"),
-    [
-        ("tensorwise", 2, "--dp 2"),
-        ("delayed", 2, "--dp 2"),
-        ("blockwise", 2, "--dp 2"),
-        ("tensorwise", 4, "--dp 2 --tp 2 --sequence-parallel"),
-        ("delayed", 4, "--dp 2 --pp 2 --optimizer muon"),
-        ("blockwise", 3, f"--dp 3 --global-batch-size 9 {WIDE_EXPERTS}"),
-    ],
-)
-def test_weights_gathered_in_fp8_change_no_bit(recipe: str, world_size: int, layout: str) -> None:
+GATHERED = [
+    ("tensorwise", 2, "--dp 2"),
+    ("delayed", 2, "--dp 2"),
+    ("blockwise", 2, "--dp 2"),
+    ("tensorwise", 4, "--dp 2 --tp 2 --sequence-parallel"),
+    ("delayed", 4, "--dp 2 --pp 2 --optimizer muon"),
+    ("blockwise", 3, f"--dp 3 --global-batch-size 9 {WIDE_EXPERTS}"),
+]
+
+
+@pytest.mark.grid("case", GATHERED[1::2], GATHERED)
+def test_weights_gathered_in_fp8_change_no_bit(case: tuple[str, int, str]) -> None:
+    recipe, world_size, layout = case
     plain, found = (third_step(recipe, world_size, f"{layout} {how}") for how in ("", GATHER))
     assert first_difference(found, plain, 0.0) is None
 

@@ -13,10 +13,10 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.matrix.pairwise import legal, pairs_of, pairwise
 from tests.parity.mutants import MUTANTS, seen
 
-EVERY = 12
+EVERY = 20
 
 
-@pytest.mark.grid("name", list(NAMED)[::3], list(NAMED))
+@pytest.mark.grid("name", list(NAMED)[::4], list(NAMED))
 def test_named_combination_computes_what_one_process_does(name: str) -> None:
     assert difference(NAMED[name]) is None
 
@@ -26,7 +26,7 @@ def test_combination_computes_what_one_process_does(combination: Combination) ->
     assert difference(combination) is None
 
 
-@pytest.mark.grid("name", list(MUTANTS)[::5], list(MUTANTS))
+@pytest.mark.grid("name", list(MUTANTS)[::8], list(MUTANTS))
 def test_matrix_notices_a_broken_reduction(name: str) -> None:
     assert seen(name, MUTANTS[name][1][0]) is not None
 

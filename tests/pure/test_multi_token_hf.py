@@ -21,8 +21,8 @@ from megatron.core.parallel_state import ParallelState
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options
 from tests.gpt_cases import FP64
+from tests.hf_exact import exact, random_model, weights
 from tests.hf_models import CASES, assert_same_weights, save_model, weights_in
-from tests.pure.test_hf_parity import exact, random_model, weights
 
 transformers = pytest.importorskip("transformers")
 FACTOR = 0.3

@@ -190,8 +190,15 @@ def forward_and_backward(name: str, x: Tensor, compiled: bool) -> tuple[Tensor, 
     return y.detach(), dx
 
 
+PART = (
+    *("geglu", "biased, bounded swiglu", "experts with biases", "heads by position", "split, biased rotary"),
+    *("heads of latents", "norm", "centered norm", "norm of dropout", "cross_entropy"),
+)
+"""Of regions that are alike the one with the most in it."""
+
+
 @compiles
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.grid("name", PART, list(REGIONS))
 def test_a_compiled_region_is_the_plain_one(name: str) -> None:
     x = torch.randn(5, 2, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for mine, plain in zip(forward_and_backward(name, x, True), forward_and_backward(name, x, False), strict=True):

@@ -1,0 +1,247 @@
+"""Weights and settings of Hugging Face families go both ways; what cannot be expressed is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.read_config import config_from_hf, text_model
+from megatron.core.models.hf.weights import HFWeights, from_hf, to_hf
+from megatron.core.models.hf.write_config import config_to_hf
+from megatron.planner.parameters import count_parameters
+from tests.gpt_cases import GPT, LLAMA, STYLES
+from tests.hf_exact import random_model, weights
+from tests.hf_models import CASES, GPT2_SIZES, MIXTURE, SIZES, YARN
+from tests.moe_cases import MIXTRAL
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_there_and_back_are_byte_equal(case: str) -> None:
+    theirs = random_model(case)
+    config, model_type = config_from_hf(theirs.config.to_dict()), CASES[case][0]
+    stored = {name: value.to(torch.bfloat16) for name, value in weights(theirs).items()}
+    back = to_hf(from_hf(stored, config, model_type), config, model_type)
+    assert back.keys() == stored.keys()
+    for name, value in stored.items():
+        assert torch.equal(back[name], value) and back[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_there_and_back(case: str) -> None:
+    model_type = CASES[case][0]
+    original = random_model(case).config
+    config = config_from_hf(original.to_dict())
+    written = config_to_hf(config, model_type)
+    assert config_from_hf(written) == replace(
+        config, **{name: getattr(config_from_hf(written), name) for name in ("kv_channels", "ffn_hidden_size")}
+    )
+    read = transformers.AutoConfig.for_model(**{k: v for k, v in written.items() if k != "architectures"}).to_dict()
+    ignored = {"bos_token_id", "eos_token_id", "head_dim", "n_inner", "architectures"}
+    for key, value in original.to_dict().items():
+        if key not in ignored and (key in written or key in ("rope_parameters", "layer_types")):
+            assert read[key] == value, key
+
+
+def test_published_files_that_leave_keys_out() -> None:
+    llama2 = config_from_hf(
+        {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 32000,
+        }
+    )
+    assert (llama2.query_groups, llama2.head_dim, llama2.rotary_base) == (32, 128, 10000.0)
+    assert not llama2.tied_embeddings and not llama2.group_query_attention
+
+
+def test_published_files_of_exaone4_without_windows() -> None:
+    """All layers then have a rotary embedding."""
+    full = {**SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+    config = config_from_hf({"model_type": "exaone4", **full, "sliding_window_pattern": "LLLG"})
+    assert config.rope_pattern == (True, True, True) and config.window_size is None
+    written = config_to_hf(config, "exaone4")
+    assert (written["sliding_window"], written["layer_types"]) == (None, full["layer_types"])
+
+
+def test_published_files_of_bloom() -> None:
+    """Other spellings of sizes; what was set for its training is of no meaning."""
+    bloom = config_from_hf(
+        {
+            "model_type": "bloom",
+            "attention_softmax_in_fp32": True,
+            "masked_softmax_fusion": True,
+            "n_embed": 14336,
+            "n_inner": None,
+            "n_layer": 70,
+            "num_attention_heads": 112,
+            "offset_alibi": 100,
+            "pretraining_tp": 4,
+            "seq_length": 2048,
+            "slow_but_exact": False,
+            "vocab_size": 250880,
+        }
+    )
+    assert (bloom.head_dim, bloom.ffn_size, bloom.seq_length) == (128, 57344, 2048)
+    assert count_parameters(bloom).total == 176_247_271_424
+
+
+def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
+    theirs = random_model("gpt2")
+    config = config_from_hf(theirs.config.to_dict())
+    bare = {name.removeprefix("transformer."): value for name, value in weights(theirs).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    found, expected = from_hf(bare, config, "gpt2"), from_hf(theirs.state_dict(), config, "gpt2")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (
+            {"model_type": "gpt2", **GPT2_SIZES, "activation_function": "relu"},
+            "activation_function = 'relu', supported",
+        ),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"model_type": "falcon"}, "'falcon' is not supported: it needs"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized by fp8 are not supported"),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "fp8"}},
+            "by fp8 are not supported; mxfp4 is",
+        ),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": 1.0}},
+            "attention_factor = 1.0 is not supported; it must be 1.13",
+        ),
+        ({"model_type": "minimax_m2", "num_local_experts": 4, "scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"model_type": "bailing_moe", **MIXTURE}, "score_function = 'softmax', supported: 'sigmoid'"),
+        ({"model_type": "afmoe", **MIXTURE, "sliding_window": None}, "sliding_window = None is not supported"),
+        ({"model_type": "exaone_moe", **MIXTURE, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 4"),
+        ({"model_type": "starcoder2", "embedding_dropout": 0.5}, "embedding_dropout = 0.5 differs"),
+        ({"model_type": "own"}, "'own' is not supported; known are gpt2, bloom, llama"),
+    ],
+)
+def test_settings_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({"model_type": "llama", **SIZES, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 2 entries for 3 layers"),
+        ({"layer_types": ["full_attention", "linear_attention", "sliding_attention"]}, "'linear_attention'"),
+    ],
+)
+def test_kinds_of_layers_that_cannot_be_expressed(change: dict[str, Any], message: str) -> None:
+    settings = {**SIZES, "use_sliding_window": True, "sliding_window": 7, **change}
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({"model_type": "qwen2", **settings})
+
+
+@pytest.mark.parametrize(
+    ("config", "model_type", "message"),
+    [
+        (GPT, "llama", "normalization = 'LayerNorm'"),
+        (LLAMA, "gpt2", "activation_func = 'swiglu'"),
+        (replace(LLAMA, window_size=3), "llama", "window_size = 3"),
+        (replace(LLAMA, qk_layernorm=True), "qwen2", "qk_layernorm = True"),
+        (replace(LLAMA, rotary_interleaved=True), "llama", "rotary_interleaved = True"),
+        (STYLES["bloom"], "gpt2", "position_embedding_type = 'alibi', embed_layernorm = True"),
+        (replace(STYLES["bloom"], embed_layernorm=False), "bloom", "embed_layernorm = False"),
+        (replace(GPT, squared_relu=True), "gpt2", "activation_func = 'squared_relu'"),
+    ],
+)
+def test_models_that_a_family_cannot_express(config: TransformerConfig, model_type: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_to_hf(config, model_type)
+
+
+def test_every_problem_with_weights_is_named() -> None:
+    theirs = random_model("llama2")
+    config = config_from_hf(theirs.config.to_dict())
+    tensors = weights(theirs)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 55)
+    tensors["model.layers.7.mlp.down_proj.weight"] = torch.zeros(32, 56)
+    with pytest.raises(ValueError, match=r"norm.weight is missing") as error:
+        from_hf(tensors, config, "llama")
+    assert "[32, 55]" in str(error.value) and "layers.7.mlp.down_proj.weight is unknown" in str(error.value)
+
+
+def test_text_model_of_a_multimodal_folder(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.Llama4Config(vision_config=vision, text_config=CASES["llama4"][1])
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    folder, text = HFFolder(tmp_path), model.language_model
+    expected = config_from_hf(text.config.to_dict())
+    assert config_from_hf(folder.config) == expected
+    stored = weights(text)
+    found = to_hf(from_hf(folder.tensors, expected, "llama4_text"), expected, "llama4_text")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], value) for name, value in stored.items())
+    with pytest.raises(ValueError, match="text_config of a llama4 model must be an object"):
+        text_model({"model_type": "llama4"})
+
+
+def test_weights_in_mxfp4() -> None:
+    """Read as transformers reads them, whole and in part; refused if both parts do not fit together."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    settings = {**CASES["gpt-oss"][1], "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**settings))
+    config, stored = config_from_hf(model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}), {}
+    expected = weights(model)
+    for name, value in dict(expected).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = value
+            continue
+        experts, within, out = value.shape
+        stored[f"{name}_blocks"] = torch.randint(256, (experts, out, within // 32, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(110, 130, (experts, out, within // 32), dtype=torch.uint8)
+        expected[name] = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+    found = from_hf(stored, config, "gpt_oss")
+    assert all(torch.equal(value, expected[name]) for name, value in to_hf(found, config, "gpt_oss").items())
+    read = HFWeights(stored, config, "gpt_oss").read
+    for name, box in (
+        ("linear_fc1.weight", (slice(1, 4), slice(1, 2), slice(17, 48), slice(40, 90))),
+        ("linear_fc2.weight", (slice(0, 2), slice(3, 70), slice(31, 33))),
+        ("linear_fc1.bias", (slice(2, 4), slice(0, 1), slice(17, 48))),
+    ):
+        whole = found[f"decoder.layers.0.mlp.experts.{name}"]
+        assert torch.equal(read(f"decoder.layers.0.mlp.experts.{name}", box), whole[box]), name
+    name = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(ValueError, match=r"down_proj: blocks and scales of shapes .* are not MXFP4"):
+        from_hf(stored | {f"{name}_scales": stored[f"{name}_scales"][..., :1]}, config, "gpt_oss")
+
+
+def test_tied_head_that_differs_is_refused() -> None:
+    theirs = random_model("qwen2")
+    config = config_from_hf(theirs.config.to_dict())
+    with pytest.raises(ValueError, match="differs from the word embeddings"):
+        from_hf({**theirs.state_dict(), "lm_head.weight": torch.zeros(83, 32)}, config, "qwen2")
+
+
+def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
+    """A softmax over all experts in place of one over those chosen."""
+    sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn")
+    with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
+        config_to_hf(sinkhorn, "mixtral")
