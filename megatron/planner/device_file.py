@@ -214,7 +214,7 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""A measured device's rate of endless products may lie above the best one measured, which then is its peak."""
+"""The peak of a file may be the best rate that was measured, above which that of endless products lies."""
 
 
 def device_names() -> list[str]:

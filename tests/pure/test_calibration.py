@@ -122,6 +122,36 @@ def test_points_that_no_line_fits_give_no_negative_constant() -> None:
     assert first > 0 and second == 0.0
 
 
+def _products(*rates: float) -> fit.Measured:
+    """Products of depths 8, 16, and so on, at these rates in TFLOP/s, beside the moves and attention of h100."""
+    products = (
+        fit.ProductTime("bf16", 8, 8, k, 2e-12 * 8 * 8 * k / rate)
+        for k, rate in zip(range(8, 1000, 8), rates, strict=False)
+    )
+    return replace(measured(read_device("h100")), products=tuple(products))
+
+
+@pytest.mark.parametrize("rates", [(1.0, 3.0), (1.0, 1.9), (3.0, 1.0), (2.0, 2.0), (1.0, 2.0, 0.01, 4.0)])
+@pytest.mark.parametrize("peak", [None, 1.5])
+def test_whatever_rates_are_measured_the_file_can_be_read(
+    rates: tuple[float, ...], peak: float | None, tmp_path: Path
+) -> None:
+    about: dict[str, object] = {} if peak is None else {"peak_tflops": {"bf16": peak}}
+    device = fit.device_file(_products(*rates), {}, name="one", multiprocessors=1, memory_gib=1.0, **about)
+    (tmp_path / "mine.yaml").write_text(fit.text_of(device, []))
+    read = read_device(str(tmp_path / "mine.yaml"))
+    assert read.gemm["bf16"].tflops <= read.peak_tflops["bf16"]
+    if peak is None:
+        assert read.peak_tflops["bf16"] >= max(rates) * 0.99
+
+
+def test_a_fit_above_the_known_peak_is_held_there_with_the_depth_that_suits_it() -> None:
+    speed = fit.gemm_speed(_products(1.0, 1.5).products, [0.5, 0.5], 2.0)
+    assert speed.tflops == 2.0 and speed.half_depth == 0.0  # half the device is said to do more than half of the peak
+    speed = fit.gemm_speed(_products(*(2.0 * k / (k + 40) for k in range(8, 80, 8))).products, [1.0] * 9, 1.8)
+    assert speed.tflops == 1.8 and 20 < speed.half_depth < 40
+
+
 def _measured(rank: int, world_size: int) -> tuple[object, ...]:
     sizes = Sizes(((8, 8, 8), (8, 8, 16)), (16, 32), (16,), (8, 16), 32, (64, 256))
     clock = Clock(torch.device("cpu"), 0.0002, rounds=1)

@@ -5,6 +5,7 @@ Each model is a line, so that least squares gives it; points count by their rela
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -96,11 +97,16 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
     return per_byte, max(0.0, median(took - per_byte * size for size, took in zip(sizes, seconds, strict=True)))
 
 
-def gemm_speed(points: Sequence[ProductTime], filled: Sequence[float]) -> GemmSpeed:
-    """`filled`: by point, the share of the device that its tiles fill."""
+def gemm_speed(points: Sequence[ProductTime], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
+    """`filled`: by point, the share of the device that its tiles fill. `peak`: TFLOP/s that the device can reach: a fit
+    above it, to noise or to shares that are too small, is held there."""
     flops = [2.0 * each.m * each.n * each.k for each in points]
     xs = [[flop / full, flop / full / each.k] for flop, full, each in zip(flops, filled, points, strict=True)]
-    per_flop, per_column = line(xs, [each.seconds for each in points])
+    seconds = [each.seconds for each in points]
+    per_flop, per_column = line(xs, seconds)
+    if (least := 1e-12 / peak) > per_flop:
+        depths = [(took / x[0] / least - 1) * each.k for x, took, each in zip(xs, seconds, points, strict=True)]
+        return GemmSpeed(peak, max(0.0, median(depths)))
     return GemmSpeed(1e-12 / per_flop, per_column / per_flop)
 
 
@@ -149,11 +155,14 @@ def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str,
 
 def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
     """`filled`: by the (m, n) of products, the share of a GPU that they fill; 1 for those not named. `about`: fields of
-    the device that are known, among them `capability` for a GPU; `peak_tflops` is by default the best measured rate."""
+    the device that are known, among them `capability` for a GPU; `peak_tflops` is by default the best rate that was
+    measured or that endless products are fitted to reach."""
+    peaks = about.get("peak_tflops", {})
     gemm = {}
     for precision in dict.fromkeys(each.precision for each in measured.products):
         own = [each for each in measured.products if each.precision == precision]
-        gemm[precision] = gemm_speed(own, [filled.get((each.m, each.n), 1.0) for each in own])
+        shares = [filled.get((each.m, each.n), 1.0) for each in own]
+        gemm[precision] = gemm_speed(own, shares, peaks.get(precision, math.inf))
     attention: dict[str, dict[int, AttentionSpeed]] = {}
     for kernel, width in dict.fromkeys((each.kernel, each.width) for each in measured.attention):
         both = [
@@ -163,8 +172,10 @@ def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **a
         attention.setdefault(kernel, {})[width] = AttentionSpeed(*both)
     per_byte, start = line([[each.moved, 1.0] for each in measured.moves], [each.seconds for each in measured.moves])
     best = {
-        precision: max(2e-12 * p.m * p.n * p.k / p.seconds for p in measured.products if p.precision == precision)
-        for precision in gemm
+        precision: max(
+            speed.tflops, *(2e-12 * p.m * p.n * p.k / p.seconds for p in measured.products if p.precision == precision)
+        )
+        for precision, speed in gemm.items()
     }
     on_gpu = about.get("capability") is not None
     return DeviceFile(
