@@ -1,0 +1,138 @@
+"""Patterns of layers with experts, and the rules of the flags of experts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from megatron.core.config.layers import each, layer_pattern
+from megatron.core.config.moe import MoEConfig
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.flags import field_table
+from megatron.training.config.validation import notices, resolve, validate
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", [1, 1, 1, 1]),
+        ("2", [1, 0, 1, 0]),
+        ("([0]*1+[1]*3)*1", [0, 1, 1, 1]),
+        ("[0, 1] * 2", [0, 1, 0, 1]),
+        ("2*[1,0]", [1, 0, 1, 0]),
+        ("(0,1,1,0)", [0, 1, 1, 0]),
+    ],
+)
+def test_layer_patterns(text: str, expected: list[int]) -> None:
+    assert list(layer_pattern(text, 4, each)) == [bool(item) for item in expected]
+
+
+BROKEN = ["", "0", "-1", "[1]*3", "[1,2,0,0]", "x", "1.5", "[[1]]*4", "__import__('os')", "[1]**4"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_layer_patterns(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        layer_pattern(text, 4, each)
+
+
+BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1 --mock-data --train-iters 1 "
+EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
+GROUPS = "--moe-router-num-groups"
+OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+SINKHORN = "--moe-router-load-balancing-type sinkhorn"
+
+
+def problems(argv: str, world_size: int) -> list[str]:
+    config = resolve(parse_args(argv.split()), world_size)
+    return [str(problem) for problem in (*validate(config, world_size), *notices(config, world_size))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--moe-router-topk 9", 1, "--moe-router-topk 9: must be at most --num-experts 8; nearest: 8"),
+        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax over one expert is always 1"),
+        ("--ep 3", 3, "--num-experts 8: must be a multiple of --expert-model-parallel-size 3; nearest: 6 or 9"),
+        ("--ep 4", 2, "--expert-model-parallel-size 4: times --expert-tensor-parallel-size 1 must divide the 2 ranks"),
+        ("--etp 3", 3, "--moe-ffn-hidden-size 128: must be a multiple of --expert-tensor-parallel-size 3"),
+        ("--tp 2", 2, "--num-experts 8: needs --sequence-parallel with TP"),
+        ("--moe-layer-freq [1]*3", 1, "--moe-layer-freq [1]*3: the list must have a 0 or 1 for each of 4 layers"),
+        ("--moe-layer-freq [0]*4", 1, "--moe-layer-freq [0]*4: selects no layer for experts; use another pattern, or"),
+        ("--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias: needs scores of sigmoid"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            1,
+            "--moe-router-pre-softmax: has no effect without",
+        ),
+        (
+            "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type none",
+            1,
+            "--moe-aux-loss-coeff 1.0: cannot be combined",
+        ),
+        (f"{SINKHORN} --moe-aux-loss-coeff 1", 1, f"--moe-aux-loss-coeff 1.0: cannot be combined with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-enable-expert-bias", 1, f"expert-bias: cannot be combined with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-score-function sigmoid", 1, f"sigmoid: has no effect with {SINKHORN}"),
+        (f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax", 1, f"softmax: has no effect with {SINKHORN}"),
+        ("--moe-router-bias-update-rate 1", 1, "--moe-router-bias-update-rate 1.0: has no effect without"),
+        ("--moe-token-drop-policy position", 1, "--moe-token-drop-policy position: has no effect without"),
+        (
+            f"{OVERLAP} --pp 2 --ep 2",
+            4,
+            "not --pipeline-schedule 1f1b on several pipeline ranks; use one of: interleaved, zb-h2",
+        ),
+        (f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule zb-h1", 4, "not --pipeline-schedule zb-h1; use one of"),
+        (f"{OVERLAP} --pp 2 --pipeline-schedule zb-h2", 4, "needs --expert-model-parallel-size above 1"),
+        (
+            f"{OVERLAP} --pp 2 --ep 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+            4,
+            "needs several pipeline stages on a rank with --pipeline-schedule interleaved",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm --pp 2 --ep 2 --pipeline-schedule zb-h2",
+            4,
+            "cannot be combined with --moe-token-dispatcher-type allgather; use --moe-token-dispatcher-type alltoall",
+        ),
+        ("--moe-expert-capacity-factor -1", 1, "--moe-expert-capacity-factor -1.0: must be above 0"),
+        ("--moe-router-num-groups 4", 1, "--moe-router-num-groups 4: has no effect without --moe-router-group-topk"),
+        ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: needs --moe-router-num-groups; add"),
+        (f"{GROUPS} 3 --moe-router-group-topk 1", 1, f"{GROUPS} 3: must divide --num-experts 8; nearest: 2"),
+        (f"{GROUPS} 2 --moe-router-group-topk 4", 1, f"--moe-router-group-topk 4: must be at most {GROUPS} 2"),
+        (f"{GROUPS} 4 --moe-router-group-topk 3", 1, "--moe-router-topk 2: must be a multiple of --moe-router-group"),
+        (f"{GROUPS} 8 --moe-router-group-topk 1", 1, "--moe-router-topk 2: must be at most the 1 experts of --moe-"),
+        (f"{GROUPS} 4 --moe-router-group-topk 2 {SINKHORN}", 1, f"topk 2: cannot be combined with {SINKHORN}"),
+        ("--moe-shared-expert-gate", 1, "gate: has no effect without --moe-shared-expert-intermediate-size"),
+        ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),
+    ],
+)
+def test_rules(flags: str, world_size: int, expected: str) -> None:
+    found = problems(EXPERTS + flags, world_size)
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ep 2 --etp 2 --moe-layer-freq 2",
+        "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
+        "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
+        "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        f"{OVERLAP} --ep 2",
+        f"--ep 2 {GROUPS} 4 --moe-router-group-topk 2",
+        f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
+    ],
+)
+def test_legal(flags: str) -> None:
+    assert problems(EXPERTS + flags, 4) == []
+
+
+def test_flags_of_experts_need_experts() -> None:
+    samples: dict[type, str] = {int: "3", float: "0.5", str: "2"}
+    for field in fields(MoEConfig):
+        flag = field_table()[field.name]
+        other = [choice for choice in flag.spec.choices or () if choice != flag.default]
+        value = [] if flag.kind is bool else [other[0] if other else samples[flag.kind]]
+        found = problems(" ".join([BASE, flag.name, *value]), 1)
+        needs = [p for p in found if p.startswith(flag.name) and "has no effect without --num-experts" in p]
+        assert bool(needs) == (field.name != "num_experts"), (flag.name, found)
