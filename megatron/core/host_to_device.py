@@ -27,15 +27,20 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
     return copied_to(torch.tensor(values if isinstance(values, np.ndarray) else list(values), dtype=dtype), device)
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether `x` has values: fake and meta tensors, on which plans are made, have a shape alone."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
 class HostCopy:
     """A copy of `values` to the host, under way. To read it waits for what was launched before it, and for nothing that
     was launched since.
 
-    A fake tensor, as plans of memory use them, has no values: then they are the `expected` ones.
+    Where `values` has none, as in plans of memory, they are the `expected` ones.
     """
 
     def __init__(self, values: Tensor, expected: Sequence[int] | None = None) -> None:
-        fake = isinstance(values, FakeTensor) and expected is not None
+        fake = expected is not None and not has_values(values)
         self._values: Tensor | list[Any] = list(expected or ()) if fake else values.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if values.is_cuda and not fake else None
         if self._copied is not None:

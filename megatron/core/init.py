@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megatron.core.boxes import boxes_of_flat_range, overlap
+from megatron.core.host_to_device import has_values
 from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.seeds import site_key
 
@@ -63,7 +63,7 @@ def initialize_parameters_(
         offset, shape = meta.box(coords)
         assert tuple(param.shape) == shape, f"{meta.name} is {tuple(param.shape)} and should be {shape}"
         if meta.init.kind in ("normal", "uniform", "log_of_uniform"):
-            if not isinstance(param, FakeTensor):  # which has no values
+            if has_values(param):
                 drawn.append(_blocks(param, meta, offset))
         elif meta.init.kind in ("zeros", "ones"):
             param.fill_(float(meta.init.kind == "ones"))

@@ -33,6 +33,7 @@ from megatron.planner.fake_stage import (
     in_a_layer,
     nothing_offloaded,
     numbered_kinds,
+    planned,
 )
 from megatron.planner.live_memory import LiveMemory
 
@@ -180,8 +181,12 @@ def _measure(batch: MicroBatch, units: Sequence[_Unit], first: bool, last: bool)
     for unit in units:
         segments.append(Segment(range(start, start + len(unit.layers)), unit.recompute, unit.offload))
         start += len(unit.layers)
-    with fake_stages(batch) as fakes:
-        return measure(fakes, layers, segments, first, last)
+
+    def measured(meta: bool) -> StageMemory:
+        with fake_stages(batch, meta) as fakes:
+            return measure(fakes, layers, segments, first, last)
+
+    return planned(batch, measured)
 
 
 def measure(

@@ -6,40 +6,36 @@ What a layer keeps, makes and multiplies is measured on it, so that no figure ab
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core import collectives, compiled_regions
-from megatron.core.attention import core_attention
+from megatron.core import compiled_regions
 from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8 import weight_grads
 from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.moe import dispatcher, experts
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.core.tensor_parallel import weight_grad
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
 from megatron.core.transformer.recompute import Segment
-from megatron.planner.fake_attention import PlannedDropoutKernel, planned_kernels_of, plans_fused_dropout
+from megatron.planner.as_on_gpus import as_on_gpus
 from megatron.planner.fake_ranks import fake_state
 from megatron.planner.live_memory import LiveMemory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,11 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
     torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
+    torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Operators without an answer of torch's on fake tensors: a number that is read, as by the check of token ids, is 0; a
-grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum."""
+grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum. And their
+device, which is asked for as often as anything else."""
 
 
 class _NoValues(TorchDispatchMode):
@@ -111,14 +109,14 @@ class _NoValues(TorchDispatchMode):
 class FakeStages:
     """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
 
-    def __init__(self, batch: MicroBatch, state: ParallelState) -> None:
+    def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
         parallel = batch.parallel
         if parallel.tp_comm_overlap_method == "symmetric":  # keeps what the ring keeps, but needs real groups
             parallel = replace(parallel, tp_comm_overlap_method="ring")
-        self.batch, self.state = batch, state
+        self.batch, self.state, self.device = batch, state, device
         self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
         self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
-        self.offload = build_offload(parallel, "cpu")
+        self.offload = build_offload(parallel, self.device)
         model = batch.model
         rows = model.seq_length // parallel.context_parallel_size
         rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -148,6 +146,7 @@ class FakeStages:
             casts=self.casts,
             offload=self.offload,
             initialize=False,
+            device=self.device,
         ).train()
         if segments is not None:
             stage.decoder.segments = list(segments)
@@ -239,69 +238,6 @@ def built_metas(
     return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
 
 
-class _NormOfGPUs(torch.autograd.Function):
-    """What the norm kernels of GPUs keep: the input, and fp32 statistics of each row (`native_layer_norm` and
-    `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
-        ctx.save_for_backward(x, weight, bias, *kept)
-        return x.clone()  # reads and writes what the kernel does
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors[:3]
-        dw, db = (None if y is None else torch.empty_like(y) for y in (weight, bias))
-        return torch.add(grads[0], x), None, dw, db
-
-
-class _KernelsOfGPUs(TorchFunctionMode):
-    """Norms on fake CPU tensors as GPUs compute them. torch runs no backward on fake tensors of a GPU that is not
-    there, so plans for GPUs are made on these."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.rms_norm, F.layer_norm):
-            statistics = 1 if func is F.rms_norm else 2
-            return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """Chooses what runs on GPUs, on fake CPU tensors. FlashAttention takes tiles as GPUs pack them. Products in 16 bits
-    and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by one kernel; of fp8,
-    Triton's kernel is planned, whatever `weight_grad_choice` finds."""
-    asked, dispatcher.on_device = dispatcher.on_device, lambda x: True
-    exchanged, collectives.sums_exchanged = collectives.sums_exchanged, lambda x: False
-    add, weight_grads.add_product_ = weight_grads.add_product_, lambda *operands: None
-    add_each, experts.add_each_product_ = experts.add_each_product_, lambda *operands: None
-    kernels, core_attention.kernels_of = core_attention.kernels_of, planned_kernels_of
-    in_one, weight_grad.adds_in_one_kernel = weight_grad.adds_in_one_kernel, lambda out: out.dtype == torch.float32
-    try:
-        with _KernelsOfGPUs():
-            yield
-    finally:
-        weight_grad.adds_in_one_kernel, core_attention.kernels_of = in_one, kernels
-        dispatcher.on_device, weight_grads.add_product_ = asked, add
-        experts.add_each_product_ = add_each
-        collectives.sums_exchanged = exchanged
-
-
-@contextmanager
-def dropout_as_on_gpus(batch: MicroBatch) -> Iterator[None]:
-    """Attention with dropout allocates what its fused kernel does, where GPUs are expected to use it."""
-    before = core_attention.dropout_kernel
-    if batch.device == "cuda" and plans_fused_dropout(batch.model, batch.parallel):
-        core_attention.dropout_kernel = lambda backend, *settings: PlannedDropoutKernel(*settings)
-    try:
-        yield
-    finally:
-        core_attention.dropout_kernel = before
-
-
 @contextmanager
 def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
     """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
@@ -323,12 +259,25 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
 
 
 @contextmanager
-def fake_stages(batch: MicroBatch) -> Iterator[FakeStages]:
-    """Stages of the first rank of a layout, on fake tensors. The process' own groups stay as they are."""
+def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
+    """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
+    are."""
     for by_row in (False, True):
         has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
-    kernels = as_on_gpus() if batch.device == "cuda" else nullcontext()
-    with fake_state(batch.parallel) as state, FakeTensorMode(), _NoValues(), kernels, dropout_as_on_gpus(batch):
-        fakes = FakeStages(batch, state)
+    tensors = torch.device("meta") if meta else FakeTensorMode()
+    kernels = as_on_gpus(batch.model, batch.parallel) if batch.device == "cuda" else nullcontext()
+    with fake_state(batch.parallel) as state, tensors, _NoValues(), kernels:
+        fakes = FakeStages(batch, state, "meta" if meta else "cpu")
         with regions_as_kernels(lambda: fakes.live):
             yield fakes
+
+
+def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
+    """What `work(meta)` finds out on the stages of `fake_stages`.
+
+    Plans for GPUs are made on meta tensors, which run several times as fast as fake ones, and on fake ones where a part
+    does not run on these: one that makes tensors on the host, or reads several numbers at once."""
+    if batch.device == "cuda":
+        with suppress(Exception):  # which fake tensors will tell
+            return work(True)
+    return work(False)

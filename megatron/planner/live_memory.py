@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.offload.host_pool import HostPool
 
@@ -87,21 +86,30 @@ class LiveMemory(TorchDispatchMode):
             self._made(storage._cdata, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if self._elsewhere:
             return out
         if func is torch.ops.inductor.resize_storage_bytes_.default:
             self._resized(args[0].untyped_storage())
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))}
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor(...) has just made
             given = set()
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                key = storage._cdata
-                if key not in self.sizes and key not in given:  # views of what was there before are not made
-                    self._made(key, storage.nbytes())
-                    if leaf.dtype.itemsize == 4 and leaf.is_floating_point():
-                        self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
-                    weakref.finalize(storage, self._gone, key)
+        for x in _tensors((out,)):
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in self.sizes and key not in given:  # views of what was there before are not made
+                self._made(key, storage.nbytes())
+                if x.dtype.itemsize == 4 and x.is_floating_point():
+                    self.largest_fp32 = max(self.largest_fp32, self.sizes[key])
+                weakref.finalize(storage, self._gone, key)
         return out
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, which are in lists at most."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (x for x in value if isinstance(x, Tensor))

@@ -27,7 +27,8 @@ from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.planner.fake_stage import as_on_gpus, regions_as_kernels
+from megatron.planner.as_on_gpus import as_on_gpus
+from megatron.planner.fake_stage import regions_as_kernels
 from megatron.planner.live_memory import LiveMemory
 from megatron.planner.rehearsal.collective_log import CollectiveLog, places_of
 from megatron.planner.rehearsal.ranks import coords_of
@@ -188,7 +189,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
     """Kernels of the device that is rehearsed, on fake CPU tensors."""
-    kernels = as_on_gpus() if device_of(config) == "cuda" else nullcontext()
+    kernels = as_on_gpus(config.model, config.parallel) if device_of(config) == "cuda" else nullcontext()
     with kernels, regions_as_kernels(lambda: live):
         yield
 

@@ -13,13 +13,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.compiled_regions import region
 from megatron.core.config.model import TransformerConfig
 from megatron.core.fp8.grouped import Fp8GroupedGemms, has_grouped_fp8_kernel
-from megatron.core.host_to_device import HostCopy, integers_on
+from megatron.core.host_to_device import HostCopy, has_values, integers_on
 from megatron.core.kernels.availability import runs_triton
 from megatron.core.kernels.gemms.grouped_products import add_grouped_products_, clear_rows_behind_
 from megatron.core.moe.parameters import expert_metas
@@ -79,8 +78,9 @@ class Segments:
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def sizes_of(self, x: Tensor) -> Sequence[int]:
-        """Of x [n, ...], the number of rows of each expert. Reads `sizes`; fake tensors have none, and even parts."""
-        if self._sizes is None and isinstance(x, FakeTensor):
+        """Of x [n, ...], the number of rows of each expert. Reads `sizes`; without values there are none, and the parts
+        are even."""
+        if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
             return [rows // experts + (number < rows % experts) for number in range(experts)]
         return self.sizes

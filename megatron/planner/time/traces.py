@@ -23,6 +23,7 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
+from megatron.planner.as_on_gpus import replaced
 from megatron.planner.fake_attention import plans_fused_dropout
 from megatron.planner.fake_ranks import FakeGroup
 from megatron.planner.fake_stage import (
@@ -32,6 +33,7 @@ from megatron.planner.fake_stage import (
     in_a_layer,
     nothing_offloaded,
     numbered_kinds,
+    planned,
 )
 from megatron.planner.time.events import PassEvents, Product
 from megatron.planner.time.fused_attention import RecordedDropoutKernel, RecordedKernel
@@ -130,8 +132,11 @@ class TraceCache:
 
 
 def _traced(batch: MicroBatch, parts: Sequence[_Part]) -> dict[_Part, PassEvents]:
-    with recorded_stages(batch) as (fakes, recorder):
-        return {part: _trace(fakes, recorder, part) for part in parts}
+    def trace(meta: bool) -> dict[_Part, PassEvents]:
+        with recorded_stages(batch, meta) as (fakes, recorder):
+            return {part: _trace(fakes, recorder, part) for part in parts}
+
+    return planned(batch, trace)
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
@@ -154,7 +159,7 @@ def _parts(batch: MicroBatch, stage: Stage, alike: Sequence[int]) -> Iterator[_P
 
 
 @contextmanager
-def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
+def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[FakeStages, Recorder]]:
     """`fake_stages` whose kernels and collectives are recorded, on GPUs those that GPUs have."""
     on_gpu = batch.device == "cuda"
     asked = batch.parallel.attention_backend
@@ -176,21 +181,11 @@ def recorded_stages(batch: MicroBatch) -> Iterator[tuple[FakeStages, Recorder]]:
     if on_gpu and plans_fused_dropout(batch.model, batch.parallel):
         dropout = lambda backend, scale, masks: RecordedDropoutKernel(recorder, scale, masks)  # noqa: E731
         stand_ins.append((core_attention, "dropout_kernel", dropout))
-    with fake_stages(batch) as fakes, ExitStack() as stack:
+    with fake_stages(batch, meta) as fakes, ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
-            stack.enter_context(_replaced(owner, name, stand_in))
+            stack.enter_context(replaced(owner, name, stand_in))
         stack.enter_context(recorder)
         yield fakes, recorder
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _recorded_weight_grad(recorder: Recorder) -> Any:
