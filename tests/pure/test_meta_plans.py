@@ -1,0 +1,116 @@
+"""Plans for GPUs on meta tensors: those on fake ones, which are taken where parts do not run on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.pipeline_parallel.stages import pipeline_stages, whole_model
+from megatron.core.transformer.mlp import MLP
+from megatron.planner import activations, fake_stage
+from megatron.planner.activations import ActivationPlans, StageMemory
+from megatron.planner.fake_stage import MicroBatch
+from megatron.planner.time import traces
+from megatron.planner.time.events import PassEvents
+from megatron.planner.time.traces import TraceCache
+from megatron.training.config.arguments import parse_args
+from megatron.training.config.dry_run.batch import micro_batch_of
+from megatron.training.config.validation import resolve, validate
+
+BASE = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 512 --mock-data --lr 1e-4 "
+    "--train-iters 1 --micro-batch-size 2 --global-batch-size 32 --bf16"
+)
+LLAMA = f"{BASE} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+EXPERTS = f"{LLAMA} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm"
+ALLTOALL = f"{EXPERTS} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall"
+LATENT = "--multi-latent-attention --kv-lora-rank 32 --q-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+CASES = {
+    "gpt": f"{BASE} --tp 2",
+    "dropout": f"{BASE} --attention-dropout 0.1 --hidden-dropout 0.1",
+    "llama": f"{LLAMA} --tp 2 --sequence-parallel --group-query-attention --num-query-groups 2",
+    "untied": f"{LLAMA} --untie-embeddings-and-output-weights --qk-layernorm --recompute-activations",
+    "ring": f"{LLAMA} --cp 4 --attention-dropout 0 --hidden-dropout 0",
+    "ulysses": f"{LLAMA} --cp 2 --cp-comm-type a2a --attention-dropout 0 --hidden-dropout 0",
+    "zero-bubble": f"{LLAMA} --pp 2 --pipeline-schedule zb-v --attention-dropout 0 --hidden-dropout 0",
+    "delayed": f"{LLAMA} --fp8-format hybrid",
+    "blockwise": f"{LLAMA} --fp8-format hybrid --fp8-recipe blockwise",
+    "offload": f"{LLAMA} --cpu-offloading --cpu-offloading-num-layers 2",
+    "window": f"{LLAMA} --window-size 32 --window-attn-skip-freq 2 --softmax-type learnable",
+    "latent": f"{LLAMA} {LATENT} --v-head-dim 16",
+    "mtp": f"{LLAMA} --mtp-num-layers 1",
+    "experts": f"{ALLTOALL} --moe-shared-expert-intermediate-size 64",
+    "gathered experts": f"{EXPERTS} --expert-model-parallel-size 2 --tp 2 --sequence-parallel",
+    "fp8 experts": f"{ALLTOALL} --fp8-format hybrid --fp8-recipe blockwise",
+}
+
+
+def batch_of(flags: str) -> MicroBatch:
+    config = resolve(parse_args(flags.split()), 8)
+    assert not validate(config, 8)
+    return micro_batch_of(config)
+
+
+def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
+    """What each stage does and holds."""
+    stages = pipeline_stages(batch.model, batch.parallel)
+    plan = ActivationPlans().of(batch)
+    return TraceCache().parts_of(batch, stages), [plan.stage(stage) for stage in stages]
+
+
+def on_fake_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:
+    return work(False)
+
+
+def on_meta_tensors(batch: MicroBatch, work: Callable[[bool], Any]) -> Any:
+    return work(True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_those_on_fake_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(CASES[case])
+    found = []
+    for planned in (on_meta_tensors, on_fake_tensors):
+        for module in (activations, traces):
+            monkeypatch.setattr(module, "planned", planned)
+        found.append(plans_of(batch))
+    assert found[0] == found[1]
+    assert found[0][0][0] and found[0][1][0].kept
+
+
+def test_a_part_that_reads_values_is_planned_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(CASES["llama"])
+    known = ActivationPlans().of(batch).stage(whole_model(batch.model))
+    tried, stages = [], fake_stage.fake_stages
+
+    def noted(batch: MicroBatch, meta: bool = False) -> Any:
+        tried.append(meta)
+        return stages(batch, meta)
+
+    forward = MLP.forward
+
+    def reads(mlp: MLP, x: torch.Tensor, context: Any) -> Any:
+        assert x[0, 0, :2].tolist() == [0.0, 0.0]
+        return forward(mlp, x, context)
+
+    monkeypatch.setattr(activations, "fake_stages", noted)
+    monkeypatch.setattr(MLP, "forward", reads)
+    assert ActivationPlans().of(batch).stage(whole_model(batch.model)) == known
+    assert tried and tried == [True, False] * (len(tried) // 2)
+
+
+def test_plans_for_cpus_are_made_on_fake_tensors_which_know_their_device() -> None:
+    batch = MicroBatch(batch_of(CASES["gpt"]).model, batch_of(CASES["gpt"]).parallel, 1, "cpu")
+    assert fake_stage.planned(batch, lambda meta: meta) is False
+    assert fake_stage.planned(batch_of(CASES["gpt"]), lambda meta: meta) is True
+
+
+def test_what_fails_on_both_says_what_fake_tensors_say() -> None:
+    def fails(meta: bool) -> None:
+        raise ValueError(f"on {'meta' if meta else 'fake'} tensors")
+
+    with pytest.raises(ValueError, match="on fake tensors"):
+        fake_stage.planned(batch_of(CASES["gpt"]), fails)
