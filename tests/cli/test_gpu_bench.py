@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 from pathlib import Path
@@ -10,7 +11,22 @@ import pytest
 
 from tests.forked import run_program
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of, largest_that_fits, planned_bytes
-from tools.bench.profile_groups import GPU_CATEGORIES, IDLE, OTHER, Span, busy_time, group_of, groups_of, spans_of
+from tools.bench.gpu_page import COARSE
+from tools.bench.kernel_groups import group_of_op
+from tools.bench.profile_groups import (
+    GPU_CATEGORIES,
+    GROUPS,
+    IDLE,
+    OTHER,
+    OWN,
+    Span,
+    busy_time,
+    group_of,
+    groups_of,
+    spans_of,
+)
+
+ROOT = Path(__file__).parents[2]
 
 TRIAL = "--cpu --config tiny --steps 1 --rounds 2 --warm-up 1"
 
@@ -86,6 +102,42 @@ def test_as_much_as_fits(precision: str) -> None:
 )
 def test_names_of_kernels(name: str, group: str) -> None:
     assert group_of(name) == group
+
+
+def test_every_kernel_of_the_library_has_a_group() -> None:
+    """Those that are launched: no kernel calls them."""
+    kernels, called = set[str](), set[str]()
+    for path in (ROOT / "megatron").rglob("*_triton.py"):
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        of_gpus = [
+            node
+            for node in functions
+            if any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+        ]
+        kernels |= {node.name for node in of_gpus}
+        calls = (node.func for kernel in of_gpus for node in ast.walk(kernel) if isinstance(node, ast.Call))
+        called |= {function.id for function in calls if isinstance(function, ast.Name)}
+    assert kernels - called == set(OWN)
+    assert set(OWN.values()) <= {*GROUPS, OTHER}
+    assert {group_of(name) for name in OWN} == set(OWN.values())
+
+
+@pytest.mark.parametrize(
+    ("operator", "kernel"),
+    [
+        ("norm_cast", "norm_cast_rows"),
+        ("norm_gradients", "norm_gradient_rows"),
+        ("swiglu_cast", "swiglu_tiles"),
+        ("heads_gradient_cast", "head_tiles"),
+        ("cast_transpose", "cast_tiles"),
+        ("amax_of_rows_and_columns", "amax_tiles"),
+        ("transposed_bytes", "transpose_tiles"),
+        ("clear_rows_behind_", "clear_rows_kernel"),
+    ],
+)
+def test_measured_and_predicted_groups_of_a_kernel_are_one(operator: str, kernel: str) -> None:
+    predicted = group_of_op("megatron", operator, ("", ""))
+    assert COARSE.get(predicted, predicted) == COARSE.get(group_of(kernel), group_of(kernel))
 
 
 def test_groups_of_a_trace() -> None:

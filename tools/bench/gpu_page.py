@@ -45,10 +45,13 @@ COARSE = {
     "residual adds": "elementwise, copies",
     "activation": "elementwise, copies",
     "rotary, copies": "elementwise, copies",
+    "experts": "elementwise, copies",
     "elementwise": "elementwise, copies",
     "copies": "elementwise, copies",
-    "fp8 transposes": "fp8 casts",
-    "fp8 weight-gradient adds": "fp8 casts",
+    "norm": "norms, fp8 casts",  # which one kernel does
+    "fp8 casts": "norms, fp8 casts",
+    "fp8 transposes": "norms, fp8 casts",
+    "fp8 weight-gradient adds": "norms, fp8 casts",
     "communication": "collectives",
 }
 """Groups of a profile (profile_groups.py) or of a prediction (kernel_groups.py) -> what can be compared."""

@@ -1,7 +1,8 @@
 """Where the time of a profiled step goes, in groups of kernels: from the trace that torch.profiler writes.
 
 On GPUs what counts are kernels and copies; idle is the part of the span in which none runs. On CPU it is the operations
-of torch, each without those that it calls. A kernel belongs to the first group whose pattern its name has.
+of torch, each without those that it calls. A kernel of another library belongs to the first group whose pattern its name
+has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,27 @@ GROUPS: dict[str, str] = {
     "elementwise": r"elementwise|triton|reduce|vectorized|softmax|aten::(mul|add|sub|div|exp|sum|gelu|silu|sigmoid"
     r"|relu|masked_fill|pow|rsqrt|mean|neg|where|lt|clamp|bitwise|cos|sin)",
 }
+OWN: dict[str, str] = {
+    "attention_prepare": "attention",
+    "attention_forward": "attention",
+    "attention_dkdv": "attention",
+    "attention_dq": "attention",
+    "norm_cast_rows": "fp8 casts",
+    "norm_gradient_rows": "norm",
+    "add_parts": "norm",
+    "swiglu_tiles": "fp8 casts",
+    "head_tiles": "fp8 casts",
+    "cast_tiles": "fp8 casts",
+    "amax_tiles": "fp8 casts",
+    "transpose_tiles": "fp8 casts",
+    "add_product_kernel": "GEMM",
+    "add_products_kernel": "GEMM",
+    "clear_rows_kernel": "other",
+    "loss_and_gradient": "loss",
+    "scale_row": "loss",
+}
+"""Triton kernels of the library, which profiles call by their functions: the groups that predictions count them in."""
+
 OTHER, IDLE = "other", "idle"
 
 
@@ -59,6 +81,8 @@ class Group:
 
 def group_of(name: str) -> str:
     """The group that a kernel's or an operation's name belongs to."""
+    if name in OWN:
+        return OWN[name]
     lower = name.lower()
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, lower)), OTHER)
 
