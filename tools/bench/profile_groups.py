@@ -1,8 +1,8 @@
 """Where the time of a profiled step goes, in groups of kernels: from the trace that torch.profiler writes.
 
 On GPUs what counts are kernels and copies; idle is the part of the span in which none runs. On CPU it is the operations
-of torch, each without those that it calls. A kernel of another library belongs to the first group whose pattern its name
-has.
+of torch, each without those that it calls. A kernel of another library belongs to the first group whose pattern its
+name has.
 """
 
 from __future__ import annotations
