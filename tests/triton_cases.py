@@ -25,7 +25,8 @@ def run_apart(function: Callable[[], None], interpret: bool) -> None:
     call = f"from {function.__module__} import {function.__name__}; {function.__name__}()"
     if interpret:
         call = f"from tests import triton_cases; triton_cases.end_loops_at_loaded_numbers(); {call}"
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": str(ROOT)}
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
     )

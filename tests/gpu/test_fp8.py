@@ -1,29 +1,15 @@
 """fp8 on GPUs: every product against that of the dequantised operands, and training against bf16 and the CPU.
 
-As in test_training, CUDA is touched in processes of their own only."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.gpu.apart import assert_agrees, multiplies_in_fp8
 from tests.gpu.test_training import losses
-from tests.limits import HANG
-
-ROOT = Path(__file__).parents[2]
-
-
-def multiplies_in_fp8() -> bool:
-    if torch.cuda.device_count() == 0:
-        return False
-    ask = "import torch; print(torch.cuda.get_device_capability() >= (8, 9))"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "True\n"
-
 
 pytestmark = pytest.mark.skipif(not multiplies_in_fp8(), reason="needs a GPU of compute capability 8.9 or above")
 
@@ -110,16 +96,6 @@ rows = fp8.scaled_mm(cast_by_rows(bad), cast_by_rows(good), torch.bfloat16)
 assert not rows[3].isfinite().any() and rows[4:].isfinite().all()
 print("agree")
 """
-
-
-def assert_agrees(program: str) -> None:
-    """Runs it in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("agree\n")
 
 
 def test_products_are_those_of_the_cpu() -> None:

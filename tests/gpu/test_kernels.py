@@ -1,20 +1,14 @@
-"""Kernels of a GPU beside their definitions in torch, in a process of their own: residual additions within GEMMs, and
-losses with their gradients."""
+"""Kernels of a GPU beside their definitions in torch: residual additions within GEMMs, losses with their gradients, and
+what Triton's interpreter runs on CPUs."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.limits import HANG
+from tests.gpu.apart import assert_agrees, multiplies_in_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
-
-ROOT = Path(__file__).parents[2]
 
 RESIDUALS = """
 from itertools import product
@@ -56,9 +50,27 @@ print("agree")
 """
 
 
-@pytest.mark.parametrize("program", [RESIDUALS, LOSSES], ids=["residual additions", "losses"])
+GROUPED = """
+from tests.pure.test_kernels_grouped import check_twins
+check_twins("cuda")
+print("agree")
+"""
+
+CASTS = """
+from tests.pure.test_kernels_norms import check_heads, check_norms
+from tests.pure.test_kernels_swiglu import check_casts
+check_norms("cuda")
+check_heads("cuda")
+check_casts("cuda")
+print("agree")
+"""
+
+
+@pytest.mark.parametrize("program", [RESIDUALS, LOSSES, GROUPED], ids=["residual additions", "losses", "experts"])
 def test_kernels_are_their_twins(program: str) -> None:
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("agree\n")
+    assert_agrees(program)
+
+
+@pytest.mark.skipif(not multiplies_in_fp8(), reason="needs a GPU of compute capability 8.9 or above")
+def test_norms_and_activations_with_casts_are_their_twins() -> None:
+    assert_agrees(CASTS)

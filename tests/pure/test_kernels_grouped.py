@@ -11,10 +11,12 @@ from megatron.core.moe.experts import Segments, add_each_product_
 from tests.triton_cases import compiled, run_apart
 
 
-def check_twins() -> None:
+def check_twins(device: str = "cpu") -> None:
     from megatron.core.kernels.gemms import grouped_products_triton as kernels
 
-    dtypes = (torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)
+    dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
+    if device != "cpu":  # fp32 is multiplied in TF32 there
+        dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
         torch.manual_seed(0)
         segments = Segments.of_counts(torch.tensor(counts), True)
@@ -24,18 +26,20 @@ def check_twins() -> None:
         out = torch.randn(4, 136, 24, dtype=main)
         expected = out.double()
         add_each_product_(expected, dy.double(), x.double(), segments)
-        kernels.add_grouped_products_(out, dy, x, segments.ends)
-        tolerance = 2**-10 if main == torch.float16 else 1e-5
-        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-        assert sum(counts) or torch.equal(out.double(), expected)
+        own_out, own_dy, own_x, ends = (part.to(device) for part in (out, dy, x, segments.ends))
+        kernels.add_grouped_products_(own_out, own_dy, own_x, ends)
+        tolerance = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[main]
+        torch.testing.assert_close(own_out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+        assert sum(counts) or torch.equal(own_out.cpu(), out)
         twin = Segments.of_counts(torch.tensor(counts), True).clear_spare_(x.clone())
-        kernels.clear_rows_behind_(x, segments.ends)
-        assert torch.equal(x, twin) and x.isfinite().all()
-        of_bias, factors = torch.zeros(4, 136, 1, dtype=main), x[:, :1].contiguous()
-        kernels.add_grouped_products_(of_bias, dy, factors, segments.ends)
+        kernels.clear_rows_behind_(own_x, ends)
+        assert torch.equal(own_x.cpu(), twin) and twin.isfinite().all()
+        of_bias, factors = torch.zeros(4, 136, 1, dtype=main), twin[:, :1].contiguous()
         expected = torch.zeros_like(of_bias, dtype=torch.float64)
         add_each_product_(expected, dy.double(), factors.double(), segments)
-        torch.testing.assert_close(of_bias.double(), expected, rtol=tolerance, atol=2 * tolerance)
+        own_bias = of_bias.to(device)
+        kernels.add_grouped_products_(own_bias, own_dy, factors.to(device), ends)
+        torch.testing.assert_close(own_bias.cpu().double(), expected, rtol=tolerance, atol=2 * tolerance)
 
 
 def check_compiled() -> None:
