@@ -1,5 +1,4 @@
-"""fp8 on GPUs: every product against that of the dequantised operands, and training against bf16 and the CPU.
-
+"""fp8 on GPUs: every product against that of the dequantised operands, and training against bf16 and the CPU."""
 
 from __future__ import annotations
 
