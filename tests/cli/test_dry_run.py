@@ -211,6 +211,21 @@ def test_json_alone_is_one_object_with_the_predicted_time() -> None:
     ]
 
 
+def test_a_plan_says_whether_it_fits() -> None:
+    shown = pretrain(f"{RIGHT} --device h100 --gpus-per-node 4").stdout
+    (line,) = (line for line in shown.splitlines() if "holds most" in line)
+    assert line.startswith("  fits: pp ") and line.endswith(" of 79.6 GiB")
+    least = json.loads(pretrain(f"{RIGHT} --json").stdout)
+    assert "fits" not in least
+    fullest = max(least["memory"], key=lambda rank: rank["total"])
+    for size, over in ((fullest["total"], 0), (fullest["total"] - 2**20, 2**20)):
+        found = json.loads(pretrain(f"{RIGHT} --device-memory {size / 2**30} --json").stdout)
+        assert found["device_memory"] == size and found["bytes_over"] == over
+        assert found["fits"] == (not over) and found["fullest_pp_rank"] == fullest["pp_rank"]
+    shown = pretrain(f"{RIGHT} --device-memory {size / 2**30}").stdout
+    assert f"  does not fit: pp {fullest['pp_rank']} holds most, " in shown
+
+
 def test_wrong_devices_are_told() -> None:
     told = pretrain(f"{RIGHT} --device h1000 --gpus-per-node 0").stderr
     assert "  --device h1000: there is no device h1000" in told and "use one of a100" in told

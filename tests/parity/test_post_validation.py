@@ -211,13 +211,14 @@ def test_a_checkpoint_has_the_validated_state(tmp_path: Path) -> None:
         ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", "0.0%", ""),
         ("--pipeline-schedule zb-h2", "7.7%", "on the last rank"),
         ("--pipeline-schedule zb-v", "0.0%", ""),
-        ("--pipeline-schedule zb-v --log-interval 1", "0.0%", "--log-interval 1"),
+        ("--pipeline-schedule zb-v --log-interval 1", "4.0%", "--log-interval 1"),
     ],
 )
 def test_the_plan_has_the_bubble_of_the_flags(flags: str, bubble: str, notice: str) -> None:
-    config = resolve(parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()]), 2)
-    assert [p for p in notices(config, 2) if p.flag == SWITCH and notice not in str(p)] == []
-    assert any(p.flag == SWITCH for p in notices(config, 2)) == bool(notice)
+    given = parse_args([*MODEL.split(), "--pp", "2", "--global-batch-size", "4", *flags.split()])
+    config, said = resolve(given, 2), [p for p in notices(given, 2) if p.flag == SWITCH]
+    assert len(said) == bool(notice) and all(notice in str(problem) for problem in said)
+    assert config.optimizer.optimizer_post_validation == ("--log-interval" not in notice)
     even = {"stage_costs": lambda *_: (1.0,) * pipeline_layout(config.model, config.parallel).num_stages}
     with mock.patch.multiple(batch, **even):
         assert f"bubble {bubble}" in batch._pipeline_line(config, 4)

@@ -93,12 +93,12 @@ class StepTime:
     tflops: float
     """Causal model FLOPs per second of a device, in 1e12; recomputation is not counted."""
 
-    mfu: float
-    """Of the device's peak in the precision of the linear layers."""
+    mfu: float | None
+    """Of the device's peak in the precision of the linear layers; None if the device file does not name that."""
 
     parts: dict[str, float]
     bubble: float
-    """Idle share of the step of the mean pipeline rank."""
+    """Share of the step that the mean pipeline rank idles or sends while passes run, until the last of them ends."""
 
     parts_of_pp_rank: int | None = None
     """The pipeline rank whose `parts` these are; None without pipeline parallelism."""
@@ -225,11 +225,19 @@ class _Step:
         parts.spend("overhead", self._overhead())
         seconds = parts.total
         rate = model_flops(config.model).total * self.tokens / seconds / self.dims.world_size / 1e12
-        peaks = self.device.peak_tflops
-        peak = peaks["fp8"] if config.parallel.fp8_format is not None and "fp8" in peaks else peaks.get("bf16", 0.0)
-        bubble = 1 - sum(busy) / len(busy) / seconds
+        peak = self._peak_tflops()
+        bubble = (max(ends) - sum(busy) / len(busy)) / seconds
         place = busiest if len(ranks) > 1 else None
-        return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else 0.0, dict(parts), bubble, place)
+        return StepTime(seconds, self.tokens / seconds, rate, rate / peak if peak else None, dict(parts), bubble, place)
+
+    def _peak_tflops(self) -> float | None:
+        """Of the linear layers' precision, if the device file has it. An fp8 step beside no peak of fp8 is one of 16
+        bits, whose rate products have then."""
+        peaks, parallel = self.device.peak_tflops, self.config.parallel
+        if parallel.fp8_format is not None and "fp8" in peaks:
+            return peaks["fp8"]
+        wide = {"float32": "fp32", "float64": "fp64"}
+        return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def stage(self, parts: Sequence[PassEvents], found: dict[int, Times]) -> StageTimes:
         """`found` keeps the times of lists of events that occur again."""

@@ -62,8 +62,8 @@ OPTION_HELP = (
     ("--ranks WORD", "With --rehearse: all-distinct (the default), all, or ranks as 0,8,16-23."),
     (
         "--device-memory FLOAT",
-        "GiB at which a rank of --rehearse runs out of memory, and that layouts of --suggest must fit; default of the "
-        "latter: as the device file says.",
+        "GiB at which a rank of --rehearse runs out of memory, and that the plan of --dry-run and layouts of --suggest "
+        "are to fit; default of the latter: as the device file says.",
     ),
     ("--world-size INT", "Ranks to validate and plan for, where no launcher says it."),
     ("--help, -h [WORD ...]", "Print this, or the flags that are about these words, and exit."),
@@ -116,7 +116,7 @@ class CommandLine:
     """Whether a dry run searches for layouts."""
 
     device_memory: float | None = None
-    """GiB of a device that these must fit."""
+    """GiB of a device that the plan is to fit, and that layouts must."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -228,8 +228,8 @@ def _device_memory(reader: FlagReader) -> float | None:
     given = reader.options.get(name, [None])[-1]
     if given is None:
         return None
-    if not {"--rehearse", "--suggest"} & set(reader.options):
-        rule, remedy = "is about a rehearsal, or a search for layouts", "add --rehearse, or --suggest"
+    if not {"--rehearse", "--dry-run"} & set(reader.options):
+        rule, remedy = "is about a plan or a rehearsal", "add --dry-run or --rehearse"
         reader.problems.append(Problem(name, given, rule, remedy))
     try:
         size = float(given)

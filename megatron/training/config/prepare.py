@@ -69,7 +69,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
             from megatron.training.config.dry_run.plan import print_plan
 
             try:
-                print_plan(config, world_size, command.plan_file, command.device, command.gpus_per_node)
+                asked = command.device, command.gpus_per_node, command.device_memory
+                print_plan(config, world_size, command.plan_file, *asked)
             except DeviceError as error:
                 _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
             sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.param_groups import lines_of_groups
 from megatron.core.distributed.param_layout import DTYPE_BYTES
@@ -18,6 +18,9 @@ from megatron.training.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from megatron.planner.activations import ActivationPlans, MicroBatch, RankActivations
+
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,41 @@ class RankMemory:
     def record(self) -> dict[str, int]:
         """As JSON."""
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether the fullest pipeline rank fits a device."""
+
+    fullest: RankMemory
+    limit: int
+    """Bytes of the device."""
+
+    @property
+    def over(self) -> int:
+        """Bytes that are too much."""
+        return max(0, self.fullest.total - self.limit)
+
+    @property
+    def line(self) -> str:
+        rank = self.fullest
+        where = f"pp {rank.plan.pp_rank} holds most, {gib(rank.total)} of {gib(self.limit)} GiB"
+        return f"does not fit: {where}, {gib(self.over)} too much" if self.over else f"fits: {where}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"fits": not self.over, "fullest_pp_rank": self.fullest.plan.pp_rank, "bytes_over": self.over}
+
+
+def fullest(memory: Sequence[RankMemory]) -> RankMemory:
+    """The pipeline rank that holds most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, to a tenth; small sizes to three digits."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
 def memory_of_ranks(config: RunConfig, dims: ParallelDims, measured: ActivationPlans | None = None) -> list[RankMemory]:

@@ -10,7 +10,7 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.training.config.dry_run.batch import batch_lines
 from megatron.training.config.dry_run.data import data_lines
 from megatron.training.config.dry_run.groups import group_lines
-from megatron.training.config.dry_run.memory import memory_lines, memory_of_ranks
+from megatron.training.config.dry_run.memory import GIB, Fit, fullest, memory_lines, memory_of_ranks
 from megatron.training.config.dry_run.model import model_lines
 from megatron.training.config.dry_run.step import DeviceError, predicted_step, step_lines
 from megatron.training.config.flags import flat_values
@@ -26,13 +26,15 @@ def print_plan(
     plan_file: str | None = None,
     device: str | None = None,
     gpus_per_node: int | None = None,
+    device_memory: float | None = None,
 ) -> None:
     """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
-    the predicted time of a step.
+    the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`.
 
     Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
-    "plan" under their titles, "memory" of each pipeline rank in bytes, and "time" (`StepTime`). If it is "" the JSON is
-    all that is printed. Raises OSError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over". If it is "" the JSON is all that is printed.
+    Raises OSError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
     stages = stage_plan(config)
@@ -40,11 +42,17 @@ def print_plan(
     of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
     step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
     memory = memory_of_ranks(largest, dims)
+    size = device_memory or (step.device.memory_gib if step is not None else None)
+    fit = None if size is None else Fit(fullest(memory), int(size * GIB))
+    fits = [] if fit is None else [fit.line]
     plan: dict[str, list[str]] = {}
     for title, lines in (
         ("Model", model_lines(config)),
         (f"Groups, world size {world_size}", group_lines(dims)),
-        (f"Pipeline stages and memory of each rank{of}", memory_lines(largest, dims, memory)),
+        (
+            f"Pipeline stages and memory of each rank{of}",
+            [*memory_lines(largest, dims, memory), *fits],
+        ),
         ("Batch and length", batch_lines(stages, dims)),
         ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
@@ -58,6 +66,8 @@ def print_plan(
     if plan_file is not None:
         record: dict[str, Any] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
         record["memory"] = [rank.record for rank in memory]
+        if fit is not None:
+            record |= {"device_memory": fit.limit, **fit.record}
         if step is not None:
             record["time"] = step.record
         text = json.dumps(record, indent=1) + "\n"

@@ -61,15 +61,22 @@ def step_lines(step: PredictedStep) -> Iterator[str]:
     """Speed, what bounds it, and what the time is spent on."""
     time = step.time
     yield f"{step.device.name}, {step.gpus_per_node} a node: every figure is predicted, none is measured"
+    mfu = share_text(time.mfu)
     yield (
         f"{time.seconds:.4g} s a step, {time.tokens_per_second / step.world_size:,.0f} tokens/s a device, "
-        f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {time.mfu:.1%} (causal), bound by {_title(time.bound_by)}"
+        f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {mfu} (causal), bound by {_title(time.bound_by)}"
     )
     if time.parts_of_pp_rank is not None:
+        yield f"bubble {time.bubble:.1%} of the step by these times, the mean of the pipeline ranks"
         yield f"the time of pp {time.parts_of_pp_rank}, which has most work:"
     for subject, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
         if seconds:
             yield f"    {_title(subject):<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"
+
+
+def share_text(share: float | None) -> str:
+    """In percent, or that it is not known."""
+    return "unknown" if share is None else f"{share:.1%}"
 
 
 def _title(subject: str) -> str:

@@ -87,9 +87,6 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.exclusive(switch, None, other, why)
-    if c.logging.log_interval == 1:
-        rule = "has no effect with --log-interval 1, which reads the gradient norm after every step"
-        yield Problem(switch, None, rule, "raise --log-interval, or remove it", harmless=True)
     try:
         tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
     except (ArithmeticError, ValueError):

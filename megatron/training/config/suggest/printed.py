@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.planner.device_file import read_device
+from megatron.training.config.dry_run.memory import GIB
 from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
@@ -20,7 +21,6 @@ from megatron.training.config.suggest.costs import LayoutCosts
 from megatron.training.config.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import (
-    GIB,
     Cluster,
     early_lines,
     effort_line,

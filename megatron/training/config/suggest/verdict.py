@@ -10,15 +10,14 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.search.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
 from megatron.planner.time.links import placement
 from megatron.planner.time.step_time import StepTime
-from megatron.training.config.dry_run.memory import RankMemory
-from megatron.training.config.dry_run.step import PredictedStep
+from megatron.training.config.dry_run.memory import Fit, RankMemory, fullest, gib
+from megatron.training.config.dry_run.step import PredictedStep, share_text
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 from megatron.training.config.suggest.costs import LayoutCosts
 from megatron.training.config.suggest.search import Effort, Found
 
-GIB = 2**30
 CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
 ZERO = dict(zip((*SHARDING, "no_shard"), ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states not sharded"), strict=True))
 
@@ -46,16 +45,6 @@ class Cluster:
         return PredictedStep(step, costs.device, costs.run.world_size, costs.gpus_per_node).record
 
 
-def fullest(memory: Sequence[RankMemory]) -> RankMemory:
-    """The pipeline rank that holds most."""
-    return max(memory, key=lambda rank: rank.total)
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, to a tenth; small sizes to three digits."""
-    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3g}"
-
-
 def duration(seconds: float) -> str:
     """In hours, and in days from two days on."""
     hours = seconds / 3600
@@ -76,10 +65,8 @@ def tokens_of(config: RunConfig) -> int:
 
 def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> Iterator[str]:
     """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
-    most, limit = fullest(memory), cluster.limit
-    where = f"pp {most.plan.pp_rank} holds most, {gib(most.total)} of {gib(limit)} GiB"
-    yield f"fits: {where}" if most.total <= limit else f"does not fit: {where}, {gib(most.total - limit)} too much"
-    line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {step.mfu:.1%} (causal)"
+    yield Fit(fullest(memory), cluster.limit).line
+    line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
     yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
     if (steps := iterations_of(config)) is not None:
         yield f"{duration(steps * step.seconds)} for {tokens_of(config):,} tokens in {steps:,} steps of the full batch"
@@ -90,12 +77,10 @@ def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: S
 
 def verdict_record(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> dict[str, Any]:
     """The same as JSON."""
-    most, steps = fullest(memory), iterations_of(config)
+    steps = iterations_of(config)
     return {
         "legal": True,
-        "fits": most.total <= cluster.limit,
-        "fullest_pp_rank": most.plan.pp_rank,
-        "bytes_over": max(0, most.total - cluster.limit),
+        **Fit(fullest(memory), cluster.limit).record,
         "hours": None if steps is None else steps * step.seconds / 3600,
         "cross_nodes": cluster.crossing(config),
         "time": cluster.record_of_step(step),
@@ -127,7 +112,7 @@ def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
     for number, each in enumerate(found, 1):
         step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
         yield (
-            f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{step.mfu:>7.1%}"
+            f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{share_text(step.mfu):>7}"
             f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
             f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
         )
