@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +25,10 @@ CPU = torch.device("cpu")
 SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
 
 
+class Operands:
+    """What a run keeps in memory."""
+
+
 def missing() -> None:
     raise RuntimeError("No available kernel. Aborting execution.")
 
@@ -38,7 +43,7 @@ RUNS = {"flash": lambda: "flash", "cudnn": lambda: "cudnn"}
 
 @pytest.mark.parametrize(("seconds", "winner"), [((2.0, 1.0), "cudnn"), ((1.0, 2.0), "flash"), ((1.0, 1.0), "flash")])
 def test_the_fastest_wins(seconds: tuple[float, float], winner: str) -> None:
-    choice = compare(RUNS, clock_of(dict(zip(RUNS, seconds, strict=True))), CPU, Axis())
+    choice = compare(dict(RUNS), clock_of(dict(zip(RUNS, seconds, strict=True))), CPU, Axis())
     assert choice.winner == winner
     assert f"attention kernel: {winner} " in str(choice) and f"cudnn {1e3 * seconds[1]:.2f} ms" in str(choice)
 
@@ -48,6 +53,24 @@ def test_one_that_is_missing_loses() -> None:
     assert choice.seconds == {"flash": math.inf, "cudnn": 9.0} and choice.winner == "cudnn"
     assert "flash unavailable" in str(choice)
     assert compare({"flash": missing}, clock_of({}), CPU, Axis()).winner is None
+
+
+def test_operands_of_one_kernel_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = weakref.WeakSet[Operands](), list[int]()
+
+    def made(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
+        operands = Operands()
+        alive.add(operands)
+        most.append(len(alive))
+        return lambda: operands
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(sdpa, "attention_run", made)
+    compare({name: sdpa._lazily(SHAPE, CPU, name) for name in BACKENDS}, clock, CPU, Axis())
+    assert most == [1] * len(BACKENDS)
 
 
 def choice_of(rank: int, world_size: int, seconds: list[dict[str, float]]) -> Choice:

@@ -78,6 +78,26 @@ def test_interpreted_sums_are_the_definition() -> None:
     run_apart(check_sums, interpret=True)
 
 
+def check_errors() -> None:
+    """What Triton cannot launch is told as torch tells it, so that another kernel takes its place."""
+    from triton.runtime.errors import OutOfResources
+
+    from megatron.core.kernels.gemms import fp8_weight_grad_triton as kernels
+
+    class Large:
+        def __getitem__(self, grid: object) -> Any:
+            raise OutOfResources(300_000, 100_000, "shared memory")
+
+    kernels.add_product_kernel = Large()
+    a, b = (torch.zeros(16, 16).to(E4M3) for _ in range(2))
+    with pytest.raises(RuntimeError, match="weight gradient in fp8: out of resource: shared memory"):
+        kernels.add_product_(torch.zeros(16, 16), a, b, torch.ones(()), torch.ones(()))
+
+
+def test_what_triton_cannot_launch_is_a_runtime_error() -> None:
+    run_apart(check_errors, interpret=False)
+
+
 def check_compiled() -> None:
     from megatron.core.kernels.gemms import fp8_weight_grad_triton as kernels
 

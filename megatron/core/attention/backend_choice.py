@@ -122,7 +122,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """A run whose operands are made when it is first called, so that those of one kernel are in memory at a time."""
+    """A run whose operands are made when it is first called, so that with `compare` those of one kernel are in memory
+    at a time."""
     made: list[Callable[[], object]] = []
 
     def run() -> object:
@@ -133,11 +134,14 @@ def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[
     return run
 
 
-def compare(runs: Mapping[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Times each run on every rank; the slowest rank counts. Collective over the world."""
-    seconds = torch.tensor([_time(run, clock) for run in runs.values()], dtype=torch.float64, device=device)
+def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
+    """Times each run on every rank; the slowest rank counts. What has been timed is taken out of `runs`, so that its
+    operands go away. Collective over the world."""
+    names = list(runs)
+    found = [_time(runs.pop(name), clock) for name in names]
+    seconds = torch.tensor(found, dtype=torch.float64, device=device)
     all_reduce_(seconds, world, dist.ReduceOp.MAX)
-    return Choice(dict(zip(runs, seconds.tolist(), strict=True)))
+    return Choice(dict(zip(names, seconds.tolist(), strict=True)))
 
 
 def _time(run: Callable[[], object], clock: Clock) -> float:

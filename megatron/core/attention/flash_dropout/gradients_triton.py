@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core.attention.flash_dropout.kernel_triton import (
     LOG2_E,
+    SUBJECT,
     Mask,
-    as_runtime_errors,
     block_ranges,
     hash_rows,
     is_dropped,
@@ -21,6 +21,7 @@ from megatron.core.attention.flash_dropout.kernel_triton import (
     strides_of,
     widths_of,
 )
+from megatron.core.kernels.errors_triton import as_runtime_errors
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
 """Block of queries, block of keys, warps and stages by the width of heads: gradients of queries."""
@@ -347,7 +348,7 @@ def backward(
     widths, programs = widths_of(q, v), triton.cdiv(n, ROWS)
     strides = q.stride()[:3] + k.stride()[:3] + v.stride()[:3] + grad.stride()[:3]
     numbers = scale, scale * LOG2_E, mask.factor, mask.threshold
-    with as_runtime_errors():
+    with as_runtime_errors(SUBJECT):
         attention_prepare[(programs, b * heads)](
             *(grad, out, lse, scale_log2, delta, bits, mask.sample_index, mask.places),
             *(grad.stride()[:3] + out.stride()[:3] + lse.stride()),

@@ -7,16 +7,16 @@ shifts, two exclusive ors, two products and a comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
 
+from megatron.core.kernels.errors_triton import as_runtime_errors
+
+SUBJECT = "attention with dropout"
 LOG2_E = 1.4426950408889634
 
 FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
@@ -220,7 +220,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, mask:
     lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
     widths = widths_of(q, v)
     block_n, block_m, warps, stages = FORWARD[size_of(widths)]
-    with as_runtime_errors():
+    with as_runtime_errors(SUBJECT):
         attention_forward[(triton.cdiv(n, block_n), b * heads)](
             *(q, k, v, out, lse, bounds, mask.sample_index, mask.places, mask.column_bits),
             *(q.stride()[:3] + k.stride()[:3] + v.stride()[:3]),
@@ -230,15 +230,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, mask:
             num_stages=stages,
         )
     return out, lse.permute(2, 0, 1)
-
-
-@contextmanager
-def as_runtime_errors() -> Iterator[None]:
-    """What Triton cannot compile or launch is a RuntimeError, as of torch's kernels for shapes that they have not."""
-    try:
-        yield
-    except TritonError as error:
-        raise RuntimeError(f"attention with dropout: {error}") from error
 
 
 def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:

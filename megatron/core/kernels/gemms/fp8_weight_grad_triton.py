@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.kernels.errors_triton import as_runtime_errors
+
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
 """TILE_N is also what a scale of a tile is for. Larger tiles leave no registers for a second sum of each output."""
 
@@ -82,18 +84,6 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Te
         out.zero_()
     if out.numel() and n:
         grid = (triton.cdiv(outputs, TILE["TILE_O"]) * triton.cdiv(inputs, TILE["TILE_I"]),)
-        add_product_kernel[grid](
-            out,
-            a,
-            b,
-            a_scale,
-            b_scale,
-            outputs,
-            inputs,
-            n,
-            scales,
-            overwrite,
-            **TILE,
-            num_warps=WARPS,
-            num_stages=STAGES,
-        )
+        operands = out, a, b, a_scale, b_scale, outputs, inputs, n, scales, overwrite
+        with as_runtime_errors("weight gradient in fp8"):
+            add_product_kernel[grid](*operands, **TILE, num_warps=WARPS, num_stages=STAGES)
