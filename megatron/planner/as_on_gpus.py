@@ -19,7 +19,7 @@ from megatron.core import collectives
 from megatron.core.attention import core_attention
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8 import weight_grads
+from megatron.core.fp8 import casts, weight_grads
 from megatron.core.moe import dispatcher, experts
 from megatron.core.tensor_parallel import weight_grad
 from megatron.planner.fake_attention import PlannedDropoutKernel, planned_kernels_of, plans_fused_dropout
@@ -87,6 +87,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
     stand_ins: list[tuple[Any, str, Any]] = [
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
+        (casts, "multiplies_in_fp8", lambda x: True),
         (weight_grads, "add_product_", lambda *operands: None),
         (experts, "add_each_product_", lambda *operands: None),
         (core_attention, "kernels_of", planned_kernels_of),

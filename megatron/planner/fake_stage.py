@@ -21,7 +21,6 @@ from megatron.core.batch import Batch
 from megatron.core.config.layers import Rotation, Span
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.fp8.casts import has_kernel
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.offload.saved_activations import build_offload
@@ -262,8 +261,6 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
     are."""
-    for by_row in (False, True):
-        has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
     tensors = torch.device("meta") if meta else FakeTensorMode()
     kernels = as_on_gpus(batch.model, batch.parallel) if batch.device == "cuda" else nullcontext()
     with fake_state(batch.parallel) as state, tensors, _NoValues(), kernels:

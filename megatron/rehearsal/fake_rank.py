@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.dist_checkpointing import storage
-from megatron.core.fp8.casts import has_kernel
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.passes import pipeline_lists
@@ -199,8 +198,6 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> Rank
     of the library and of extensions may keep state. With `repeat` micro-batches in the middle are not run if those that
     are run are alike; raises Unlike where that is found too late."""
     began = time.process_time()
-    for by_row in (False, True):
-        has_kernel("cpu", by_row)  # is remembered: it must be asked with real tensors
     phases = _Phases()
     log = CollectiveLog(phases)
     record, mode = RankRecord(rank, coords_of(rank, rehearsal.dims)), RankMode(log, rehearsal.device_memory)

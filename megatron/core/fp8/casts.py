@@ -9,7 +9,6 @@ The casts themselves are `kernels/cast_transpose.py`. Collectives run between a 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -76,18 +75,10 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
     return E4M3, E5M2 if name == "hybrid" else E4M3
 
 
-@cache
-def has_kernel(device_type: str, by_row: bool) -> bool:
-    """Whether torch has an fp8 GEMM for a device type, with one scale for each operand or one for each row."""
-    if device_type != "cpu":
-        return True
-    zeros = torch.zeros(ALIGNMENT, ALIGNMENT, dtype=E4M3)
-    scale = torch.ones((ALIGNMENT, 1) if by_row else ())
-    try:
-        torch._scaled_mm(zeros, zeros.t(), scale, scale.t() if by_row else scale, out_dtype=torch.float32)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def multiplies_in_fp8(x: Tensor) -> bool:
+    """Whether operands like `x` go to torch's fp8 GEMM. That of CPUs takes up to a thousand times as long as a product
+    of dequantized operands, which has the same values."""
+    return x.is_cuda
 
 
 def scaled_mm(
@@ -97,14 +88,13 @@ def scaled_mm(
 
     With a scale for each row, CUDA returns bf16 whatever `out_dtype`: the one dtype that all of torch's kernels return.
     The only place that knows kernels. Both operands are row-major, so that b's transpose is column-major, the only
-    arrangement that Hopper takes. CUDA needs multiples of 16 for k and m, and at most one operand in e5m2. CPU kernels
-    multiply dequantized operands, as `dequantized_mm` does, which stands in for a missing kernel. With
-    `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
+    arrangement that Hopper takes. CUDA needs multiples of 16 for k and m, and at most one operand in e5m2. On CPUs
+    `dequantized_mm` computes it. With `fast_accumulation`, Hopper's tensor cores keep partial sums to fewer bits.
     """
     if b.in_blocks or b.in_tiles:
         return _block_scaled_mm(a, b, out_dtype, bias)
     by_row = a.scale.ndim == 2
-    if not has_kernel(a.values.device.type, by_row):
+    if not multiplies_in_fp8(a.values):
         return dequantized_mm(a, b, out_dtype, bias)
     if by_row and a.values.is_cuda:
         out_dtype = torch.bfloat16

@@ -174,7 +174,7 @@ def recorded_stages(batch: MicroBatch, meta: bool = False) -> Iterator[tuple[Fak
             (weight_grads, "add_product_", _recorded_weight_grad(recorder)),
             (experts, "add_each_product_", _recorded_expert_grads(recorder)),
             (casts, "dequantized_mm", _recorded_scaled_mm(recorder)),
-            (casts, "has_kernel", lambda device_type, by_row: False),
+            (casts, "multiplies_in_fp8", lambda x: False),
         ]
     if on_gpu and asked != "unfused":
         stand_ins.append((core_attention, "kernels_of", lambda *args: (kernel, kernel)))
