@@ -215,8 +215,8 @@ def measure(
     device: Any,
     note: Callable[[Result], object],
 ) -> Result:
-    """Ceilings, rounds of steps, then one step under the profiler. `note` sees the figures before the planner and the
-    profiler run."""
+    """Ceilings, rounds of steps, then one step under the profiler. Figures are printed as they are found; `note` sees
+    them before the planner and the profiler run."""
     import torch
 
     from megatron.training.metrics.mfu import peak_tflops
@@ -250,10 +250,15 @@ def measure(
         {},
         (),
     )
+    say(result)
     note(result)
     result = replace(result, planner=planner_tflops(config, args.device))
+    for known, guess in result.planner.items():
+        print(f"  planned for {known}: {guess:.1f} TFLOP/s, measured {tflops / guess:.3f} of it", flush=True)
     note(result)
-    return replace(result, groups=tuple(profiled(run, args.trace)))
+    result = replace(result, groups=tuple(profiled(run, args.trace)))
+    say_groups(result.groups, lambda line: print(f"  {line}"))
+    return result
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float]:
@@ -265,9 +270,24 @@ def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float
     for name in devices:
         try:
             found[name] = predict_step(config, 1, read_device(name)).tflops
-        except ValueError as error:
+        except (ValueError, OSError, ImportError) as error:
             print(f"not predicted for {name}: {error}")
     return found
+
+
+def of_this_device(path: Path, name: str) -> list[str]:
+    """The device file `path` if it is of the device `name`; else it says why not."""
+    from megatron.planner.device_file import read_device
+
+    try:
+        found = read_device(str(path)).name
+    except (ValueError, OSError, ImportError) as error:
+        print(f"not predicted for {path}: {error}")
+        return []
+    if found != name:
+        print(f"not predicted for {path}: it is of {found}, and this is {name}")
+        return []
+    return [str(path)]
 
 
 def profiled(run: TrainingRun, keep: Path | None = None) -> list[Group]:
@@ -285,7 +305,7 @@ def profiled(run: TrainingRun, keep: Path | None = None) -> list[Group]:
 
 
 def say(result: Result) -> None:
-    """What was found, in words and a table."""
+    """Speed, memory and ceilings."""
     print(
         f"{result.config} {result.precision}: {result.layers} layers, {result.micro_batches} micro-batches of "
         f"{result.micro_batch_size} a step"
@@ -301,11 +321,9 @@ def say(result: Result) -> None:
     if result.allocated is not None and result.reserved is not None:
         ratio = result.allocated / sum(result.planned)
         print(f"  allocated at most {gib(result.allocated)} GiB, {ratio:.3f} of it; reserved {gib(result.reserved)}")
-    for name, tflops in result.planner.items():
-        print(f"  planned for {name}: {tflops:.1f} TFLOP/s, measured {result.tflops / tflops:.3f} of it")
     for ceiling in result.ceilings:
         print(f"  {ceiling.name:<14}{ceiling.rate:,.1f} {ceiling.unit}")
-    say_groups(result.groups, lambda line: print(f"  {line}"))
+    sys.stdout.flush()
 
 
 def compare(
@@ -358,6 +376,9 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round")
     parser.add_argument("--device", nargs="+", default=[], help="device files, by which the planner predicts the step")
+    parser.add_argument(
+        "--calibrated", type=Path, help="another one, by tools/calibrate.py; left out if it is of another device"
+    )
     parser.add_argument("--cpu", action="store_true", help="a trial of all of this without a GPU, with --config tiny")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -391,6 +412,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     say_machine(facts)
     print(f"{facts.get('gpu', 'no GPU')}, {gib(free)} GiB free")
+    if args.calibrated is not None:
+        args.device = [*args.device, *of_this_device(args.calibrated, facts.get("gpu") or facts["cpu"])]
     room = int(free * args.memory_share / (1 + len(args.compare)))
     try:
         config, flags = chosen_config(args, room)
@@ -406,7 +429,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = compare(config, variants, args, note)
     else:
         rows = [measure(args.config, args.precision, config, args, device, lambda result: note([result]))]
-        say(rows[0])
     write_json(args.json, facts, rows)
     return 0
 

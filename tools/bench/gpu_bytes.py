@@ -41,7 +41,7 @@ from tools.bench.kernel_groups import (
     table_of,
     total,
 )
-from tools.bench.side_by_side import positive
+from tools.bench.side_by_side import positive, replace_text
 
 PARTS = {
     "layer": "a layer in a micro-batch",
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "regions": [asdict(region) for region in regions],
             "predicted": {**asdict(found), "step_ms": found.step_ms, "flops_per_token": flops.total},
         }
-        args.json.write_text(json.dumps(figures, indent=1))
+        replace_text(args.json, json.dumps(figures, indent=1))
     return 0
 
 

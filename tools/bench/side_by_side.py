@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -300,13 +300,31 @@ def say_machine(facts: Mapping[str, Any]) -> None:
 
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
     """The same figures for programs to read. Before a program has `ended`, it may write those that it has: whenever it
-    is killed, the file is whole."""
+    is killed, the file is whole. Print figures first: a file that cannot be written is named, and ends a program that
+    has `ended` with code 1, and no other."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     plain = [asdict(row) if hasattr(row, "__dataclass_fields__") else row for row in rows]
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps({"command": sys.argv, "machine": facts, "rows": plain}, indent=1) + "\n")
-    new.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps({"command": sys.argv, "machine": facts, "rows": plain}, indent=1) + "\n")
+    except OSError as error:
+        problem = f"not written: {path}: {error.strerror or error}"
+        if ended:
+            sys.exit(problem)
+        print(problem, file=sys.stderr)
+        return
     if ended:
         print(f"written to {path}")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file as a whole: where that fails with OSError, the file is as it was."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
