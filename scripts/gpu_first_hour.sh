@@ -1,72 +1,159 @@
 #!/usr/bin/env bash
-# The first hour with a GPU, in parts of less than ten minutes each: tests, parts of a step one by one, models, and one
+# The first hour with a GPU, in parts of less than ten minutes each: tests, models, parts of a step one by one, and one
 # page of tables beside what was predicted.
 #
 #   bash scripts/gpu_first_hour.sh wheels             before, on a machine with a package index: fills .wheels/ with what
 #                                                     the tests need, for a machine where nothing can be installed
 #   bash scripts/gpu_first_hour.sh predict FOLDER     before, or at any time: what a step should take, with torch's CUDA
 #                                                     build but without a GPU (tools/bench/gpu_bytes.py)
-#   bash scripts/gpu_first_hour.sh PART [FOLDER]      parts | tests | calibrate | llama | headline | models | features |
+#   bash scripts/gpu_first_hour.sh PART [FOLDER]      tests | llama | headline | calibrate | parts | models | features |
 #                                                     page
-#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another; the first four take half an hour
+#   bash scripts/gpu_first_hour.sh all [FOLDER]       all of them, one after another, in at most 61 minutes; the first
+#                                                     three take at most 27
 #   bash scripts/gpu_first_hour.sh all FOLDER --cpu --tiny      a trial without a GPU, in a few minutes
 #
-# FOLDER, by default $OUT or else runs/gpu, gets JSON files, a log for each part, calls.jsonl (every command, its exit
-# code and seconds) and page.md. A command that fails or takes too long is named at the end, and the others go on.
-# Figures are written as they are found, so one that is killed leaves those that it had. PYTHON is the interpreter, by
-# default python3. DEVICE is the GPU of the predictions, by default h100.
+# FOLDER, by default $OUT or else runs/gpu (runs/gpu-trial with --cpu), gets JSON files, a log for each part, calls.jsonl
+# (every command, its exit code and seconds) and, after every part, page.md. A part that runs again first removes its own
+# files. A command that fails or takes too long is named at the end, and the others run. Figures are written as they are
+# found, so a command that is killed leaves those that it had. SIGINT, SIGTERM and SIGHUP end the running command, and
+# the page is written.
+#
+# PYTHON is the interpreter, by default python3. DEVICE is the GPU of the predictions, by default h100. SHARE is the part
+# of the memory that headline plans with, by default 0.9. DEVICE_FILE is the file that calibrate writes and later
+# parts read, by default FOLDER/device.yaml: where FOLDER is emptied between parts, name a file elsewhere.
 set -uo pipefail
+caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 
-PARTS=(parts tests calibrate llama headline models features)
+PARTS=(tests llama headline calibrate parts models features)
+declare -A WRITTEN=(
+    [tests]="tests.txt"
+    [llama]="llama-bf16.json llama-fp8.json"
+    [headline]="headline-bf16.json headline-fp8.json compile.json"
+    [calibrate]="device.yaml"
+    [parts]="tiny.json micro.json"
+    [models]="gpt-bf16.json gpt-graphs.json recipes.json"
+    [features]="traced.html"
+    [predict]="predicted-llama-bf16.json predicted-llama-fp8.json"
+)
 WHEELS=.wheels
 PYTHON="${PYTHON:-python3}"
-OUT="${OUT:-runs/gpu}"
-part="" cpu="" tiny="" failed=()
-positional=()
+cpu="" tiny="" positional=()
+failed=() call=() copier="" log_name=""
+
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
 for argument in "$@"; do
     case "$argument" in
+    -h | --help) # the comment at the top of this file
+        sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' scripts/gpu_first_hour.sh
+        exit 0
+        ;;
     --cpu) cpu=--cpu ;;
     --tiny) tiny=yes ;;
-    -*)
-        echo "unknown argument $argument; there are --cpu and --tiny" >&2
-        exit 2
-        ;;
+    -*) refuse "unknown argument $argument; there are --cpu, --tiny and --help" ;;
     *) positional+=("$argument") ;;
     esac
 done
 part="${positional[0]:-}"
-OUT="${positional[1]:-$OUT}"
 if [[ " ${PARTS[*]} wheels predict page all " != *" $part "* || ${#positional[@]} -gt 2 ]]; then
-    echo "usage: bash scripts/gpu_first_hour.sh wheels|predict|$(
+    refuse "usage: bash scripts/gpu_first_hour.sh wheels|predict|$(
         IFS="|"
         echo "${PARTS[*]}"
-    )|page|all [FOLDER] [--cpu --tiny]" >&2
-    exit 2
+    )|page|all [FOLDER] [--cpu --tiny]"
 fi
 if [[ -n "$cpu" && -z "$tiny" ]]; then
-    echo "--cpu is for trials: add --tiny" >&2
-    exit 2
+    refuse "--cpu is for trials: add --tiny"
 fi
 
-# Runs a command for at most so many seconds; its output goes to the screen and to the log of the part.
+# A path as the caller means it.
+absolute() {
+    if [[ "$1" == /* ]]; then
+        echo "$1"
+    else
+        echo "$caller/$1"
+    fi
+}
+
+OUT="$(absolute "${positional[1]:-${OUT:-$PWD/runs/gpu${cpu:+-trial}}}")"
+DEVICE_FILE="$(absolute "${DEVICE_FILE:-$OUT/device.yaml}")"
+
+# Runs a command for at most so many seconds; its output goes to the screen and to the log of the part, or to log_name.
+# It runs in the background: bash handles a signal only after a command in the foreground ends.
 limited() {
-    local seconds="$1" began=$SECONDS text
+    local log="$OUT/${log_name:-$current.log}" code
+    limit="$1" began=$SECONDS
     shift
-    show "$@" | tee -a "$OUT/$current.log"
-    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee -a "$OUT/$current.log"
-    local code=${PIPESTATUS[0]}
-    if [[ "$current" != page ]]; then
-        text="${*//\\/\\\\}"
-        text="${text//\"/\\\"}"
-        printf '{"part": "%s", "code": %d, "seconds": %d, "limit": %d, "command": "%s"}\n' \
-            "$current" "$code" "$((SECONDS - began))" "$seconds" "${text//$'\n'/ }" >>"$OUT/calls.jsonl"
-    fi
+    call=("$@")
+    show "$@" | tee -a "$log"
+    exec {screen}> >(tee -a "$log")
+    copier=$!
+    timeout --kill-after=10 "$limit" "$@" >&"$screen" 2>&1 {screen}>&- &
+    exec {screen}>&-
+    wait $!
+    code=$?
+    await_copier
+    note_call "$code" false
+}
+
+# Waits until the output is written, five seconds at most: a process that is left over may hold it open.
+await_copier() {
+    local tries=50
+    while ((tries--)) && kill -0 "$copier" 2>/dev/null; do
+        sleep 0.1
+    done
+    kill "$copier" 2>/dev/null
+    copier=""
+}
+
+# Adds the command to calls.jsonl, with its exit code and whether a signal to this script stopped it.
+note_call() {
+    local code="$1" stopped="$2" text="${call[*]}" calls="$OUT/calls.jsonl"
     if ((code != 0)); then
-        failed+=("$current: code $code of $*")
+        failed+=("$current: code $code of $text")
     fi
+    call=()
+    if [[ "$current" == page ]]; then
+        return
+    fi
+    if [[ -f "$calls" && -n "$(tail -c 1 "$calls")" ]]; then # its last line was cut off
+        echo >>"$calls"
+    fi
+    text="${text//\\/\\\\}"
+    text="${text//\"/\\\"}"
+    printf '{"part": "%s", "code": %d, "seconds": %d, "limit": %d, "stopped": %s, "command": "%s"}\n' \
+        "$current" "$code" "$((SECONDS - began))" "$limit" "$stopped" "${text//$'\n'/ }" >>"$calls"
+}
+
+say_failed() {
+    if ((${#failed[@]})); then
+        printf 'failed: %s\n' "${failed[@]}"
+    fi
+}
+
+# Ends the command that runs, notes it, and writes the page.
+stop() {
+    local code=$((128 + $1)) running log_name=""
+    trap '' INT TERM HUP
+    running=$(jobs -pr)
+    if [[ -n "$running" ]]; then
+        kill "$running" 2>/dev/null # timeout passes it on to the process group, and kills that after ten seconds
+        wait "$running"
+    fi
+    if [[ -n "$copier" ]]; then
+        await_copier
+    fi
+    if ((${#call[@]})); then
+        note_call "$code" true
+    fi
+    page
+    say_failed
+    exit "$code"
 }
 
 # gpu.py with a file for its figures. With --tiny, the tiny model and few steps whatever is asked for.
@@ -91,19 +178,68 @@ measure() {
     fi
     local devices=()
     if [[ -z "$cpu" ]]; then
-        devices+=("${DEVICE:-h100}")
+        devices+=(--device "${DEVICE:-h100}")
     fi
-    if [[ -f "$OUT/device.yaml" ]]; then
-        devices+=("$OUT/device.yaml")
+    if [[ -f "$DEVICE_FILE" ]]; then
+        devices+=(--calibrated "$DEVICE_FILE")
     fi
-    limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file" \
-        ${devices:+--device "${devices[@]}"}
+    limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file" "${devices[@]}"
+}
+
+tests() {
+    local files=(tests/gpu) workers=() experts
+    if "$PYTHON" -c "import xdist" 2>/dev/null; then
+        workers=(-n "${WORKERS:-8}")
+    fi
+    if [[ -n "$tiny" ]]; then
+        files=(tests/gpu/test_flash_tiles.py) workers=()
+    else
+        limited 20 "$PYTHON" -m pip list
+        limited 10 nvidia-smi
+    fi
+    # A line for each test as it ends (-vv undoes the -q of pyproject.toml), and the reason of a failure at once.
+    log_name=tests.txt limited 450 "$PYTHON" -m pytest "${files[@]}" "${workers[@]}" -vv --tb=short \
+        -p no:cacheprovider -p tests.failure_lines
+    experts="--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --bf16
+        --micro-batch-size 4 --num-experts 8 --moe-router-topk 2"
+    if [[ -n "$tiny" ]]; then
+        experts="--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64
+            --num-experts 4 --moe-router-topk 2"
+    fi
+    # shellcheck disable=SC2086
+    limited 90 "$PYTHON" pretrain_gpt.py $experts --global-batch-size 8 --disable-bias-linear --swiglu --mock-data \
+        --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 5 --eval-iters 0 --log-interval 1 \
+        --num-workers 0 ${cpu:+"$cpu"}
+}
+
+# Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.
+llama() {
+    local layers=(--config llama-8b-layers --layers 8 --steps 1 --rounds 5 --warm-up 3)
+    measure 200 llama-bf16.json "${layers[@]}"
+    measure 210 llama-fp8.json "${layers[@]}" --precision fp8
+}
+
+# As many layers as fit. The part before shows the peak beside the plan: SHARE is the part of the memory to plan with.
+headline() {
+    local most=(--config llama-8b-layers --memory-share "${SHARE:-0.9}" --steps 1 --rounds 5 --warm-up 3)
+    measure 210 headline-bf16.json "${most[@]}"
+    measure 220 headline-fp8.json "${most[@]}" --precision fp8
+    measure 140 compile.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
+        --compare=--no-compile
+}
+
+# The rates of this GPU as a device file, by which the planner predicts the models of the parts after it.
+calibrate() {
+    local output="$OUT/device.yaml"
+    limited 280 "$PYTHON" tools/calibrate.py --output "$output" ${cpu:+"$cpu"} \
+        ${tiny:+--seconds 5 --precision fp32 bf16}
+    if [[ -f "$output" && "$DEVICE_FILE" != "$output" ]]; then
+        limited 10 cp "$output" "$DEVICE_FILE"
+    fi
 }
 
 parts() {
     if [[ -z "$tiny" ]]; then
-        limited 30 "$PYTHON" -m pip list
-        limited 10 nvidia-smi
         measure 110 tiny.json --config tiny --rounds 2
         limited 420 "$PYTHON" tools/bench/micro.py --seconds 360 --json "$OUT/micro.json"
     else
@@ -113,32 +249,17 @@ parts() {
     fi
 }
 
-tests() {
-    local files=(tests/gpu) workers=() experts
-    if "$PYTHON" -c "import xdist" 2>"$OUT/missing.txt"; then
-        workers=(-n "${WORKERS:-8}")
+models() {
+    local graphs="--cuda-graph-impl local"
+    if [[ -n "$cpu" ]]; then
+        graphs="--recompute-granularity full" # a CPU records nothing
     fi
-    rm -f "$OUT/missing.txt"
-    if [[ -n "$tiny" ]]; then
-        files=(tests/gpu/test_flash_tiles.py) workers=()
-    fi
-    limited 470 "$PYTHON" -m pytest "${files[@]}" "${workers[@]}" --tb=short -p no:cacheprovider
-    cp "$OUT/$current.log" "$OUT/tests.txt"
-    experts="--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --bf16
-        --micro-batch-size 4 --num-experts 8 --moe-router-topk 2"
-    if [[ -n "$tiny" ]]; then
-        experts="--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64
-            --num-experts 4 --moe-router-topk 2"
-    fi
-    # shellcheck disable=SC2086
-    limited 100 "$PYTHON" pretrain_gpt.py $experts --global-batch-size 8 --disable-bias-linear --swiglu --mock-data \
-        --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --train-iters 5 --eval-iters 0 --log-interval 1 \
-        --num-workers 0 ${cpu:+"$cpu"}
-}
-
-# The rates of this GPU as a device file, by which the planner predicts the models of the parts after it.
-calibrate() {
-    limited 280 "$PYTHON" tools/calibrate.py --output "$OUT/device.yaml" ${cpu:+"$cpu"} ${tiny:+--seconds 5 --precision fp32 bf16}
+    measure 160 gpt-bf16.json --config gpt-1.3b --steps 2 --rounds 3
+    measure 170 gpt-graphs.json --config gpt-1.3b --steps 2 --rounds 3 --compare "$graphs"
+    # Contestants share the memory: few layers, and a small vocabulary.
+    measure 240 recipes.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
+        --precision fp8 --compare "--fp8-recipe tensorwise" --compare "--fp8-recipe rowwise" \
+        --compare "--fp8-recipe blockwise"
 }
 
 # Five steps of a small model with what has no measured run, and texts of its checkpoint. Two ranks share the GPU.
@@ -169,35 +290,6 @@ features() {
     rm -rf "$OUT/checkpoints" "$OUT"/traced/iter_*
 }
 
-# Eight layers of Llama 3.1 8B, of which the plan is 58 to 60 GiB.
-llama() {
-    local layers=(--config llama-8b-layers --layers 8 --steps 1 --rounds 5 --warm-up 3)
-    measure 280 llama-bf16.json "${layers[@]}"
-    measure 290 llama-fp8.json "${layers[@]}" --precision fp8
-}
-
-models() {
-    local graphs="--cuda-graph-impl local"
-    if [[ -n "$cpu" ]]; then
-        graphs="--recompute-granularity full" # a CPU records nothing
-    fi
-    measure 160 gpt-bf16.json --config gpt-1.3b --steps 2 --rounds 3
-    measure 170 gpt-graphs.json --config gpt-1.3b --steps 2 --rounds 3 --compare "$graphs"
-    # Contestants share the memory: few layers, and a small vocabulary.
-    measure 240 recipes.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
-        --precision fp8 --compare "--fp8-recipe tensorwise" --compare "--fp8-recipe rowwise" \
-        --compare "--fp8-recipe blockwise"
-}
-
-# As many layers as fit. The part before shows the peak beside the plan: SHARE is the part of the memory to plan with.
-headline() {
-    local most=(--config llama-8b-layers --memory-share "${SHARE:-0.9}" --steps 1 --rounds 5 --warm-up 3)
-    measure 210 headline-bf16.json "${most[@]}"
-    measure 220 headline-fp8.json "${most[@]}" --precision fp8
-    measure 140 compile.json --config llama-8b-layers --layers 2 --flags "--vocab-size 16384" --steps 2 --rounds 3 \
-        --compare=--no-compile
-}
-
 predict() {
     local run=("$PYTHON" tools/bench/gpu_bytes.py --device "${DEVICE:-h100}" --samples 1 --layers 8)
     limited 280 "${run[@]}" --config llama-8b-layers --json "$OUT/predicted-llama-bf16.json"
@@ -205,7 +297,9 @@ predict() {
 }
 
 page() {
-    limited 60 "$PYTHON" tools/bench/gpu_page.py "$OUT"
+    local current=page
+    limited 20 "$PYTHON" tools/bench/gpu_page.py "$OUT" "$@"
+    rm -f "$OUT/page.log"
 }
 
 if [[ "$part" == wheels ]]; then
@@ -220,7 +314,12 @@ if [[ "$part" == wheels ]]; then
     exit 0
 fi
 
-mkdir -p "$OUT"
+if ! problem=$(mkdir -p -- "$OUT" 2>&1) || [[ ! -w "$OUT" ]]; then
+    refuse "FOLDER $OUT cannot be used: ${problem:-it cannot be written to}"
+fi
+trap 'stop 1' HUP
+trap 'stop 2' INT
+trap 'stop 15' TERM
 if [[ -d "$WHEELS" ]]; then
     export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD/$WHEELS"
 fi
@@ -228,20 +327,27 @@ export PYTHONUNBUFFERED=1
 todo=("$part")
 if [[ "$part" == all ]]; then
     todo=("${PARTS[@]}")
+elif [[ "$part" == page ]]; then
+    todo=()
 fi
 for current in "${todo[@]}"; do
-    : >"$OUT/$current.log"
-    if [[ -f "$OUT/calls.jsonl" ]]; then # of an earlier run of this part
+    # Of an earlier run of this part.
+    rm -f "$OUT/$current.log"
+    for file in ${WRITTEN[$current]:-}; do
+        rm -f "$OUT/$file"
+    done
+    if [[ -f "$OUT/calls.jsonl" ]]; then
         sed -i "/^{\"part\": \"$current\"/d" "$OUT/calls.jsonl"
     fi
-    if [[ "$current" != page ]]; then
-        "$current"
+    "$current"
+    if [[ "$part" == all ]]; then
+        page --quiet
     fi
 done
-current=page
-page
-rm -f "$OUT/page.log"
-if ((${#failed[@]})); then
-    printf 'failed: %s\n' "${failed[@]}"
-    exit 1
+if [[ "$part" != all ]]; then
+    page
+else
+    cat "$OUT/page.md"
 fi
+say_failed
+((${#failed[@]} == 0))

@@ -3,12 +3,17 @@ program in python's place writes down."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,39 +25,81 @@ from tools.bench.gpu import SHAPES, chosen_config, config_of, parser_of_args
 from tools.bench.gpu_page import EXPECTED, page, read_folder
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "scripts/gpu_first_hour.sh"
+SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 
-def first_hour(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE")}
-    environment |= {"PYTHON": python, "OMP_NUM_THREADS": "1"}
-    command = ["bash", SCRIPT, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+def environment_of(**variables: str) -> dict[str, str]:
+    ours = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE", "DEVICE_FILE")}
+    return ours | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+
+
+def first_hour(
+    *arguments: str, cwd: Path = ROOT, script: Path = SCRIPT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script), *arguments],
+        cwd=cwd,
+        env=environment_of(**variables),
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+
+
+def stub(folder: Path, body: str) -> str:
+    """A program in python's place."""
+    program = folder / "python"
+    program.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    program.chmod(0o755)
+    return str(program)
 
 
 def test_a_part_without_a_gpu(tmp_path: Path) -> None:
     done = first_hour("parts", str(tmp_path), "--cpu", "--tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
-    assert "| tiny.json | tiny bf16 | 2 | 2 x 2 |" in text and "## Where a step goes: tiny bf16" in text
+    assert "| tiny.json | CPU | tiny bf16 | 2 | 2 x 2 |" in text and "## Where a step goes: tiny bf16" in text
     found = read_folder(tmp_path)
-    assert {row["group"] for row in found.parts} == {"GEMM bf16", "GEMM fp8", "attention", "fp8", "regions", "memory"}
-    assert not [row for row in found.parts if row["failed"]]
+    groups = {row["group"] for _, row in found.parts}
+    assert groups == {"GEMM bf16", "GEMM fp8", "attention", "fp8", "regions", "memory"}
+    assert not [row for _, row in found.parts if row["failed"]]
     assert "| regions | layer |" in text and "failed:" not in text
     assert "- headline-fp8.json: as many layers as fit, fp8" in text and "- micro.json" not in text
     assert "regions    layer" in (tmp_path / "parts.log").read_text()
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """All parts, as they run on a GPU, in a folder with files of an earlier run."""
+
+    out: Path
+    words: list[list[str]]
+    """Of each command of python."""
+
+    def limit(self, *parts: str) -> int:
+        """Seconds that parts may take, with the page after each of them."""
+        calls = [call for call in read_folder(self.out).calls if call["part"] in parts]
+        assert {call["part"] for call in calls} == set(parts)
+        page_limit = re.search(r"^    limited (\d+) .* tools/bench/gpu_page.py", SCRIPT.read_text(), re.MULTILINE)
+        assert page_limit is not None
+        return sum(call["limit"] for call in calls) + len(parts) * int(page_limit[1])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tmp_path_factory.mktemp("recorded")
+    out, log = folder / "out", folder / "commands"
+    out.mkdir()
+    for name in EXPECTED:
+        (out / name).write_text("of an earlier run")
+    done = first_hour("all", str(out), PYTHON=stub(folder, f'printf "%q " "$@" >>{log}\necho >>{log}'))
+    assert all("nvidia-smi" in line for line in done.stdout.splitlines() if line.startswith("failed: ")), done.stdout
+    return Recorded(out, [shlex.split(line) for line in log.read_text().splitlines()])
+
+
 @pytest.fixture
-def commands(tmp_path: Path) -> list[list[str]]:
-    """Of all parts, as they run on a GPU; pytest's output is made up."""
-    python, log = tmp_path / "python", tmp_path / "commands"
-    python.write_text(f'#!/usr/bin/env bash\nprintf "%q " "$@" >>{log}\necho >>{log}\n')
-    python.chmod(0o755)
-    done = first_hour("all", str(tmp_path / "out"), python=str(python))
-    assert {line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith("failed: ")} <= {"failed"}
-    assert all("nvidia-smi" in line for line in done.stdout.splitlines() if line.startswith("failed: "))
-    return [shlex.split(line) for line in log.read_text().splitlines()]
+def commands(recorded: Recorded) -> list[list[str]]:
+    return recorded.words
 
 
 def test_every_command_is_legal_and_fits(commands: list[list[str]]) -> None:
@@ -89,11 +136,9 @@ def test_every_run_is_legal(commands: list[list[str]]) -> None:
 
 
 def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) -> None:
-    python, out = tmp_path / "python", tmp_path / "out"
-    python.write_text('#!/usr/bin/env bash\n[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0\n')
-    python.chmod(0o755)
+    out, python = tmp_path / "out", stub(tmp_path, '[[ "$*" == *muon* ]] && kill -KILL $$\nexit 0')
     for _ in range(2):  # a part that runs again replaces what it has said
-        done = first_hour("features", str(out), python=str(python))
+        done = first_hour("features", str(out), PYTHON=python)
         assert done.returncode == 1 and done.stdout.count("failed: features: code 137 of ") == 1
     calls = read_folder(out).calls
     assert [call["code"] for call in calls].count(137) == 1 and len(calls) == 10
@@ -103,109 +148,184 @@ def test_a_command_that_is_killed_is_named_and_the_others_run(tmp_path: Path) ->
     assert text.count("| features | 0 |") == 9
 
 
-def test_parts_take_less_than_ten_minutes() -> None:
-    text = (ROOT / SCRIPT).read_text()
-    parts = re.findall(
-        r"^(parts|tests|calibrate|features|llama|models|headline)\(\) \{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+RUNS_FOR_EVER = """
+[[ "$1" == tools/bench/gpu_page.py ]] && exec {python} "$@"
+sleep 100000 &
+echo $! >{pid}.new
+mv {pid}.new {pid}
+wait
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: signal.Signals) -> None:
+    out, pid = tmp_path / "out", tmp_path / "pid"
+    python = stub(tmp_path, RUNS_FOR_EVER.format(python=sys.executable, pid=pid))
+    command = ["env", "--default-signal", "bash", str(SCRIPT), "llama", str(out)]
+    with subprocess.Popen(command, env=environment_of(PYTHON=python), stdout=subprocess.PIPE, text=True) as process:
+        wait_until(pid.exists)
+        process.send_signal(number)
+        shown, _ = process.communicate(timeout=HANG)
+    assert process.returncode == 128 + number, shown
+    wait_until(lambda: not alive(int(pid.read_text())))
+    (call,) = read_folder(out).calls
+    assert call["code"] == 128 + number and call["stopped"] and "llama-bf16.json" in call["command"]
+    assert f"| llama | **{128 + number}**, stopped from outside |" in (out / "page.md").read_text()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Not a zombie, which nothing may reap here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_every_part_ends_with_a_page(commands: list[list[str]]) -> None:
+    names = [words[-1] if "gpu_page.py" not in words[0] else "page" for words in commands]
+    assert names.count("page") == 7 and names[-1] == "page"
+    written = [" ".join(words) for words in commands]
+    for before, after in (
+        ("llama-fp8.json", "headline-bf16.json"),
+        ("compile.json", "calibrate.py"),
+        ("micro.json", "gpt-"),
+    ):
+        first, second = (next(i for i, line in enumerate(written) if name in line) for name in (before, after))
+        assert "page" in names[first:second], before
+
+
+def test_half_an_hour_has_the_headline(recorded: Recorded) -> None:
+    """The minutes that script and documentation promise are those of the limits, and a lent GPU is lent for 30."""
+    documented = (ROOT / "docs/performance.md").read_text()
+    first, rest = ("tests", "llama", "headline"), ("calibrate", "parts", "models", "features")
+    order = [call["part"] for call in read_folder(recorded.out).calls]
+    assert tuple(dict.fromkeys(order)) == first + rest
+    minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (first, first + rest))
+    assert minutes <= 28  # the machine starts, and commands are sent, within the rest
+    assert f"The first three take at most {minutes} minutes, all of them at most {whole}." in documented
+    words = " ".join(SCRIPT.read_text().replace("#", "").split())
+    assert f"one after another, in at most {whole} minutes; the first three take at most {minutes} bash" in words
+    rows = re.findall(r"^\| `(\w+)` \| .*\|$", documented.partition("| part | commands |")[2], re.MULTILINE)
+    assert tuple(rows[:7]) == first + rest
+
+
+def table_after(text: str) -> list[list[str]]:
+    """The cells of the first table in docs/performance.md after a text."""
+    documented = (ROOT / "docs/performance.md").read_text().partition(text)[2]
+    lines = documented[documented.index("\n|") + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_documented_bytes_and_times_add_up() -> None:
+    rows = table_after("Bytes of one layer of Llama 3 8B")
+    total = next(number for number, row in enumerate(rows) if row[0] == "**element-wise, the last five rows**")
+    for column, cell in list(enumerate(rows[total]))[1:]:
+        counts = [re.fullmatch(r"[\d,]+", row[column]) for row in rows[total - 5 : total]]
+        assert sum(int(count[0].replace(",", "")) for count in counts if count) == int(cell.strip("*").replace(",", ""))
+
+
+def test_targets_are_below_the_predictions_of_their_attention() -> None:
+    whole, targets = table_after("Whole steps on one H100"), table_after("Benchmarks to run on a GPU")
+    speeds = [int(row[-1].rpartition(" ")[2]) for row in whole if row[-1][-1].isdigit()]
+    bf16_cudnn, bf16_flash, _, fp8_cudnn, fp8_flash3 = speeds[:5]
+    target = next(row[-1] for row in targets if row[0] == "`headline`")
+    bf16 = re.search(rf"(\d+) TFLOP/s, .*? in bf16 with cuDNN's attention \(predicted {bf16_cudnn};", target)
+    fp8 = re.search(
+        rf"(\d+) in fp8 with FlashAttention-3 \(predicted {fp8_flash3}, and {fp8_cudnn} with cuDNN's", target
     )
-    assert len(parts) == 7
-    for name, body in parts:
-        body = body.partition("else")[0]
-        assert 0 < sum(map(int, re.findall(r"^ +(?:limited|measure) (\d+) ", body, re.MULTILINE))) < 590, name
+    assert bf16 is not None and bf16_flash < int(bf16[1]) < bf16_cudnn
+    assert fp8 is not None and fp8_cudnn < int(fp8[1]) < fp8_flash3
+
+
+def test_parts_take_less_than_ten_minutes(recorded: Recorded) -> None:
+    for part in {call["part"] for call in read_folder(recorded.out).calls}:
+        assert recorded.limit(part) <= 590, part
+
+
+def test_a_part_removes_its_files_of_an_earlier_run(recorded: Recorded, tmp_path: Path) -> None:
+    assert not [name for name in EXPECTED if (recorded.out / name).exists() and name != "tests.txt"]
+    assert (recorded.out / "tests.txt").read_text().startswith("+ ")
+    for name in ("llama-bf16.json", "headline-bf16.json"):
+        (tmp_path / name).write_text("{}")
+    assert first_hour("llama", str(tmp_path), PYTHON=stub(tmp_path, "exit 0")).returncode == 0
+    assert {path.name for path in tmp_path.glob("*.json")} == {"headline-bf16.json"}
+
+
+CALIBRATES = """
+[[ "$1" == tools/calibrate.py ]] && echo rates >"$3"
+printf "%q " "$@" >>{log}
+echo >>{log}
+"""
+
+
+def test_later_parts_read_the_device_file(tmp_path: Path) -> None:
+    """Of FOLDER, or of DEVICE_FILE where FOLDER is emptied between the parts."""
+    out, kept, log = tmp_path / "out", tmp_path / "kept.yaml", tmp_path / "log"
+    python = stub(tmp_path, CALIBRATES.format(log=log))
+    for variables in ({}, {"DEVICE_FILE": "kept.yaml"}):
+        for part in ("calibrate", "models"):
+            assert first_hour(part, str(out), cwd=tmp_path, PYTHON=python, **variables).returncode == 0
+            if variables:
+                (out / "device.yaml").unlink(missing_ok=True)
+    assert kept.read_text() == "rates\n"
+    models = [shlex.split(line) for line in log.read_text().splitlines() if "gpu.py" in line]
+    named = [words[words.index("--calibrated") + 1] for words in models]
+    assert named == [str(out / "device.yaml")] * 3 + [str(kept)] * 3
+    assert parser_of_args().parse_args(models[0][1:]).calibrated == out / "device.yaml"
+
+
+def test_folders(tmp_path: Path) -> None:
+    """A FOLDER is the caller's. A trial has a folder of its own by default."""
+    python, root, caller = stub(tmp_path, "exit 0"), tmp_path / "root", tmp_path / "caller"
+    (root / "scripts").mkdir(parents=True)
+    caller.mkdir()
+    for name in ("gpu_first_hour.sh", "env.sh"):
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    script = root / "scripts/gpu_first_hour.sh"
+    for arguments, variables, folder in (
+        (["llama", "figures"], {}, caller / "figures"),
+        (["llama"], {"OUT": "other"}, caller / "other"),
+        (["llama"], {}, root / "runs/gpu"),
+        (["llama", "--cpu", "--tiny"], {}, root / "runs/gpu-trial"),
+    ):
+        assert not folder.exists()
+        assert first_hour(*arguments, cwd=caller, script=script, PYTHON=python, **variables).returncode == 0
+        assert (folder / "calls.jsonl").is_file()
+
+
+def test_a_folder_that_cannot_be_used_ends_the_script(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (str(tmp_path / "file"), str(tmp_path / "file/below"), "/proc/nope"):
+        done = first_hour("llama", folder, PYTHON=stub(tmp_path, f"touch {tmp_path}/called"))
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith(f"FOLDER {folder} cannot be used: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "called").exists()
+
+
+def test_help() -> None:
+    for flag in ("-h", "--help"):
+        done = first_hour(flag)
+        assert done.returncode == 0 and done.stderr == ""
+        assert done.stdout.startswith("The first hour with a GPU") and "\n#" not in done.stdout
+        assert "bash scripts/gpu_first_hour.sh PART [FOLDER]" in done.stdout and "DEVICE_FILE" in done.stdout
+        assert "set -uo" not in done.stdout
 
 
 def test_wrong_arguments() -> None:
     for arguments, message in (
         (
             ["nothing"],
-            "usage: bash scripts/gpu_first_hour.sh wheels|predict|parts|tests|calibrate|llama|headline|models|",
+            "usage: bash scripts/gpu_first_hour.sh wheels|predict|tests|llama|headline|calibrate|parts|models|",
         ),
         (["parts", "--gpu"], "unknown argument --gpu"),
         (["parts", "--cpu"], "--cpu is for trials: add --tiny"),
     ):
         done = first_hour(*arguments)
         assert done.returncode == 2 and message in done.stderr
-
-
-SPREAD = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
-RUN = {
-    "config": "llama-8b-layers",
-    "precision": "bf16",
-    "layers": 8,
-    "micro_batch_size": 1,
-    "micro_batches": 8,
-    "tokens_per_second": SPREAD,
-    "tflops": 600.0,
-    "mfu": 0.606,
-    "of_products": 0.8,
-    "planned": [4 * 2**30, 2 * 2**30, 2**30],
-    "allocated": 7 * 2**30,
-    "reserved": 8 * 2**30,
-    "ceilings": [],
-    "planner": {"h100": 625.0},
-    "groups": [
-        {"name": "GEMM", "microseconds": 2e5, "share": 0.8, "count": 9, "longest": ["nvjet|a", "b"]},
-        {"name": "idle", "microseconds": 5e4, "share": 0.2, "count": 0, "longest": []},
-    ],
-}
-NONE = {"groups": {}}
-PREDICTED = {
-    "config": "llama-8b-layers",
-    "precision": "bf16",
-    # 8 layers in 8 micro-batches: 64 x 3 + 8 x 3 + 24 ms, and 144 launches in place of 11. 400 tokens a micro-batch.
-    "parts": {
-        "layer": {
-            "groups": {"GEMMs": {"us": 2000.0, "launches": 2}, "weight-gradient sums": {"us": 1000.0, "launches": 0}}
-        },
-        "layer, once a step": NONE,
-        "micro-batch": {"groups": {"GEMMs": {"us": 3000.0, "launches": 1}}},
-        "step": {"groups": {"optimizer": {"us": 24000.0, "launches": 8}}},
-    },
-    "predicted": {
-        "layers": 1,
-        "micro_batches": 1,
-        "micro_batch_size": 1,
-        "host_ms": 11.0,
-        "step_ms": 30.0,
-        "tokens_per_second": 40_000 / 3,
-    },
-}
-PART = {"group": "attention", "name": "cudnn", "milliseconds": SPREAD, "tflop": 5.0, "gigabytes": 2.0, "failed": None}
-MACHINE = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
-
-
-def test_page_of_what_there_is(tmp_path: Path) -> None:
-    def write(name: str, *rows: object) -> None:
-        (tmp_path / name).write_text(json.dumps({"machine": MACHINE, "rows": rows}))
-
-    assert list(page(read_folder(tmp_path), (), ()))[2] == "No figures."
-    write("llama-bf16.json", RUN)
-    write("micro.json", PART, PART | {"name": "flash3", "milliseconds": None, "failed": "ImportError: none"})
-    variant = {"variant": "as it is", "tokens_per_second": SPREAD}
-    write("recipes.json", variant, {"variant": "--fp8-recipe rowwise", "failed": "RuntimeError: no | kernel"})
-    (tmp_path / "headline-bf16.json").write_text('{"rows": [')
-    (tmp_path / "tests.txt").write_text(
-        "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
-    )
-    text = "\n".join(page(read_folder(tmp_path), [PREDICTED], ["llama-fp8.json: layers"]))
-    for line in (
-        "NVIDIA H100; Python 3.12, torch 2.11.0",
-        "| llama-bf16.json | llama-8b-layers bf16 | 8 | 8 x 1 | 10,000 (9,000 to 11,000) | 600.0 | 60.6% | 80.0% "
-        "| 7.00 | 7.00 | 1.000 | 800.0 (0.75 x) |",
-        "| group | ms | share | kernels | longest |",
-        "| GEMM | 200.00 | 80.0% | 9 | nvjet/a; b |",
-        "| GEMM | 200.00 | 216.00 |",
-        "| idle | 50.00 | 0.00 |",
-        "| optimizer | 0.00 | 24.00 |",
-        "| step | 250.00 | 240.00 |",
-        "| llama-bf16.json | h100 | 625 | 600 | 0.960 |",
-        "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
-        "| attention | flash3 | failed: ImportError: none |  |  |",
-        "| as it is | 10,000 (9,000 to 11,000) | 1.000 |",
-        "| --fp8-recipe rowwise | failed: RuntimeError: no / kernel |  |",
-        "1 failed, 9 passed in 9s",
-        "- FAILED tests/gpu/test_fp8.py::test_a - AssertionError",
-        "- llama-fp8.json: layers",
-    ):
-        assert line in text, f"{line}\n\n{text}"
-    assert "- headline-bf16.json: JSONDecodeError" in text

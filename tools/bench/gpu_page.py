@@ -1,10 +1,10 @@
 """One page of tables from the figures of a GPU: `python tools/bench/gpu_page.py FOLDER [--predicted FILE ...]`.
 
 Reads every JSON file in FOLDER that tools/bench/gpu.py or tools/bench/micro.py wrote, the output of pytest in
-tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. What is missing is
-named, not an error. `--predicted`, by default the files FOLDER/predicted-*.json, are files of tools/bench/gpu_bytes.py:
-what they predict for a step of as many layers and micro-batches stands beside what was measured in the same
-configuration and precision.
+tests.txt, and what scripts/gpu_first_hour.sh called in calls.jsonl, and writes FOLDER/page.md. What is missing or not
+readable is named, not an error. `--predicted`, by default the files FOLDER/predicted-*.json, are files of
+tools/bench/gpu_bytes.py: what they predict for a step of as many layers and micro-batches stands beside what was
+measured in the same configuration and precision.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ import argparse
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.side_by_side import replace_text
+
 Figures = Mapping[str, Any]
 
 EXPECTED = {
-    "micro.json": "parts one by one",
-    "tiny.json": "a tiny model",
     "tests.txt": "tests/gpu",
-    "device.yaml": "rates of this GPU, by tools/calibrate.py",
     "llama-bf16.json": "layers of Llama 3.1 8B in bf16",
     "llama-fp8.json": "layers of Llama 3.1 8B in fp8",
+    "headline-bf16.json": "as many layers as fit, bf16",
+    "headline-fp8.json": "as many layers as fit, fp8",
+    "compile.json": "compiled regions beside plain ones",
+    "device.yaml": "rates of this GPU, by tools/calibrate.py",
+    "tiny.json": "a tiny model",
+    "micro.json": "parts one by one",
     "gpt-bf16.json": "GPT of 1.3B parameters in bf16",
     "gpt-graphs.json": "the same with recorded CUDA graphs",
     "recipes.json": "fp8 recipes compared",
-    "compile.json": "compiled regions beside plain ones",
-    "headline-bf16.json": "as many layers as fit, bf16",
-    "headline-fp8.json": "as many layers as fit, fp8",
 }
 """What scripts/gpu_first_hour.sh writes."""
 
@@ -85,6 +90,17 @@ def predicted_step(row: Figures, files: Sequence[Figures]) -> Predicted | None:
     return None
 
 
+def read_prediction(path: Path) -> Figures:
+    """A file of gpu_bytes.py. Raises OSError, or one of `MALFORMED` for a file that lacks what the page reads."""
+    figures: Figures = json.loads(path.read_text())
+    whole, _ = figures["predicted"], figures["config"] + figures["precision"]
+    milliseconds, _ = _sums(figures, whole["layers"], whole["micro_batches"])
+    names = ("layers", "micro_batches", "micro_batch_size", "host_ms", "step_ms", "tokens_per_second")
+    if not min(sum(milliseconds.values()), *(whole[name] for name in names)) > 0:
+        raise ValueError("a predicted step has figures above 0")
+    return figures
+
+
 def _sums(figures: Figures, layers: int, batches: int) -> tuple[dict[str, float], dict[str, float]]:
     """(milliseconds, launches) by group of a step of so many layers and micro-batches."""
     factors = {"layer": layers * batches, "layer, once a step": layers, "micro-batch": batches, "step": 1}
@@ -97,21 +113,31 @@ def _sums(figures: Figures, layers: int, batches: int) -> tuple[dict[str, float]
     return dict(milliseconds), dict(launches)
 
 
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading JSON of another form raises."""
+
+
 @dataclass
 class Found:
     """The contents of a folder."""
 
-    machine: Figures = field(default_factory=dict)
+    machines: dict[str, Figures] = field(default_factory=dict)
+    """What it was measured on, by file."""
+
     runs: list[tuple[str, Figures]] = field(default_factory=list)
     """Models that were measured, by file."""
 
     compared: list[tuple[str, Sequence[Figures]]] = field(default_factory=list)
-    parts: list[Figures] = field(default_factory=list)
+    parts: list[tuple[str, Figures]] = field(default_factory=list)
     tests: str | None = None
     calls: list[Figures] = field(default_factory=list)
-    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, their limit, command."""
+    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, their limit, stopped, command."""
 
     unreadable: list[str] = field(default_factory=list)
+
+    def device(self, file: str) -> str:
+        """The GPU of a file's figures, or "CPU"."""
+        return self.machines[file].get("gpu") or "CPU"
 
 
 def read_folder(folder: Path) -> Found:
@@ -122,44 +148,53 @@ def read_folder(folder: Path) -> Found:
         try:
             document = json.loads(path.read_text())
             rows = document["rows"]
-            found.machine = found.machine or document["machine"]
+            found.machines[path.name] = dict(document["machine"])
             for row in rows:
                 if "milliseconds" in row:
-                    found.parts.append(row)
+                    found.parts.append((path.name, row))
                 elif "layers" in row:
                     found.runs.append((path.name, row))
             if any("variant" in row for row in rows):
                 found.compared.append((path.name, rows))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *MALFORMED) as error:
             found.unreadable.append(f"{path.name}: {type(error).__name__}: {error}")
-    try:
-        found.calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        found.unreadable.append(f"calls.jsonl: {type(error).__name__}: {error}")
+    _read_calls(folder / "calls.jsonl", found)
     tests = folder / "tests.txt"
     found.tests = tests.read_text(errors="replace") if tests.is_file() else None
     return found
 
 
+OF_CALLS = ("part", "code", "seconds", "limit", "stopped", "command")
+
+
+def _read_calls(path: Path, found: Found) -> None:
+    """One command a line; a line that was cut off is left out and named."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        found.unreadable.append(f"calls.jsonl: {type(error).__name__}: {error}")
+        return
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            call = json.loads(line)
+            found.calls.append({name: call[name] for name in OF_CALLS})
+        except MALFORMED:
+            found.unreadable.append(f"calls.jsonl: line {number} is no whole command: {line[:60]}")
+
+
 def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> Iterator[str]:
     """The lines of the page."""
-    machine = found.machine
     yield "# Figures of a GPU"
     yield ""
-    versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
-    facts = (
-        machine.get("gpu"),
-        machine.get("cpu"),
-        machine.get("system"),
-        f"Python {machine.get('python')}, {versions}",
-    )
-    yield "; ".join(str(fact) for fact in facts if fact) if machine else "No figures."
+    yield from _machines(found)
     yield from _runs(found, predicted)
     yield from _planner(found)
     for file, row in found.runs:
-        yield from _groups(file, row, predicted_step(row, predicted))
+        yield from _groups(f"{file}, {found.device(file)}", row, predicted_step(row, predicted))
     yield from _compared(found)
     yield from _parts(found)
     yield from _tests(found)
@@ -169,6 +204,24 @@ def page(found: Found, predicted: Sequence[Figures], missing: Sequence[str]) -> 
         yield "## Missing"
         yield ""
         yield from (f"- {line}" for line in (*missing, *found.unreadable))
+
+
+def _machines(found: Found) -> Iterator[str]:
+    """A line for each machine, with its files where there are several."""
+    files = defaultdict[str, list[str]](list)
+    for file, machine in found.machines.items():
+        versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)
+        python = f"Python {machine.get('python')}, {versions}"
+        facts = found.device(file), machine.get("cpu"), machine.get("system"), python
+        files["; ".join(str(fact) for fact in facts if fact)].append(file)
+    if not files:
+        yield "No figures."
+    elif len(files) == 1:
+        yield from files
+    else:
+        yield f"**Figures of {len(files)} machines:**"
+        yield ""
+        yield from (f"- {', '.join(names)}: {line}" for line, names in files.items())
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -187,6 +240,7 @@ def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
     yield "TFLOP/s and MFU count causal attention. Memory in GiB; the plan is that of the dry run."
     head = [
         "file",
+        "device",
         "model",
         "layers",
         "batch",
@@ -203,6 +257,7 @@ def _runs(found: Found, predicted: Sequence[Figures]) -> Iterator[str]:
         planned, peak = sum(row["planned"]), row.get("allocated")
         cells = [
             file,
+            found.device(file),
             f"{row['config']} {row['precision']}",
             str(row["layers"]),
             f"{row['micro_batches']} x {row['micro_batch_size']}",
@@ -242,18 +297,19 @@ def _calls(found: Found) -> Iterator[str]:
     for call in found.calls:
         code = f"**{call['code']}**" if call["code"] else "0"
         late = ", out of time" if call["code"] in (124, 137) and call["seconds"] >= call["limit"] else ""
+        late = ", stopped from outside" if call["stopped"] else late
         command = call["command"].replace("|", "/")
         short = command if len(command) <= 160 else f"{command[:50]} ... {command[-105:]}"
         rows.append([call["part"], code + late, f"{call['seconds']} of {call['limit']}", f"`{short}`"])
     yield from _table(["part", "exit code", "seconds", "command"], rows)
 
 
-def _groups(file: str, row: Figures, guess: Predicted | None) -> Iterator[str]:
+def _groups(source: str, row: Figures, guess: Predicted | None) -> Iterator[str]:
     groups = row.get("groups", ())
     if not groups:
         return
     yield ""
-    yield f"## Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({file})"
+    yield f"## Where a step goes: {row['config']} {row['precision']}, {row['layers']} layers ({source})"
     rows = []
     for group in groups:
         longest = "; ".join(name[:60].replace("|", "/") for name in group["longest"])
@@ -274,7 +330,7 @@ def _groups(file: str, row: Figures, guess: Predicted | None) -> Iterator[str]:
 def _compared(found: Found) -> Iterator[str]:
     for file, rows in found.compared:
         yield ""
-        yield f"## Compared in turns ({file})"
+        yield f"## Compared in turns ({file}, {found.device(file)})"
         base = next((row["tokens_per_second"]["median"] for row in rows if "tokens_per_second" in row), None)
         cells = []
         for row in rows:
@@ -287,35 +343,65 @@ def _compared(found: Found) -> Iterator[str]:
 
 
 def _parts(found: Found) -> Iterator[str]:
-    if not found.parts:
-        return
-    yield ""
-    yield "## Parts one by one"
-    rows = []
-    for row in found.parts:
+    by_file = defaultdict[str, list[list[str]]](list)
+    for file, row in found.parts:
         if row["milliseconds"] is None:
-            rows.append([row["group"], row["name"], f"failed: {row['failed']}".replace("|", "/"), "", ""])
+            by_file[file].append([row["group"], row["name"], f"failed: {row['failed']}".replace("|", "/"), "", ""])
             continue
         seconds = row["milliseconds"]["median"] / 1e3
         rate = f"{row['tflop'] / seconds:,.1f}" if row["tflop"] else ""
         bandwidth = f"{row['gigabytes'] / seconds:,.0f}" if row["gigabytes"] else ""
-        rows.append([row["group"], row["name"], _spread(row["milliseconds"], ",.3f"), rate, bandwidth])
-    yield from _table(["group", "part", "ms", "TFLOP/s", "GB/s"], rows)
+        by_file[file].append([row["group"], row["name"], _spread(row["milliseconds"], ",.3f"), rate, bandwidth])
+    for file, rows in by_file.items():
+        yield ""
+        yield f"## Parts one by one ({file}, {found.device(file)})"
+        yield from _table(["group", "part", "ms", "TFLOP/s", "GB/s"], rows)
+
+
+OUTCOMES = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
+ENDED = (
+    re.compile(rf"(?P<test>\S*::.*?) (?P<outcome>{OUTCOMES})(?: \(.*)?(?: +\[ *\d+%\])$"),
+    re.compile(rf"\[gw\d+\] \[ *\d+%\] (?P<outcome>{OUTCOMES}) (?P<test>\S*::.*)"),
+)
+"""A test that has ended, as `pytest -v` prints it, alone and with pytest-xdist."""
+
+BEGUN = re.compile(r"(?P<test>[\w/.-]*::\S.*)")
+REASON = re.compile(r"(FAILED|ERROR) \S+")
+"""A line of the summary or of tests/failure_lines.py."""
 
 
 def _tests(found: Found) -> Iterator[str]:
     if found.tests is None:
         return
-    lines = found.tests.splitlines()
+    outcomes: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    summary = ""
+    for line in map(str.strip, found.tests.splitlines()):
+        if ended := next(filter(None, (form.fullmatch(line) for form in ENDED)), None):
+            outcomes[ended["test"]] = ended["outcome"]
+        elif begun := BEGUN.fullmatch(line):
+            outcomes.setdefault(begun["test"], "running")
+        elif REASON.match(line):
+            reasons.setdefault(line.partition(" - ")[0], line)
+        elif re.fullmatch(r"=* ?\d+ [a-z]+\b.* in [\d.]+s.*", line):
+            summary = line.strip("= ")
     yield ""
     yield "## Tests"
     yield ""
-    ends = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|failed|skipped|error)", line)]
-    yield ends[-1] if ends else "The tests did not end."
-    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if failed:
+    if summary:
+        yield summary
+    else:
+        counts = Counter(outcome.lower() for outcome in outcomes.values())
+        known = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        yield f"The tests did not end: {known or 'none began'}."
+    for test, outcome in outcomes.items():
+        if outcome in ("FAILED", "ERROR"):
+            reasons.setdefault(f"{outcome} {test}", f"{outcome} {test}")
+        elif outcome == "running" and not summary:
+            reasons[f"running {test}"] = f"running {test}"
+    if reasons:
         yield ""
-        yield from (f"- {line[:300]}" for line in failed)
+        yield from (f"- {line[:300]}" for line in reasons.values())
 
 
 def _spread(spread: Figures, spec: str) -> str:
@@ -330,17 +416,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--predicted", type=Path, nargs="+", help="files of gpu_bytes.py")
+    parser.add_argument("--quiet", action="store_true", help="write the page without printing it")
     args = parser.parse_args(argv)
     missing = [f"{name}: {what}" for name, what in EXPECTED.items() if not (args.folder / name).is_file()]
     predicted = []
     for path in args.predicted or sorted(args.folder.glob("predicted-*.json")):
         try:
-            predicted.append(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+            predicted.append(read_prediction(path))
+        except (OSError, *MALFORMED) as error:
             missing.append(f"{path}: predicted figures ({type(error).__name__}: {error})")
     text = "\n".join(page(read_folder(args.folder), predicted, missing)) + "\n"
-    (args.folder / "page.md").write_text(text)
-    print(text)
+    if not args.quiet:
+        print(text, flush=True)
+    target = args.folder / "page.md"
+    try:
+        replace_text(target, text)
+    except OSError as error:
+        print(f"not written: {target}: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0
 
 

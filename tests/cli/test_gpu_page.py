@@ -1,0 +1,279 @@
+"""tools/bench/gpu_page.py: the page of a folder of figures, whole or not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.limits import HANG
+from tools.bench.gpu import of_this_device
+from tools.bench.gpu_page import main, page, read_folder, read_prediction
+from tools.bench.side_by_side import write_json
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
+
+SPREAD = {"median": 10_000.0, "low": 9_000.0, "high": 11_000.0, "rounds": 3}
+RUN = {
+    "config": "llama-8b-layers",
+    "precision": "bf16",
+    "layers": 8,
+    "micro_batch_size": 1,
+    "micro_batches": 8,
+    "tokens_per_second": SPREAD,
+    "tflops": 600.0,
+    "mfu": 0.606,
+    "of_products": 0.8,
+    "planned": [4 * 2**30, 2 * 2**30, 2**30],
+    "allocated": 7 * 2**30,
+    "reserved": 8 * 2**30,
+    "ceilings": [],
+    "planner": {"h100": 625.0},
+    "groups": [
+        {"name": "GEMM", "microseconds": 2e5, "share": 0.8, "count": 9, "longest": ["nvjet|a", "b"]},
+        {"name": "idle", "microseconds": 5e4, "share": 0.2, "count": 0, "longest": []},
+    ],
+}
+NONE = {"groups": {}}
+PREDICTED = {
+    "config": "llama-8b-layers",
+    "precision": "bf16",
+    # 8 layers in 8 micro-batches: 64 x 3 + 8 x 3 + 24 ms, and 144 launches in place of 11. 400 tokens a micro-batch.
+    "parts": {
+        "layer": {
+            "groups": {"GEMMs": {"us": 2000.0, "launches": 2}, "weight-gradient sums": {"us": 1000.0, "launches": 0}}
+        },
+        "layer, once a step": NONE,
+        "micro-batch": {"groups": {"GEMMs": {"us": 3000.0, "launches": 1}}},
+        "step": {"groups": {"optimizer": {"us": 24000.0, "launches": 8}}},
+    },
+    "predicted": {
+        "layers": 1,
+        "micro_batches": 1,
+        "micro_batch_size": 1,
+        "host_ms": 11.0,
+        "step_ms": 30.0,
+        "tokens_per_second": 40_000 / 3,
+    },
+}
+PART = {"group": "attention", "name": "cudnn", "milliseconds": SPREAD, "tflop": 5.0, "gigabytes": 2.0, "failed": None}
+MACHINE = {"gpu": "NVIDIA H100", "python": "3.12", "versions": {"torch": "2.11.0"}}
+
+
+def test_page_of_what_there_is(tmp_path: Path) -> None:
+    def write(name: str, *rows: object) -> None:
+        (tmp_path / name).write_text(json.dumps({"machine": MACHINE, "rows": rows}))
+
+    assert list(page(read_folder(tmp_path), (), ()))[2] == "No figures."
+    write("llama-bf16.json", RUN)
+    write("micro.json", PART, PART | {"name": "flash3", "milliseconds": None, "failed": "ImportError: none"})
+    variant = {"variant": "as it is", "tokens_per_second": SPREAD}
+    write("recipes.json", variant, {"variant": "--fp8-recipe rowwise", "failed": "RuntimeError: no | kernel"})
+    (tmp_path / "headline-bf16.json").write_text('{"rows": [')
+    (tmp_path / "tests.txt").write_text(
+        "FAILED tests/gpu/test_fp8.py::test_a - AssertionError\n= 1 failed, 9 passed in 9s ="
+    )
+    text = "\n".join(page(read_folder(tmp_path), [PREDICTED], ["llama-fp8.json: layers"]))
+    for line in (
+        "NVIDIA H100; Python 3.12, torch 2.11.0",
+        "| llama-bf16.json | NVIDIA H100 | llama-8b-layers bf16 | 8 | 8 x 1 | 10,000 (9,000 to 11,000) | 600.0 | 60.6% "
+        "| 80.0% | 7.00 | 7.00 | 1.000 | 800.0 (0.75 x) |",
+        "| group | ms | share | kernels | longest |",
+        "| GEMM | 200.00 | 80.0% | 9 | nvjet/a; b |",
+        "| GEMM | 200.00 | 216.00 |",
+        "| idle | 50.00 | 0.00 |",
+        "| optimizer | 0.00 | 24.00 |",
+        "| step | 250.00 | 240.00 |",
+        "| llama-bf16.json | h100 | 625 | 600 | 0.960 |",
+        "| attention | cudnn | 10,000.000 (9,000.000 to 11,000.000) | 0.5 | 0 |",
+        "| attention | flash3 | failed: ImportError: none |  |  |",
+        "| as it is | 10,000 (9,000 to 11,000) | 1.000 |",
+        "| --fp8-recipe rowwise | failed: RuntimeError: no / kernel |  |",
+        "1 failed, 9 passed in 9s",
+        "- FAILED tests/gpu/test_fp8.py::test_a - AssertionError",
+        "- llama-fp8.json: layers",
+    ):
+        assert line in text, f"{line}\n\n{text}"
+    assert "- headline-bf16.json: JSONDecodeError" in text
+
+
+def text_of(folder: Path) -> str:
+    return "\n".join(page(read_folder(folder), (), ()))
+
+
+def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
+    """A trial on CPU in the folder of a real run."""
+    trial = {"cpu": "AMD EPYC", "python": "3.12", "versions": {"torch": "2.11.0"}}
+    for name, machine, row in (
+        ("headline-bf16.json", trial, RUN | {"config": "tiny", "mfu": None}),
+        ("llama-bf16.json", MACHINE, RUN),
+        ("micro.json", trial, PART),
+        ("recipes.json", MACHINE, {"variant": "as it is", "tokens_per_second": SPREAD}),
+    ):
+        (tmp_path / name).write_text(json.dumps({"machine": machine, "rows": [row]}))
+    text = text_of(tmp_path)
+    for line in (
+        "**Figures of 2 machines:**",
+        "- headline-bf16.json, micro.json: CPU; AMD EPYC; Python 3.12, torch 2.11.0",
+        "- llama-bf16.json, recipes.json: NVIDIA H100; Python 3.12, torch 2.11.0",
+        "| headline-bf16.json | CPU | tiny bf16 |",
+        "| llama-bf16.json | NVIDIA H100 | llama-8b-layers bf16 |",
+        "## Where a step goes: tiny bf16, 8 layers (headline-bf16.json, CPU)",
+        "## Parts one by one (micro.json, CPU)",
+        "## Compared in turns (recipes.json, NVIDIA H100)",
+    ):
+        assert line in text, f"{line}\n\n{text}"
+
+
+def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """device.yaml of a trial on CPU, or of another GPU."""
+    h100 = ROOT / "megatron/planner/devices/h100.yaml"
+    assert of_this_device(h100, "NVIDIA H100 80GB HBM3") == [str(h100)]
+    assert capsys.readouterr().out == ""
+    assert of_this_device(h100, "NVIDIA H200") == []
+    assert "h100.yaml: it is of NVIDIA H100 80GB HBM3, and this is NVIDIA H200" in capsys.readouterr().out
+    assert of_this_device(ROOT / "none.yaml", "NVIDIA H200") == []
+    assert "none.yaml" in capsys.readouterr().out
+
+
+TESTS = """
+import os
+import pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.parametrize("words", ["a b"])
+def test_fails(words):
+    assert words == "c"
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no memory")
+
+def test_with_broken(broken):
+    pass
+
+def test_killed():
+    os._exit(9)
+"""
+
+
+def test_tests_that_are_killed_are_counted_and_named(tmp_path: Path) -> None:
+    (tmp_path / "test_four.py").write_text(TESTS)
+    flags = re.search(r'pytest "\$\{files\[@\]\}" .*? (-vv .*?)\n\n?    experts', SCRIPT.read_text(), re.DOTALL)
+    assert flags is not None
+    words = flags[1].replace("\\\n", " ").split()
+    command = [sys.executable, "-m", "pytest", str(tmp_path / "test_four.py"), "-c", "pyproject.toml", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 9
+    (tmp_path / "tests.txt").write_text(done.stdout)
+    text = text_of(tmp_path)
+    assert "The tests did not end: 1 passed, 1 failed, 1 error, 1 running." in text, done.stdout + text
+    for line in (
+        r"FAILED .*::test_fails\[a b\] - .*'a b' == 'c'",
+        r"ERROR .*::test_with_broken - RuntimeError: no memory",
+    ):
+        assert re.search(rf"^- {line}$", text, re.MULTILINE), text
+    assert re.search(r"^- running .*::test_killed$", text, re.MULTILINE)
+
+
+def test_tests_of_several_workers_that_are_killed(tmp_path: Path) -> None:
+    """The output of pytest-xdist."""
+    lines = (
+        "tests/gpu/test_a.py::test_a ",
+        "tests/gpu/test_a.py::test_b[p q] ",
+        "[gw1] [ 33%] PASSED tests/gpu/test_a.py::test_a ",
+        "tests/gpu/test_a.py::test_c ",
+        "[gw0] [ 66%] FAILED tests/gpu/test_a.py::test_b[p q] ",
+        "FAILED tests/gpu/test_a.py::test_b[p q] - AssertionError: 3 passed in 2s",
+        "[gw0] [ 70%] SKIPPED tests/gpu/test_a.py::test_d ",
+        "[gw0] [ 75%] FAILED tests/gpu/test_a.py::test_e ",
+    )
+    (tmp_path / "tests.txt").write_text("\n".join(lines))
+    text = text_of(tmp_path)
+    assert "The tests did not end: 1 passed, 2 failed, 1 running, 1 skipped." in text
+    assert [line for line in text.splitlines() if line.startswith("- ")] == [
+        "- FAILED tests/gpu/test_a.py::test_b[p q] - AssertionError: 3 passed in 2s",
+        "- running tests/gpu/test_a.py::test_c",
+        "- FAILED tests/gpu/test_a.py::test_e",
+    ]
+
+
+def test_a_line_of_calls_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    call = {"part": "llama", "code": 143, "seconds": 9, "limit": 200, "stopped": True, "command": "python gpu.py"}
+    (tmp_path / "calls.jsonl").write_text(
+        f'{json.dumps(call)}\n\n{{"part": "headl\n{json.dumps(call | {"code": 0})}\n[]'
+    )
+    text = "\n".join(page(found := read_folder(tmp_path), (), ()))
+    assert "| llama | **143**, stopped from outside | 9 of 200 | `python gpu.py` |" in text
+    assert len(found.calls) == 2
+    assert found.unreadable == [
+        'calls.jsonl: line 3 is no whole command: {"part": "headl',
+        "calls.jsonl: line 5 is no whole command: []",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '{"predicted": {"lay',
+        json.dumps(PREDICTED | {"parts": {}}),
+        json.dumps(PREDICTED | {"predicted": {**PREDICTED["predicted"], "tokens_per_second": 0}}),  # type: ignore[dict-item]
+    ],
+)
+def test_predictions_that_cannot_be_used_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "llama-bf16.json").write_text(json.dumps({"machine": MACHINE, "rows": [RUN]}))
+    (tmp_path / "predicted-llama-bf16.json").write_text(text)
+    assert main([str(tmp_path)]) == 0
+    written = (tmp_path / "page.md").read_text()
+    assert "predicted-llama-bf16.json: predicted figures (" in written and "| llama-bf16.json |" in written
+    assert "predicted TFLOP/s |" not in written.partition("## Beside the planner")[0]
+    (tmp_path / "predicted-llama-bf16.json").write_text(json.dumps(PREDICTED))
+    assert read_prediction(tmp_path / "predicted-llama-bf16.json") == PREDICTED
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text(path: Path, text: str) -> int:
+        path.touch()  # a name needs no room
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+def test_a_full_disk_leaves_the_page_on_the_screen(
+    tmp_path: Path, full_disk: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "page.md").open("w") as before:
+        before.write("the page before")
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "# Figures of a GPU" in shown.out
+    assert shown.err == f"not written: {tmp_path / 'page.md'}: No space left on device\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"page.md": "the page before"}
+
+
+def test_a_full_disk_does_not_end_what_is_measured(
+    tmp_path: Path, full_disk: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(tmp_path / "micro.json", {}, [], ended=False)
+    problem = f"not written: {tmp_path / 'micro.json'}: No space left on device"
+    assert capsys.readouterr().err == f"{problem}\n"
+    with pytest.raises(SystemExit, match=problem):
+        write_json(tmp_path / "micro.json", {}, [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quiet_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--quiet"]) == 0
+    assert capsys.readouterr().out == "" and (tmp_path / "page.md").read_text().startswith("# Figures of a GPU")

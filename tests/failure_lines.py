@@ -1,0 +1,25 @@
+"""Plugin of pytest (`-p tests.failure_lines`) that prints the reason of each failure at once, in the form of the
+summary, which a session that is killed never prints."""
+
+from __future__ import annotations
+
+import pytest
+
+
+class FailureLines:
+    def __init__(self, config: pytest.Config) -> None:
+        self.plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.plugins.get_plugin("terminalreporter")
+        if not report.failed or reporter is None:  # a worker of pytest-xdist has none
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(report.longrepr if crash is None else crash.message).strip().splitlines()
+        outcome = "FAILED" if report.when == "call" else "ERROR"
+        reporter.ensure_newline()
+        reporter.write_line(f"{outcome} {report.nodeid} - {reason[0] if reason else 'no reason'}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailureLines(config))
