@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,28 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def stack_tool() -> str | None:
+    """Triton's program that reports what a compiled kernel uses, if it is installed."""
+    import triton
+
+    try:
+        return str(triton.knobs.nvidia.cuobjdump.path)
+    except RuntimeError:
+        return None
+
+
+def stack_of(built: Any) -> int:
+    """Bytes of stack of a thread of a compiled kernel: of a kernel without arrays these are spilled registers."""
+    tool = stack_tool()
+    assert tool is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"\bSTACK:(\d+)", report)
+    return int(stack)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +17,7 @@ from megatron.core.kernels import heads_cast as heads
 from megatron.core.kernels import norms as twins
 from megatron.core.kernels.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin
 from megatron.core.transformer.rotary import rotate_queries_and_keys
-from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits
+from tests.triton_cases import compiled, round_to_fp8_as_torch, run_apart, same_bits, stack_of, stack_tool
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
 WANTED = ((True, True), (True, False), (False, True))
@@ -34,9 +35,10 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Rows and columns that fill no tile, more rows than programs take at a time, and values that are not finite."""
+    """Rows and columns that fill no tile, rows that no program holds, more of them than programs take at a time, and
+    values that are not finite."""
     generator = torch.Generator().manual_seed(5)
-    sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32)
+    sizes = (5, 24, torch.bfloat16), (37, 600, torch.bfloat16), (70, 512, torch.float32), (6, 8200, torch.bfloat16)
     for (n, h, dtype), centered in product(sizes, (False, True)):
         x, update, of_total, of_normed = (torch.randn(n, h, generator=generator).to(dtype) for _ in range(4))
         weight, bias = (torch.randn(h, generator=generator).to(dtype) for _ in range(2))
@@ -180,36 +182,87 @@ def test_interpreted_kernels_are_those_of_what_autograd_makes() -> None:
     run_apart(check_interpreted, interpret=True)
 
 
-def check_compiled_norms() -> None:
+class Backward(NamedTuple):
+    h: int
+    centered: bool
+    sums: bool
+    casts: bool
+
+
+FEW = 16
+"""Bytes of spilled registers of a thread that make no difference: a load or two of a kernel."""
+
+NAMED = (
+    Backward(4096, centered=False, sums=False, casts=True),
+    Backward(4096, centered=False, sums=False, casts=False),
+    Backward(8192, centered=False, sums=False, casts=True),
+    Backward(8192, centered=False, sums=False, casts=False),
+    Backward(12288, centered=True, sums=True, casts=True),
+    Backward(12288, centered=True, sums=True, casts=False),
+)
+"""Norms of Llama 8B and 70B, and of GPT-3 with biases."""
+
+CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
+
+
+def norm_types(fp8: str) -> dict[str, str]:
+    types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
+    types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts", "scale", "noted"), "*fp32")
+    types |= {"state": "*i32", "eps": "fp32", "rows": f"*{fp8}", "columns": f"*{fp8}"}
+    return types | dict.fromkeys(("n", "h", "steps", "count", "width"), "i32")
+
+
+def norm_constants(fp8: str, casts: bool, **others: int) -> dict[str, object]:
     from triton import language as tl
 
+    formats = {"fp8e5": tl.float8e5, "fp8e4nv": tl.float8e4nv}
+    wanted = dict.fromkeys(("NOTES", "ROWS", "COLUMNS"), casts)
+    return {"ADDS": True, "ONE_PLUS": False, "FORMAT": formats[fp8], "LARGEST": 448.0, **wanted, **others}
+
+
+def compiled_forward(h: int, centered: bool, capability: int, fp8: str) -> Any:
     from megatron.core.kernels import norms_triton as kernels
 
-    types = dict.fromkeys(("x", "update", "weight", "bias", "total", "of_total", "of_normed", "dx", "out"), "*bf16")
-    types |= dict.fromkeys(("multiplier", "inverse", "mean", "part_sums", "parts"), "*fp32")
-    types |= {
-        "state": "*i32",
-        "scale": "*fp32",
-        "noted": "*fp32",
-        "eps": "fp32",
-        **dict.fromkeys(("n", "h", "steps", "count", "width"), "i32"),
-    }
-    both = {"NOTES": True, "ADDS": True, "ONE_PLUS": False, "ROWS": True, "COLUMNS": True, "LARGEST": 448.0}
-    for capability, name, dtype in ((80, "fp8e5", tl.float8e5), (90, "fp8e4nv", tl.float8e4nv)):
-        outputs = dict.fromkeys(("rows", "columns"), f"*{name}")
-        constants = both | {"FORMAT": dtype, "CENTERED": capability == 80}
-        options = {"num_warps": kernels.WARPS}
-        of_forward = constants | kernels.tile_of(4096) | {"BIAS": capability == 80}
-        forward = compiled(kernels.norm_cast_rows, types | outputs, of_forward, capability, **options)
-        of_backward = constants | kernels.tile_of(4096, kernels.ELEMENTS // 2) | {"SUMS": True, "CASTS": True}
-        backward = compiled(kernels.norm_gradient_rows, types | outputs, of_backward, capability, **options)
-        # A thread has 64 elements of each operand, in a backward 32: loads of 8 elements.
-        for built, expected in ((forward, 16), (backward, 12)):
+    constants = norm_constants(fp8, True, CENTERED=centered, BIAS=centered, **kernels.tile_of(h))
+    return compiled(kernels.norm_cast_rows, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+
+
+def compiled_backward(case: Backward, capability: int, fp8: str) -> Any:
+    from megatron.core.kernels import norms_triton as kernels
+
+    chunked, tile = kernels.gradient_tile(case.h, case.casts)
+    kernel = kernels.norm_gradient_chunks if chunked else kernels.norm_gradient_rows
+    settings = {"CENTERED": case.centered, "SUMS": case.sums, "CASTS": case.casts, **tile}
+    constants = norm_constants(fp8, case.casts, **settings)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compiled(kernel, norm_types(fp8), constants, capability, num_warps=kernels.WARPS)
+
+
+def check_compiled_norms() -> None:
+    from megatron.core.kernels import norms_triton as kernels
+
+    for capability, fp8 in CAPABILITIES:
+        forward = compiled_forward(4096, capability == 80, capability, fp8)
+        backward = compiled_backward(NAMED[0], capability, fp8)
+        whole = compiled_backward(NAMED[1], capability, fp8)
+        # A thread has 64 elements of each operand, in a backward 16: loads of 8 elements. By chunks it reads gamma for
+        # each row, and all but the gradient of the sum twice.
+        for built, expected in ((forward, 16), (backward, 14), (whole, 6)):
             loads = len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"]))
             assert expected <= loads <= expected + 4, loads
             assert "st.global.b8" not in built.asm["ptx"] and "ld.global.b16" not in built.asm["ptx"]
         parts = {"SUMMED": kernels.SUMMED, "PARTS": kernels.SUMMED_PARTS}
-        assert compiled(kernels.add_parts, types, parts, capability).asm["cubin"]
+        assert compiled(kernels.add_parts, norm_types(fp8), parts, capability).asm["cubin"]
+
+
+def check_registers_of_norms() -> None:
+    spilled = {}
+    for capability, fp8 in CAPABILITIES:
+        for case in NAMED:
+            spilled[capability, case] = stack_of(compiled_backward(case, capability, fp8))
+            if case.casts:
+                spilled[capability, case.h] = stack_of(compiled_forward(case.h, case.centered, capability, fp8))
+    assert max(spilled.values()) <= FEW, spilled
 
 
 def check_compiled_heads() -> None:
@@ -249,3 +302,10 @@ def check_compiled() -> None:
 
 def test_kernels_compile_to_wide_loads_and_stores() -> None:
     run_apart(check_compiled, interpret=False)
+
+
+def test_norms_of_named_models_keep_their_operands_in_registers() -> None:
+    pytest.importorskip("triton")
+    if stack_tool() is None:
+        pytest.skip("Triton is installed without cuobjdump, which reports spilled registers")
+    run_apart(check_registers_of_norms, interpret=False)

@@ -18,7 +18,7 @@ from megatron.core.kernels.availability import runs_triton
 from megatron.core.kernels.cast_transpose import CastOrder, CastPair, cast_transpose_with_amax_twin, paired
 
 WIDEST = 2**14
-"""Elements of the longest rows whose kernels are Triton's: a program holds whole rows in registers."""
+"""Elements of the longest rows whose kernels are Triton's: a program of the forward holds whole rows in registers."""
 
 
 class NormedCast(NamedTuple):
