@@ -4,15 +4,19 @@
     python tools/bench/micro.py --config tiny --cpu          # the whole of it in a few seconds, without a GPU
 
 Shapes are those of one layer of the model with one sample in a micro-batch. Each row is the median of rounds of calls:
-milliseconds of one call, TFLOP/s where it multiplies, GB/s by the bytes that it must read and write at least. A row
-that fails keeps its error, and the others go on.
+milliseconds of one call on the device, TFLOP/s where it multiplies, GB/s by the bytes that it must read and write at
+least; where the host takes longer to start a call, that too. A row that fails keeps its error, and the others go on, in
+another process if this one has lost its device.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +57,8 @@ class Row:
     tflop: float
     gigabytes: float
     failed: str | None = None
+    host_milliseconds: float | None = None
+    """That the host takes to start a call."""
 
     @property
     def rate(self) -> str:
@@ -61,6 +67,14 @@ class Row:
             return ""
         seconds = self.milliseconds.median / 1e3
         return f"{self.tflop / seconds:,.1f} TFLOP/s" if self.tflop else f"{self.gigabytes / seconds:,.0f} GB/s"
+
+    @property
+    def result(self) -> str:
+        if self.milliseconds is None:
+            return self.failed or ""
+        slow = self.host_milliseconds is not None and self.host_milliseconds > self.milliseconds.median
+        host = f"  host {self.host_milliseconds:.3f} ms" if slow else ""
+        return f"{self.milliseconds.median:.3f} ms  {self.rate}{host}"
 
 
 def random(device: Any, *shape: int, dtype: str = "bfloat16") -> Tensor:
@@ -393,22 +407,70 @@ def timed(part: Part, config: RunConfig, device: Any, calls: int, rounds: int) -
 
     try:
         call = part.make(config, device)
-        for _ in range(2):
-            call()
+        call()
         wait_for(device)
-        found = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            wait_for(device)
-            found.append(1e3 * (time.perf_counter() - start) / calls)
-        return Row(part.group, part.name, Spread.of(found), part.tflop, part.gigabytes)
+        start = time.perf_counter()
+        call()
+        host = time.perf_counter() - start
+        wait_for(device)
+        one_round = _round_on_gpu if device.type == "cuda" else _round_on_cpu
+        found = [one_round(call, calls, host) for _ in range(rounds)]
+        took, started = (Spread.of(each) for each in zip(*found, strict=True))
+        on_host = started.median if device.type == "cuda" else None
+        return Row(part.group, part.name, took, part.tflop, part.gigabytes, None, on_host)
     except Exception as error:
         return Row(part.group, part.name, None, part.tflop, part.gigabytes, f"{type(error).__name__}: {error}"[:300])
     finally:
-        if device.type == "cuda":
+        if device.type == "cuda" and not is_lost(device):
             torch.cuda.empty_cache()
+
+
+def _round_on_cpu(call: Call, calls: int, host: float) -> tuple[float, float]:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    took = 1e3 * (time.perf_counter() - start) / calls
+    return took, took
+
+
+MOST_SPUN = 0.1
+"""Seconds that a GPU is kept busy while the host starts calls."""
+
+
+def _round_on_gpu(call: Call, calls: int, host: float) -> tuple[float, float]:
+    """Milliseconds of a call on the device, and of its start on the host, which takes about `host` seconds. The device
+    is busy until all calls have been started, so that it never waits for the host between short kernels."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles, of about 2 GHz
+    begin.record()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    started = time.perf_counter() - start
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls, 1e3 * started / calls
+
+
+def is_lost(device: Any) -> bool:
+    """Whether this process cannot use its GPU any more: a kernel has read or written where it must not."""
+    try:
+        wait_for(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
+    """The rows of the parts behind the first `done`, which that process prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]
+        subprocess.run([sys.executable, __file__, *argv, *more], check=False)
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+        return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -419,7 +481,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", nargs="+", help="groups of parts")
     parser.add_argument("--seconds", type=float, default=400.0, help="after which no other part begins")
+    parser.add_argument("--skip", type=int, default=0, help="so many parts, the first ones")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if args.cpu and args.config != "tiny":
         parser.error("--cpu is for --config tiny: the others need a GPU")
@@ -435,19 +499,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = config_of(shape, 1, 1, PRECISIONS["bf16"] + (" --cpu" if args.cpu else ""))
     facts = machine("triton") | {"gpu": None if args.cpu else torch.cuda.get_device_name(device), "config": args.config}
     say_machine(facts)
-    rows: list[Row] = []
+    rows: list[Any] = []
     began = time.perf_counter()
-    for part in parts_of(config):
-        if args.only and part.group not in args.only:
-            continue
+    parts = [part for part in parts_of(config) if not args.only or part.group in args.only]
+    for number, part in enumerate(parts[args.skip :], args.skip + 1):
         if time.perf_counter() - began > args.seconds:
             rows.append(Row(part.group, part.name, None, part.tflop, part.gigabytes, "no time was left"))
             continue
         row = timed(part, config, device, args.calls, args.rounds)
         rows.append(row)
-        took = row.failed if row.milliseconds is None else f"{row.milliseconds:.3f} ms  {row.rate}"
-        print(f"{row.group:<10} {row.name:<46} {took}", flush=True)
+        print(f"{row.group:<10} {row.name:<46} {row.result}", flush=True)
         write_json(args.json, facts, rows, ended=False)
+        if row.failed is not None and is_lost(device):
+            print("the device is lost to this process: another one goes on", flush=True)
+            rows += rows_of_another_process(argv, number, args.seconds - (time.perf_counter() - began))
+            break
     write_json(args.json, facts, rows)
     return 0
 
