@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.apart import assert_agrees, multiplies_in_fp8
-from tests.gpu.test_training import losses
+from tests.gpu.test_training import EXPERTS, gradient_norms, losses
 
 pytestmark = pytest.mark.skipif(not multiplies_in_fp8(), reason="needs a GPU of compute capability 8.9 or above")
 
@@ -133,6 +133,16 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_losses_are_near_those_of_bf16(recipe: str, how: str, in_bf16: list[float], tmp_path: Path) -> None:
     flags = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, *how.split()]
     assert losses(tmp_path / "metrics.jsonl", 1, *flags) == pytest.approx(in_bf16, rel=2e-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "model", ["", "--normalization LayerNorm", " ".join(EXPERTS)], ids=["llama", "norm", "experts"]
+)
+def test_each_parameter_has_nearly_the_gradient_of_fp32(recipe: str, model: str, tmp_path: Path) -> None:
+    on_cpu = gradient_norms(tmp_path / "cpu.jsonl", *model.split(), "--cpu")
+    flags = [*model.split(), "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe]
+    assert gradient_norms(tmp_path / "fp8.jsonl", *flags) == pytest.approx(on_cpu, rel=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

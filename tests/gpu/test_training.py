@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +27,23 @@ FLAGS = (
 
 
 def losses(metrics: Path, processes: int, *flags: str) -> list[float]:
+    return [record["lm_loss"] for record in records(metrics, processes, *flags)]
+
+
+def gradient_norms(metrics: Path, *flags: str) -> dict[str, float]:
+    """Of the first step's gradients, by parameter."""
+    found, _ = records(metrics, 1, *flags, "--train-iters", "1", "--log-layer-stats", "1")
+    return {name: values["grad_norm"] for name, values in found["parameters"].items()}
+
+
+def records(metrics: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
+    """The lines that a run writes to `metrics`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics)]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +96,24 @@ EXPERTS = (
 def test_experts(precision: str, tolerance: float, tmp_path: Path) -> None:
     on_cpu = losses(tmp_path / "cpu.jsonl", 1, *EXPERTS, "--cpu")
     assert losses(tmp_path / "gpu.jsonl", 1, *EXPERTS, precision) == pytest.approx(on_cpu, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        ("--fp32", 2e-3),
+        ("--bf16", 1e-2),
+        ("--bf16 --normalization LayerNorm --no-swiglu", 1e-2),
+        (f"--fp32 {' '.join(EXPERTS)}", 1e-2),
+        (f"--bf16 {' '.join(EXPERTS)}", 5e-2),
+    ],
+)
+def test_each_parameter_has_the_gradient_of_the_cpu(flags: str, tolerance: float, tmp_path: Path) -> None:
+    """Losses of a few steps hardly tell whether a parameter has one."""
+    model = [flag for flag in flags.split() if flag not in ("--fp32", "--bf16")]
+    on_cpu = gradient_norms(tmp_path / "cpu.jsonl", *model, "--cpu")
+    assert min(on_cpu.values()) > 0
+    assert gradient_norms(tmp_path / "gpu.jsonl", *flags.split()) == pytest.approx(on_cpu, rel=tolerance)
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "unfused"])
