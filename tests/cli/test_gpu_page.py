@@ -245,7 +245,7 @@ def test_predictions_that_cannot_be_used_are_named(tmp_path: Path, text: str) ->
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_text(path: Path, text: str) -> int:
-        path.touch()  # a name needs no room
+        path.open("w").close()  # a name needs no room
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", write_text)
