@@ -21,6 +21,9 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
+
+from megatron.training.config.output_files import whole_file
+
 from .common import run_tool
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
@@ -59,20 +62,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.output.with_name(args.output.name + ".partial")
     count = size = 0
-    with open(partial, "w", encoding="utf-8") as out:
+    with whole_file(args.output) as file, open(file, "w", encoding="utf-8") as out:
         for document in documents(args.source, args.with_tests, args.min_chars):
             if size >= args.max_mb * 1e6:
                 break
             out.write(json.dumps(document) + "\n")
             count += 1
             size += len(document["text"].encode())
-    if not count:
-        partial.unlink()
-        print(f"--source {args.source} holds no Python source; name a folder that does", file=sys.stderr)
-        return 2
-    partial.replace(args.output)
+        if not count:
+            raise ValueError(f"--source {args.source}: holds no Python source; name a folder that does")
     print(f"{args.output}: {count} documents, {size / 1e6:.1f} MB of text from {args.source}")
     return 0
 

@@ -10,7 +10,6 @@ runs, without a trace, or with damaged files. --against adds another run's loss 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
+from megatron.training.config.output_files import whole_file
 from megatron.training.config.output_paths import why_not_written
 
 from .common import run_tool
@@ -59,13 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--output {output}: {reason}; name a file in a folder that can be written")
     text = report(run, other, plan, why, args.gpus_per_node)
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, output)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(output) as file:
+        file.write_text(text, encoding="utf-8")
     print(f"report: {output}")
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.text_files.formats import Reading, is_blank, read_chunks, texts_of
 from megatron.core.text_files.inputs import TextFile, find_inputs
+from megatron.training.config.output_files import whole_file
 
 from .common import refuse_existing, run_tool
 
@@ -106,16 +106,6 @@ def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, 
     return model.getvalue(), bad
 
 
-def write(path: Path, data: bytes) -> None:
-    """Writes a file that is whole or not there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def vocabulary(model: bytes) -> str:
     """Pieces and scores, one a line."""
     from sentencepiece import SentencePieceProcessor
@@ -181,8 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse_existing(list(targets.values()), args.overwrite)
     targets[".model"].parent.mkdir(parents=True, exist_ok=True)
     model, bad = train(args, inputs)
-    write(targets[".vocab"], vocabulary(model).encode())
-    write(targets[".model"], model)
+    for suffix, content in ((".vocab", vocabulary(model).encode()), (".model", model)):
+        with whole_file(targets[suffix]) as file:
+            file.write_bytes(content)
     for problem in bad[:100]:
         print(f"{problem}; left out", file=sys.stderr)
     print(f"{targets['.model']}: {args.vocab_size} tokens, {args.model_type}, from {len(inputs)} files")

@@ -320,11 +320,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file as a whole: where that fails with OSError, the file is as it was."""
-    new = path.with_name(f".{path.name}.new")
-    try:
+    from megatron.training.config.output_files import whole_file  # contestants may have another megatron
+
+    with whole_file(path) as new:
         new.write_text(text)
-        new.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise

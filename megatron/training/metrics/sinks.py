@@ -82,7 +82,8 @@ class JsonLinesSink:
             if self._file.write(self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(self._end)  # remove a partly written line
+            with suppress(OSError):  # of a device, which has no length
+                self._file.truncate(self._end)  # remove a partly written line
             if not self._failing:
                 print(f"cannot write metrics to {self._file.name} for now: {error}", file=sys.stderr, flush=True)
             self._failing = True

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from megatron.training.config.output_files import whole_file
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.run_events import record_event
 
@@ -30,7 +31,7 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """Writes the status file, atomically. Without a file it does nothing."""
+    """Writes the status file, atomically unless it is a device, pipe or link. Without a file it does nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
@@ -63,10 +64,9 @@ class Outcome:
         if self.file is None:
             return
         lines = {"name": name, "why": " ".join(why.split()), **self.folders}
-        new = self.file.with_name(f"{self.file.name}.{os.getpid()}")
         try:
-            new.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
-            new.replace(self.file)
+            with whole_file(self.file) as new:
+                new.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
         except OSError as error:  # the run goes on, and to its own end
             print(f"cannot write {VARIABLE} {self.file}: {error}", flush=True)
 

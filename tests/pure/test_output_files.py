@@ -1,0 +1,87 @@
+"""Output files: whole or not there, and devices, pipes and links that output never replaces."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.training.config.output_files import whole_file
+from megatron.training.metrics.sinks import JsonLinesSink
+from megatron.training.reliability.run_status import ExitCode, Outcome
+from tests.cli.test_report import write_metrics
+from tools import build_corpus, report
+from tools.bench import side_by_side
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with whole_file(path) as file:
+        file.write_text("first")
+        assert not path.exists()
+    with pytest.raises(ValueError), whole_file(path) as file:
+        file.write_text("sec")
+        raise ValueError
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """As /dev/stdout is one, to a file where output is redirected to one."""
+    link = tmp_path / "link"
+    link.symlink_to("target")
+    for text in ("first", "second"):
+        with whole_file(link) as file:
+            file.write_text(text)
+        assert link.is_symlink() and (tmp_path / "target").read_text() == text
+
+
+def _report(output: Path, folder: Path) -> None:
+    write_metrics(folder, 2)
+    assert report.main([str(folder), "--no-plan", "--output", str(output)]) == 0
+
+
+def _corpus(output: Path, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "a.py").write_text("# text\n" * 99)
+    assert build_corpus.main(["--output", str(output), "--source", str(folder)]) == 0
+
+
+WRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "report.py": _report,
+    "build_corpus.py": _corpus,
+    "the status of a run": lambda output, _: Outcome(output).end(ExitCode.DONE),
+    "a benchmark": lambda output, _: side_by_side.write_json(output, {}, []),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_pipe_is_written_and_stays_a_pipe(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if sys.platform == "linux":
+        fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 1 << 20)
+    WRITERS[name](path, tmp_path / "run")
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert os.read(reading, 1 << 20)
+    os.close(reading)
+
+
+def test_metrics_of_a_full_device_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device cannot be cut to a length, as a file is after half a line."""
+    full = tmp_path / "full"
+    try:
+        os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+        full.open("ab").close()
+    except PermissionError as error:
+        pytest.skip(f"needs a device node of its own: {error}")
+    sink = JsonLinesSink(full, 0)
+    for iteration in (1, 2):
+        sink.write({"iteration": iteration})
+    sink.close()
+    assert capsys.readouterr().err.count("cannot write metrics") == 1 and stat.S_ISCHR(full.stat().st_mode)
