@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -23,6 +20,7 @@ from megatron.rehearsal.report import Report, problem_lines
 from megatron.rehearsal.start import start_of_run
 from megatron.training.config.dry_run.batch import micro_batch_of, microbatches_of
 from megatron.training.config.dry_run.memory import come_and_go
+from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 
@@ -32,7 +30,7 @@ def rehearse(
 ) -> int:
     """Rehearses a resolved and validated configuration on `world_size` ranks, and prints the report. `ranks` is the
     value of --ranks, `device_memory` that of --device-memory in GiB. `json_file` is where the report is written as JSON
-    ("" is standard output, and then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if
+    ("" is standard output, and then nothing else is printed there); raises OutputError if that fails. Returns the exit code: 1 if a run would fail, or if
     ranks could not be rehearsed."""
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -50,8 +48,8 @@ def rehearse(
         print(*found.lines(), sep="\n")
         print(f"{time.monotonic() - began:.1f} s{_spent()}")
         print(*found.verdict(), sep="\n")
-    if json_file is not None and not _written(json.dumps(found.as_object(), indent=1) + "\n", json_file):
-        return 1
+    if json_file is not None:
+        write_json(found.as_object(), json_file)
     return 1 if found.problems or lost else 0
 
 
@@ -61,18 +59,6 @@ def _spent() -> str:
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
     largest = max(each.ru_maxrss for each in used) // 2**10
     return f", {seconds:.1f} s of processor time, {largest} MiB in the largest process"
-
-
-def _written(text: str, json_file: str) -> bool:
-    if not json_file:
-        print(text, end="")
-        return True
-    try:
-        Path(json_file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"--json {json_file}: cannot be written: {error.strerror}", file=sys.stderr)
-        return False
-    return True
 
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[LostRank]]:

@@ -245,3 +245,29 @@ def test_a_reader_that_has_enough_ends_a_plan_in_peace() -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert done.returncode == 128 + signal.SIGPIPE and "Traceback" not in done.stderr
+
+
+FULL = "standard output: cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("flags", "redirected", "said"),
+    [
+        (RIGHT, "> /dev/full", FULL),
+        (f"{RIGHT} --json", "> /dev/full", FULL),
+        (f"{RIGHT} --json --tp 8x", "> /dev/full", FULL),
+        ("--help", "> /dev/full", FULL),
+        ("--help", ">&-", "standard output: cannot be written: Bad file descriptor"),
+        (RIGHT, ">&-", "standard output: cannot be written: Bad file descriptor"),
+        (f"{RIGHT} --json plan.json", "> /dev/null; status=$?; cat plan.json; exit $status", None),
+    ],
+)
+def test_output_that_is_full_or_closed_is_one_line(
+    flags: str, redirected: str, said: str | None, tmp_path: Path
+) -> None:
+    limit = "ulimit -f 0; " if said is None else ""  # of files; devices and pipes have none
+    command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (said or "--json plan.json: cannot be written: File too large")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr and done.stdout == ""

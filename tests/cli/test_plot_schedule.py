@@ -1,10 +1,13 @@
 """The schedule plotter's text, picture and errors."""
 
 import struct
+import subprocess
+import sys
 
 import pytest
 
 from megatron.core.parts import PIPELINE_SCHEDULES
+from tools import plot_schedule
 from tools.plot_schedule import main, windows_of
 
 
@@ -66,3 +69,13 @@ def test_bad_flags_exit_2(flags, message, capsys):
         main(flags)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("redirected", "why"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+def test_a_tool_whose_output_is_full_or_closed_ends_with_one_line(redirected, why):
+    command = f"{sys.executable} {plot_schedule.__file__} {redirected}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.stderr == f"error: standard output: cannot be written: {why}\n"
+    assert done.returncode == 2

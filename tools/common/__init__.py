@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.training.config.flags import field_docs, field_table, sections
+from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
 from megatron.training.config.output_paths import why_unwritable
 from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
@@ -137,18 +137,23 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     """Runs a tool's main and exits with its code: 2 and one line a problem for errors of the user, 130 and 143 when it
     is interrupted or terminated (by an exception, so that temporary files are removed)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    open_closed_streams()
     try:
-        code = main()
-        sys.stdout.flush()
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, as head does, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         code = 141
     except ValueError as error:
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         code = 2
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if (why := why_unwritten(error)) is not None:
+            drop_output()
+        print(f"error: {why or error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

@@ -1,11 +1,23 @@
-"""Writing of output files: whole or not there, and straight into devices, pipes and links. No torch."""
+"""Writing of output: files that are whole or not there, and what is said where a file or standard output is full or
+closed. No torch."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+UNWRITABLE = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+"""Errors of writing to an output that is open."""
+
+
+class OutputError(OSError):
+    """A file that a flag names cannot be written; the message is one line for the user."""
 
 
 @contextmanager
@@ -24,3 +36,40 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(content: Mapping[str, Any], json_file: str) -> None:
+    """Writes what --json asks for to a file, or to standard output if `json_file` is "". Raises OutputError."""
+    text = json.dumps(content, indent=1) + "\n"
+    if not json_file:
+        print(text, end="")
+        return
+    try:
+        Path(json_file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--json {json_file}: cannot be written: {error.strerror}") from error
+
+
+def why_unwritten(error: OSError) -> str | None:
+    """One line about output that could not be written; None for an error of anything else."""
+    if isinstance(error, OutputError):
+        return str(error)
+    printed = error.errno in UNWRITABLE and error.filename is None
+    return f"standard output: cannot be written: {error.strerror}" if printed else None
+
+
+def open_closed_streams() -> bool:
+    """Opens the standard streams that the shell has closed (`>&-`), for which Python has None. Writes to standard output
+    then fail as on a full disk; what is said on standard error is lost. Returns whether standard output was closed."""
+    closed = sys.stdout is None
+    if closed:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    return closed
+
+
+def drop_output() -> None:
+    """Discards what is printed from now on, and what could not be written yet, for which the end of the process would
+    fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

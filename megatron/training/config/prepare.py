@@ -73,7 +73,6 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
                 print_plan(config, world_size, command.plan_file, *asked)
             except DeviceError as error:
                 _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
-            sys.stdout.flush()
         raise SystemExit(0)
     return config
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
@@ -14,6 +12,7 @@ from megatron.training.config.dry_run.memory import GIB, Fit, fullest, memory_li
 from megatron.training.config.dry_run.model import model_lines
 from megatron.training.config.dry_run.step import DeviceError, predicted_step, step_lines
 from megatron.training.config.flags import flat_values
+from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 
@@ -34,7 +33,7 @@ def print_plan(
     Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
     "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over". If it is "" the JSON is all that is printed.
-    Raises OSError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
     stages = stage_plan(config)
@@ -70,8 +69,4 @@ def print_plan(
             record |= {"device_memory": fit.limit, **fit.record}
         if step is not None:
             record["time"] = step.record
-        text = json.dumps(record, indent=1) + "\n"
-        if plan_file:
-            Path(plan_file).write_text(text, encoding="utf-8")
-        else:
-            print(text, end="")
+        write_json(record, plan_file)

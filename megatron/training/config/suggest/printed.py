@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megatron.planner.device_file import read_device
 from megatron.training.config.dry_run.memory import GIB
 from megatron.training.config.dry_run.step import DeviceError
+from megatron.training.config.output_files import write_json
 from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.suggest.costs import LayoutCosts
@@ -92,7 +91,7 @@ def print_suggestions(
 
     The search ends early after the first of `most` predictions, and times the second of it of families.
 
-    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OSError if it cannot be
+    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OutputError if it cannot be
     written, DeviceError if no step of this kind can be predicted.
     """
     speeds, run = read_device(device), SearchedRun(config, world_size)
@@ -144,9 +143,5 @@ def print_suggestions(
         record["nearest"] = None if nearest is None else found_record(nearest, cluster)
     show("Search", [effort_line(search.effort, cluster), *early_lines(search.effort, found)])
     if plan_file is not None:
-        text = json.dumps(record, indent=1) + "\n"
-        if plan_file:
-            Path(plan_file).write_text(text, encoding="utf-8")
-        else:
-            print(text, end="")
+        write_json(record, plan_file)
     return bool(found or nearest)
