@@ -30,8 +30,8 @@ def rehearse(
 ) -> int:
     """Rehearses a resolved and validated configuration on `world_size` ranks, and prints the report. `ranks` is the
     value of --ranks, `device_memory` that of --device-memory in GiB. `json_file` is where the report is written as JSON
-    ("" is standard output, and then nothing else is printed there); raises OutputError if that fails. Returns the exit code: 1 if a run would fail, or if
-    ranks could not be rehearsed."""
+    ("" is standard output, and then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if
+    ranks could not be rehearsed. Raises OutputError if `json_file` cannot be written."""
     torch.set_num_threads(1)
     began = time.monotonic()
     dims = ParallelDims.from_config(config.parallel, world_size)

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
@@ -103,9 +103,35 @@ def _import_file(path: Path) -> str:
     return name
 
 
+def problem_in_extension(error: BaseException) -> Problem | None:
+    """The problem of an error, or of a cause of it, that arose in an extension after its import: `file:line: Kind:
+    message`, the place being the last one in its code. None if no code of an extension ran."""
+    own = tuple(_own_code())
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if frame.filename.startswith(own) and not frame.filename.startswith(LIBRARY):
+                rule = f"{frame.filename}:{frame.lineno}: {_kind_and_message(cause)}"
+                return Problem("--extension", None, rule, "correct the extension, or remove --extension")
+        cause = cause.__cause__
+    return None
+
+
+def _own_code() -> Iterator[str]:
+    """The files of extensions, and the folders of packages that they are modules of."""
+    for name in _LOADED.values():
+        module = sys.modules[name.partition(".")[0]]
+        folders = [f"{folder}/" for folder in getattr(module, "__path__", ())]
+        yield from folders or [str(module.__file__)]
+
+
+def _kind_and_message(error: BaseException) -> str:
+    return f"{type(error).__name__}: " + (" ".join(str(error).split()) or "no message")
+
+
 def _what_failed(name: str, error: BaseException) -> str:
     """`file:line: Kind: message`, the place being the last one in the user's code."""
-    what = f"{type(error).__name__}: " + (" ".join(str(error).split()) or "no message")
+    what = _kind_and_message(error)
     if isinstance(error, SystemExit):
         what = f"the extension ends the process while it is imported ({what})"
     if isinstance(error, SyntaxError) and error.filename:

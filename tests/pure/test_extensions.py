@@ -5,6 +5,7 @@ Each case runs in a process of its own, a fork in most, as registries are not em
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,53 @@ def test_one_that_fails_is_one_message_with_file_and_line(source: str, line: int
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and lines[0] == "This configuration cannot run: 1 problem.", done.stderr
     assert lines[1].startswith(f"  --extension: {tmp_path / 'own.py'}:{line}: ") and what in lines[1], done.stderr
+
+
+BUGGY = """
+import torch
+from megatron.core.parts import ACTIVATIONS
+
+def helper(x):
+    {bug}
+
+@ACTIVATIONS.register("buggy")
+def build_buggy(name, config, ctx):
+    def buggy(x):
+        helper(x)
+        return x
+    return buggy
+"""
+
+
+@pytest.mark.parametrize(
+    ("bug", "argv", "what"),
+    [
+        ("x.nope()", "", "AttributeError: 'FakeTensor' object has no attribute 'nope'"),
+        ("torch.distributed.get_rank()", "", "ValueError: Default process group has not been initialized"),
+        ("raise ValueError('deep')", "--device h100", "ValueError: deep"),
+        ("x.nope()", "--device h100 --suggest", "AttributeError: 'FakeTensor' object has no attribute 'nope'"),
+    ],
+)
+def test_one_that_fails_in_a_plan_is_one_message_with_file_and_line(
+    bug: str, argv: str, what: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, BUGGY.format(bug=bug), "--activation-func", "buggy", "--json", *argv.split())
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[-2] == "This configuration cannot run: 1 problem." and "Traceback" not in done.stderr, done.stderr
+    place = f"--extension: {tmp_path / 'own.py'}:6: {what}"
+    assert lines[-1].startswith(f"  {place}") and lines[-1].endswith("; correct the extension, or remove --extension")
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem["text"].startswith(place) and problem["flag"] == "--extension"
+
+
+def test_a_rule_that_fails_is_one_message_with_file_and_line(tmp_path: Path) -> None:
+    line = 1 + FLAGS[: FLAGS.index("if self.own_share")].count("\n")
+    for argv in ("", "--unknown-flag"):
+        done = run(tmp_path, FLAGS.replace("self.own_share > 1", "self.nope > 1"), *argv.split())
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        place = f"--extension: {tmp_path / 'own.py'}:{line}: "
+        assert f"{place}AttributeError: 'Options' object has no attribute 'nope'; correct" in done.stderr
 
 
 def test_a_schedule_that_leaves_work_out_is_refused(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def open_closed_streams() -> bool:
-    """Opens the standard streams that the shell has closed (`>&-`), for which Python has None. Writes to standard output
+    """Opens standard streams that the shell has closed (`>&-`), for which Python has None. Writes to standard output
     then fail as on a full disk; what is said on standard error is lost. Returns whether standard output was closed."""
     closed = sys.stdout is None
     if closed:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     return closed
 
 

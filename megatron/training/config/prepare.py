@@ -15,9 +15,11 @@ from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
 from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.flags import dashed
+from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import Problem, notices, resolve, validate
+from megatron.training.extensions import problem_in_extension
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size"}
@@ -30,6 +32,18 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     Raises SystemExit: with code 2 after printing every problem, with code 0 after printing the plan of a dry run.
     One rank prints.
     """
+    try:
+        return _prepared(command, launch)
+    except Exception as error:
+        if isinstance(error, OSError) and why_unwritten(error) is not None:
+            raise
+        if (problem := problem_in_extension(error)) is None:
+            raise
+        _refuse([problem], launch, command.plan_file)
+
+
+def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
+    """`prepare`; errors of an extension's code are raised."""
     world_size = command.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(command.config)
@@ -72,7 +86,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
                 asked = command.device, command.gpus_per_node, command.device_memory
                 print_plan(config, world_size, command.plan_file, *asked)
             except DeviceError as error:
-                _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
+                _refuse_device(error, launch, command)
         raise SystemExit(0)
     return config
 
@@ -100,7 +114,7 @@ def _suggest(
             if not print_suggestions(config, world_size, *asked, problems, most) and problems:
                 _refuse(problems, launch, command.plan_file)
         except DeviceError as error:
-            _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
+            _refuse_device(error, launch, command)
         except KeyboardInterrupt:
             raise SystemExit(130) from None
     raise SystemExit(0)
@@ -113,6 +127,13 @@ def _refuse_wrong_names(config: RunConfig, launch: Launch, json_file: str | None
         config.optimizer.check_names({meta.name for meta in stage_metas(config.model)})
     except ValueError as error:
         _refuse(Problem.of_errors("--freeze", None, error), launch, json_file)
+
+
+def _refuse_device(error: DeviceError, launch: Launch, command: CommandLine) -> NoReturn:
+    """Refuses a device file that lacks what a step needs. Raises `error` if an extension's code has raised it."""
+    if problem_in_extension(error) is not None:
+        raise error
+    _refuse(Problem.of_errors("--device", command.device, error), launch, command.plan_file)
 
 
 def _refuse(problems: Sequence[Problem], launch: Launch, json_file: str | None) -> NoReturn:

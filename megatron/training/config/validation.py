@@ -18,6 +18,7 @@ from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
 from megatron.training.config.stages.plan import StagePlan, checked_configs, plan_stages, stage_rules
+from megatron.training.extensions import problem_in_extension
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]
 
@@ -75,8 +76,18 @@ def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
     for options in resolved.extension_options:
         if hasattr(options, "validate"):
-            problems += [p for p in options.validate(resolved, world_size) if p.flag not in flagged]
+            problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
     return problems
+
+
+def _own_problems(options: Any, config: RunConfig, world_size: int) -> list[Problem]:
+    """What an extension says of its own flags, or the error that it ends with."""
+    try:
+        return list(options.validate(config, world_size))
+    except Exception as error:
+        if (problem := problem_in_extension(error)) is None:
+            raise
+        return [problem]
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:

@@ -213,7 +213,7 @@ def _find(
     parent: int,
 ) -> None:
     end_with_parent(parent)
-    with suppress(EOFError, OSError, ValueError):  # the search has ended; it will meet the same error itself
+    with suppress(Exception):  # the search has ended; it will meet the same error itself
         told, expected = _Told(costs, pipe), _Expected(pipe, costs)
         _time_all(costs, families, bounded, most, claims, told, expected)
         _measure_expected(costs, told, expected)

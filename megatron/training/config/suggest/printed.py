@@ -91,8 +91,8 @@ def print_suggestions(
 
     The search ends early after the first of `most` predictions, and times the second of it of families.
 
-    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OutputError if it cannot be
-    written, DeviceError if no step of this kind can be predicted.
+    Writes the same to `plan_file` as JSON; if it is "" the JSON is all that is printed. Raises OutputError if it cannot
+    be written, DeviceError if no step of this kind can be predicted.
     """
     speeds, run = read_device(device), SearchedRun(config, world_size)
     if run.unavoidable(problems):
