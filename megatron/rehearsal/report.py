@@ -48,7 +48,7 @@ class Report:
             yield from (f"  {line}" for line in memory_lines(records, self.planned))
             yield f"Sent in a step of {microbatches} micro-batches"
             yield from (f"  {line}" for line in traffic_lines(records, rehearsed, microbatches))
-            yield compared_line(records)
+            yield compared_line(records, self.rehearsal.world_size)
             yield from shard_lines(records, self.rehearsal.world_size)
         yield from self.notes
 
@@ -65,7 +65,8 @@ class Report:
             yield "A run would fail:"
             yield from (f"  {line}" for line in self.problems)
         elif not self.lost:
-            yield "No rank fails, and their collectives agree."
+            agree = compared(self.records)[0] > 0
+            yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
 
     def as_object(self) -> dict[str, Any]:
         """The report for --json."""
@@ -198,6 +199,10 @@ def covered(records: Sequence[RankRecord], world_size: int) -> bool | None:
     return not coverage_problems(records, True) if whole else None
 
 
-def compared_line(records: Sequence[RankRecord]) -> str:
+def compared_line(records: Sequence[RankRecord], world_size: int) -> str:
+    """How many collectives were compared, or why none could be."""
     groups, calls = compared(records)
+    if not groups:
+        alone = "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"
+        return f"no collectives could be compared: {alone if world_size > 1 else 'the run has one rank'}"
     return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"

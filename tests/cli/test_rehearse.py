@@ -69,6 +69,20 @@ def test_a_rank_that_runs_out_of_memory_says_where() -> None:
     assert "rank 4 (pp 1, dp 0, tp 0) failed" not in report, text
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--ranks 0", "no two of the rehearsed ranks call any together; --ranks all-distinct compares them"),
+        ("--world-size 1 --tp 1 --pp 1", "the run has one rank"),
+    ],
+)
+def test_of_one_rank_nothing_is_said_to_agree(flags: str, why: str) -> None:
+    code, text = rehearse(*flags.split())
+    lines = text.splitlines()
+    assert code == 0 and f"no collectives could be compared: {why}" in lines, text
+    assert "No rank fails; nothing was compared." in lines and "agree" not in text, text
+
+
 def test_a_run_without_faults_is_said_to_be_sound(tmp_path: Path) -> None:
     report, missing = tmp_path / "report.json", tmp_path / "no"
     code, text = rehearse("--world-size", "4", "--json", str(report), "--load", str(missing))
