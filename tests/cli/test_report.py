@@ -228,6 +228,14 @@ def test_a_run_of_which_little_is_left(tmp_path: Path, name: str) -> None:
     assert said in page.text
 
 
+def test_a_trace_that_is_cut_is_not_said_to_be_missing(run: Path) -> None:
+    trace = run / "trace/iterations-3-3.json.gz"
+    trace.write_bytes(trace.read_bytes()[:-100])
+    page, _ = page_of(run)
+    assert "iterations-3-3.json.gz is not a trace: " in page.text and "No trace:" not in page.text
+    assert "The trace iterations-3-3.json.gz could not be read; the summary says why." in page.text
+
+
 def test_of_a_long_run_points_are_left_out_and_it_says_so(tmp_path: Path) -> None:
     write_metrics(tmp_path, 20_000)
     page, text = page_of(tmp_path)

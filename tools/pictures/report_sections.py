@@ -182,6 +182,8 @@ def layout(run: RunFolder, gpus_per_node: int) -> str:
 
 def timeline(run: RunFolder) -> str:
     """The traced step, planned and measured."""
+    if run.trace is None and run.trace_path is not None:
+        return paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
     if run.trace is None:
         return paragraph("No trace: --trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks.")
     assert run.trace_path is not None
