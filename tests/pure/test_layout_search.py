@@ -380,7 +380,7 @@ def test_what_no_layout_changes_is_told_without_a_search() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--suggest --dry-run", "--suggest: searches by predicted times; add --dry-run --device"),
+        ("--suggest --dry-run", "--suggest: searches by predicted times; add --device, one of"),
         ("--device-memory 80", "--device-memory 80: is about a plan or a rehearsal; add --dry-run or --rehearse"),
         ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
     ],

@@ -149,8 +149,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         rule, remedy = "must be all or nothing", "--suggest, or --suggest all to search until none can be faster"
         reader.problems.append(Problem("--suggest", suggest, rule, remedy))
     if suggest is not None and (device is None or not dry_run):
-        rule, remedy = "searches by predicted times", f"add --dry-run --device, {', '.join(device_names())}"
-        reader.problems.append(Problem("--suggest", None, rule, remedy))
+        missing = [] if dry_run else [_to_plan(reader)]
+        missing += [] if device else [f"add --device, one of {', '.join(device_names())}"]
+        reader.problems.append(Problem("--suggest", None, "searches by predicted times", ", and ".join(missing)))
     if plan_file is not None and not dry_run and "--rehearse" not in reader.options:
         rule = "needs --dry-run, whose plan it writes, or --rehearse"
         reader.problems.append(Problem("--json", plan_file or None, rule, "add --dry-run"))
@@ -199,7 +200,8 @@ def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | Non
         rule, remedy = "needs --device, whose nodes it describes", f"add --device, {', '.join(device_names())}"
         reader.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
     if device is not None and not dry_run:
-        reader.problems.append(Problem("--device", device, "needs --dry-run, which predicts", "add --dry-run"))
+        rule = "needs --dry-run, which predicts"
+        reader.problems.append(Problem("--device", device, rule, _to_plan(reader)))
     elif device is not None:
         try:
             read_device(device)
@@ -207,6 +209,11 @@ def _device_of(reader: FlagReader, dry_run: bool) -> tuple[str | None, int | Non
             remedy = f"use one of {', '.join(device_names())}, or a device file"
             reader.problems.append(Problem("--device", device, str(error), remedy))
     return device, gpus_per_node
+
+
+def _to_plan(reader: FlagReader) -> str:
+    """The remedy that makes a command a dry run."""
+    return "replace --rehearse by --dry-run" if "--rehearse" in reader.options else "add --dry-run"
 
 
 def _rehearsal(reader: FlagReader, dry_run: bool, device_memory: float | None) -> RehearsalOptions | None:
