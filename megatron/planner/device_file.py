@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -229,9 +230,11 @@ def read_device(name: str) -> DeviceFile:
 
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
-        raise ValueError(f"there is no device {name}; those that are known: {', '.join(device_names())}")
+        raise ValueError(_why_no_file(name))
+    text = path.read_text(encoding="utf-8")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _check_keys(str(path), yaml.compose(text, Loader=yaml.SafeLoader))
+        values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     found: DeviceFile = _read(str(path), DeviceFile, values)
@@ -245,6 +248,28 @@ def read_device(name: str) -> DeviceFile:
     _check_attention(path, found.attention)
     _check_shares(path, found.links)
     return found
+
+
+def _why_no_file(name: str) -> str:
+    if Path(name).is_dir():
+        return f"{name} is a folder"
+    if Path(name).is_file():
+        return f"{name} must end in .yaml, as device files do"
+    if name.endswith(".yaml"):
+        return f"no such file: {name}"
+    return f"there is no device {name}; those that are known: {', '.join(device_names())}"
+
+
+def _check_keys(place: str, node: Any) -> None:
+    """Raises ValueError for a key that stands twice in a mapping of YAML nodes, of which the last would count."""
+    pairs = node.value if node is not None and node.id == "mapping" else ()
+    lines: dict[str, int] = {}
+    for key, value in pairs:
+        line = key.start_mark.line + 1
+        if str(key.value) in lines:
+            raise ValueError(f"{place}: {key.value} is given twice, in lines {lines[key.value]} and {line}")
+        lines[str(key.value)] = line
+        _check_keys(f"{place}: {key.value}", value)
 
 
 def _check_attention(path: Path, attention: Mapping[str, Mapping[int, AttentionSpeed]]) -> None:
@@ -288,7 +313,12 @@ def _read(place: str, kind: Any, value: Any) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"{place}: {value!r} must be a word")
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < math.inf:
+    if kind is float and isinstance(value, str):
+        with suppress(ValueError):  # YAML 1.1 reads 8e2 as text
+            value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place}: {value} must be finite")
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or value < 0:
         raise ValueError(f"{place}: {value!r} must be a {'whole ' if kind is int else ''}number of at least 0")
     return value
 
@@ -300,10 +330,11 @@ def _read_entries(place: str, kind: Any, values: Mapping[str, Any]) -> Any:
         raise ValueError(f"{place}: {', '.join(missing)} is missing")
     if unknown := sorted(map(str, set(values) - set(known))):
         raise ValueError(f"{place}: {', '.join(unknown)} is not one of {', '.join(sorted(known))}")
-    for name in sorted(DIVISORS & set(values)):
-        if values[name] == 0:
+    found = {name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()}
+    for name in sorted(DIVISORS & set(found)):
+        if found[name] == 0:
             raise ValueError(f"{place}: {name}: 0 must be above 0")
-    for name in sorted(SHARES & set(values)):
-        if isinstance(values[name], (int, float)) and values[name] > 1:
-            raise ValueError(f"{place}: {name}: {values[name]:g} must be a share, at most 1")
-    return kind(**{name: _read(f"{place}: {name}", types[name], value) for name, value in values.items()})
+    for name in sorted(SHARES & set(found)):
+        if found[name] > 1:
+            raise ValueError(f"{place}: {name}: {found[name]:g} must be a share, at most 1")
+    return kind(**found)

@@ -61,6 +61,10 @@ def test_bytes_at_the_bandwidth_of_a_copy(h100: DeviceFile) -> None:
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> None:
     with pytest.raises(ValueError, match="no device h1000; those that are known: a100, b200, h100, h200"):
         read_device("h1000")
+    for name, said in (("no.yaml", "no such file: .*no.yaml$"), (".", " is a folder"), ("a.yml", " must end in .yaml")):
+        (tmp_path / "a.yml").touch()
+        with pytest.raises(ValueError, match=said):
+            read_device(str(tmp_path / name))
     text = (FOLDER / "h100.yaml").read_text()
     own = tmp_path / "own.yaml"
     own.write_text(text.replace("multiprocessors: 132", "processors: 132"))
@@ -89,11 +93,19 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
         ("forward: [385, 500]", "forward: [0, 500]", "attention: cudnn: 64: forward: its TFLOP/s must be above 0"),
         ("  flash3:", "  flash3: {}\n  flash4:", "attention: flash3: must have the rates of a head size"),
         ("sustained: 0.94", "sustained: 94", "sustained: 94 must be a share, at most 1"),
+        ("memory_gib: ", "memory_gib: 1\nmemory_gib: ", "memory_gib is given twice, in lines"),
+        ("forward: [385, 500]", "forward: [1, 2], forward: [385, 500]", "64: forward is given twice, in lines"),
+        ("tflops: 868", "tflops: .inf", "gemm: bf16: tflops: inf must be finite"),
+        ("tflops: 868", "tflops: nan", "gemm: bf16: tflops: nan must be finite"),
+        ("gb_per_second: 370", "gb_per_second: 0e0", "links: node: gb_per_second: 0 must be above 0"),
+        ("sustained: 0.94", "sustained: 94e0", "sustained: 94 must be a share, at most 1"),
         ("launch_us: 8}", "launch_us: 8, share: {send: 0}}", "links: node: share: send: 0 must be above 0"),
         ("launch_us: 8}", "launch_us: 8, share: {reduce: 1}}", "share: reduce is not one of all_gather, all_reduce"),
     ):
         own.write_text(text.replace(old, wrong))
         with pytest.raises(ValueError, match=rf"own.yaml.* ?{said}"):
             read_device(str(own))
+    own.write_text(text.replace("tflops: 868", "tflops: 868e0").replace("sustained: 0.94", "sustained: 94e-2"))
+    assert read_device(str(own)) == h100
     with pytest.raises(ValueError, match="no speed of flash4 attention; known are cudnn, flash, flash3"):
         h100.attention_us("flash4", 128, 1e12, 4096, backward=False)
