@@ -28,6 +28,7 @@ from megatron.training.config.suggest import ahead
 from megatron.training.config.suggest.costs import LayoutCosts
 from megatron.training.config.suggest.search import Effort, Found, LayoutSearch, ranked_with
 from megatron.training.config.suggest.space import SearchedRun
+from megatron.training.config.suggest.verdict import duration
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 
@@ -375,6 +376,32 @@ def test_what_no_layout_changes_is_told_without_a_search() -> None:
     problems = validate(config, WORLD)
     flags = {problem.flag for problem in SearchedRun(config, WORLD).unavoidable(problems)}
     assert "--lr-warmup-iters" in flags and len(flags) < len({problem.flag for problem in problems})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2095, "0.209 seconds"),
+        (59.96, "1 minute"),
+        (1800, "30 minutes"),
+        (3600, "1 hour"),
+        (47.6 * 3600, "47.6 hours"),
+        (2.04 * 86400, "2.04 days"),
+        (1810 * 86400, "4.96 years"),
+        (1.2345e6 * 365.25 * 86400, "1,230,000 years"),
+    ],
+)
+def test_times_of_runs_have_units_that_suit_them(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--tp 4 --pp 2", 8)])
+def test_a_search_without_the_number_of_ranks_says_so(flags: str, ranks: int) -> None:
+    command = command_line([*RUN, *"--dry-run --device h100 --suggest".split(), *flags.split()], Launch())
+    note = (
+        f"--suggest searches layouts of {ranks} ranks, those of the flags; add --world-size, the ranks of the cluster"
+    )
+    assert command.world_size == ranks and command.notes == (note,)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,10 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     if world_size is None and alone and launch.launcher == "none":
         parallel = config.parallel
         world_size = max(1, parallel.model_parallel_size * (parallel.data_parallel_size or 1))
-        if world_size > 1:
+        if suggest is not None:
+            remedy = "add --world-size, the ranks of the cluster"
+            reader.notes.append(f"--suggest searches layouts of {world_size} ranks, those of the flags; {remedy}")
+        elif world_size > 1:
             reader.notes.append(f"planned for {world_size} ranks; --world-size says otherwise")
     if reader.problems:
         ranks = world_size or launch.world_size

@@ -45,10 +45,17 @@ class Cluster:
         return PredictedStep(step, costs.device, costs.run.world_size, costs.gpus_per_node).record
 
 
+UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
+"""(name, seconds, number from which on the next unit is used) of units of time."""
+
+
 def duration(seconds: float) -> str:
-    """In hours, and in days from two days on."""
-    hours = seconds / 3600
-    return f"{hours:,.3g} hours" if hours < 48 else f"{hours / 24:,.3g} days"
+    """In the unit that suits it, to three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
+    for name, unit, most in UNITS:
+        if seconds / unit < most:
+            number = f"{seconds / unit:.3g}"
+            return f"{number} {name.removesuffix('s') if number == '1' else name}"
+    return f"{float(f'{seconds / (365.25 * 86400):.3g}'):,.15g} years"
 
 
 def iterations_of(config: RunConfig) -> int | None:
