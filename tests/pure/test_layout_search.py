@@ -382,7 +382,8 @@ def test_what_no_layout_changes_is_told_without_a_search() -> None:
     ("seconds", "said"),
     [
         (0.2095, "0.209 seconds"),
-        (59.96, "1 minute"),
+        (59.96, "60 seconds"),
+        (60, "1 minute"),
         (1800, "30 minutes"),
         (3600, "1 hour"),
         (47.6 * 3600, "47.6 hours"),
