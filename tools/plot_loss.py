@@ -17,7 +17,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
-from .common import run_tool
+from .common import PICTURES, refuse_picture, run_tool
 
 TRAIN_KEY = "lm_loss"
 VALID_KEY = "valid_loss"
@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--log-scale", action="store_true", help="logarithmic loss axis")
     args = parser.parse_args(argv)
     try:
+        refuse_picture("--output", args.output, PICTURES)
         print(draw(args.metrics, args.output, args.log_scale))
     except ImportError:
         print("the loss curve needs matplotlib: pip install matplotlib", file=sys.stderr)

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.schedules import layout_of, runs_in_turns
 from megatron.core.pipeline_parallel.simulator import TIMED, Simulation, StageCosts, Timed, simulate
 from megatron.core.pipeline_parallel.steady_state import post_validated
 
-from .common import add_extension_flag, run_tool
+from .common import PICTURES, add_extension_flag, refuse_picture, run_tool
 
 COLOURS = {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#54a24b", Kind.FB: "#b279a2"}
 NAMES = {
@@ -54,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--microbatch-group-size-per-virtual-pipeline-stage must be at least --pp {args.pp}")
     if not all(map(math.isfinite, (args.forward, args.input_grad, args.weight_grad, args.comm, args.exchange))):
         parser.error("--forward, --input-grad, --weight-grad, --comm and --exchange must be finite numbers")
-    if args.output and (not Path(args.output).suffix or Path(args.output).is_dir()):
-        parser.error(f"--output {args.output} must end with the kind of picture; for example {args.output}.png")
+    try:
+        refuse_picture("--output", args.output, PICTURES)
+    except ValueError as error:
+        parser.error(str(error))
     if min(args.forward, args.input_grad, args.weight_grad) <= 0 or args.comm < 0:
         parser.error("--forward, --input-grad and --weight-grad must be above 0, --comm not below")
     if args.exchanges < 0 or args.exchange < 0:
@@ -121,7 +123,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--messages", action="store_true", help="print the action list of each rank, with sends and receives"
     )
-    parser.add_argument("--output", metavar="FILE.png", help="write a picture")
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="write a picture")
     return parser
 
 
@@ -177,7 +179,7 @@ def summary_of(found: Simulation) -> str:
     )
 
 
-def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> None:
+def draw(found: Simulation, layout: PipelineLayout, title: str, path: Path) -> None:
     """A bar for each compute action: colour by kind, paler for later chunks, with its microbatch. At the right the idle
     share of each rank. Of a long schedule the beginning and the end, where ranks differ: the middle repeats itself."""
     import matplotlib
@@ -216,6 +218,7 @@ def draw(found: Simulation, layout: PipelineLayout, title: str, path: str) -> No
         loc="outside lower center",
         ncols=len(kinds) + 1,
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -53,6 +53,24 @@ def test_a_slow_micro_batch_is_seen_beside_the_plan() -> None:
         plot_trace.chosen(trace, 9)
 
 
+def test_pictures_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys) -> None:
+    write_trace(simulated_trace(), tmp_path / "trace.json.gz")
+    trace = str(tmp_path / "trace.json.gz")
+    for program, flags, said in (
+        (plot_trace, [trace, "--output", "a.png"], "--output a.png: must end in .svg; for example a.svg"),
+        (
+            plot_trace,
+            [trace, "--output", "a.svg", "--phases", "/proc/no/b.svg"],
+            "--phases /proc/no/b.svg: /proc cannot",
+        ),
+        (plot_ranks, ["--world-size", "4", "--output", "/proc/no/a.svg"], "--output /proc/no/a.svg: /proc cannot be"),
+        (plot_memory, ["--trace", trace, "--output", "a"], "--output a: must end in .svg; for example a.svg"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            program.main(flags)
+    assert capsys.readouterr().out == ""
+
+
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     for data in (

@@ -17,7 +17,7 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.training.config.flags import field_docs, field_table, sections
 from megatron.training.config.output_files import drop_output, open_closed_streams, why_unwritten
-from megatron.training.config.output_paths import why_unwritable
+from megatron.training.config.output_paths import why_not_written, why_unwritable
 from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 
@@ -34,6 +34,10 @@ LAYOUT_FIELDS = (
     "expert_tensor_parallel_size",
 )
 """How many ranks generation cuts a model over."""
+
+
+PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
+"""Kinds of pictures that plots of matplotlib are written as."""
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
@@ -133,6 +137,19 @@ def refuse_unwritable(folder: Path) -> None:
         raise ValueError(f"--output-prefix: {why}; choose another prefix")
 
 
+def refuse_picture(flag: str, path: Path | None, kinds: Sequence[str] = (".svg",)) -> None:
+    """Raises ValueError if a picture could not be written to a file, for its suffix or its folder, before any work is
+    done for it."""
+    if path is None:
+        return
+    if path.suffix.lower() not in kinds:
+        wanted = "must end with the kind of picture: " if len(kinds) > 1 else "must end in "
+        example = path.with_suffix(kinds[0]) if path.suffix else f"{path}{kinds[0]}"
+        raise ValueError(f"{flag} {path}: {wanted}{', '.join(kinds)}; for example {example}")
+    if (why := why_not_written(path)) is not None:
+        raise ValueError(f"{flag} {path}: {why}; name a file in a folder that can be written")
+
+
 def run_tool(main: Callable[[], int]) -> NoReturn:
     """Runs a tool's main and exits with its code: 2 and one line a problem for errors of the user, 130 and 143 when it
     is interrupted or terminated (by an exception, so that temporary files are removed)."""
@@ -153,7 +170,8 @@ def run_tool(main: Callable[[], int]) -> NoReturn:
     except OSError as error:
         if (why := why_unwritten(error)) is not None:
             drop_output()
-        print(f"error: {why or error}", file=sys.stderr)
+        named = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"error: {why or named}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

@@ -24,7 +24,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.training.trace.trace_file import read_trace
 
-from ..common import run_tool
+from ..common import refuse_picture, run_tool
 from .svg import Svg, byte_text, ticks, write_svg
 
 CATEGORIES = {
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.plan is None and args.trace is None:
         parser.error("name a --plan, a --trace, or both")
+    refuse_picture("--output", args.output)
     bars = []
     if args.plan is not None:
         bars += planned_bars(read_plan(args.plan))

@@ -25,7 +25,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
 from megatron.training.trace.trace_file import read_trace
 
-from ..common import add_config_flags, config_of, run_tool
+from ..common import add_config_flags, config_of, refuse_picture, run_tool
 from .svg import Svg, write_svg
 
 FIELDS = (
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, help="layout and hosts of a traced run instead")
     parser.add_argument("--output", type=Path, metavar="FILE.svg", help="draw the map")
     args = parser.parse_args(argv)
+    refuse_picture("--output", args.output)
     if args.trace is not None:
         found = map_of_trace(read_trace(args.trace))
     elif args.world_size is None or min(args.world_size, args.gpus_per_node) < 1:

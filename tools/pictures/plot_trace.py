@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.simulator import Timed
 from megatron.training.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
 from megatron.training.trace.trace_file import PLANNED_TRACK, Trace, read_trace
 
-from ..common import run_tool
+from ..common import refuse_picture, run_tool
 from .svg import Svg, ticks, time_text, write_svg
 
 NAMES = {
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.svg")
     parser.add_argument("--phases", type=Path, metavar="FILE.svg", help="draw the phases of all ranks' step too")
     args = parser.parse_args(argv)
+    refuse_picture("--output", args.output)
+    refuse_picture("--phases", args.phases)
     trace = read_trace(args.trace)
     step = chosen(trace, args.iteration, args.rank)
     print(told(trace, step))

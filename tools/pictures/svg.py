@@ -106,9 +106,7 @@ def legend_width(entries: Sequence[tuple[str, str]]) -> float:
 
 
 def write_svg(picture: Svg, path: Path) -> None:
-    """Writes a picture to a file. Raises ValueError unless it is named .svg."""
-    if path.suffix != ".svg":
-        raise ValueError(f"--output {path}: must end in .svg, which every browser shows")
+    """Writes a picture to a file, whose name ends in .svg (`refuse_picture`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(picture.file(), encoding="utf-8")
     print(f"wrote {path}")
