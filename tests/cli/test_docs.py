@@ -1,7 +1,8 @@
 """The commands of README.md and docs run as they stand.
 
-Every block fenced as bash is run, block after block, by one shell in a copy of the tree. A block that is not meant to
-be run, such as an sbatch line, is fenced without a language. The programs of one page start as a reader starts them;
+Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Of blocks fenced as text, which
+take long or print much, the command lines of pretrain_gpt.py are read and validated. A block that is neither, such as an
+sbatch line, is fenced without a language. The programs of one page start as a reader starts them;
 those of the others are forked from this process, which has imported torch.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,9 +20,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.config.arguments import parse_args
+from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.flags import spelling_table
-from megatron.training.config.validation import resolve, validate
+from megatron.training.config.validation import notices, resolve, validate
+from megatron.training.reliability.launch import Launch
 from tests.forking_python import run_script
 from tests.limits import HANG
 
@@ -32,6 +35,7 @@ MODEL = (
 )
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TEXT_BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -121,6 +125,27 @@ LONG = {
 @pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)
 def test_commands_of_a_page_run(page: str, clone: Path) -> None:
     run_blocks(blocks(page), clone)
+
+
+def text_commands(page: str) -> list[str]:
+    """The commands in blocks fenced as text that start pretrain_gpt.py, a line each."""
+    text = "\n".join(TEXT_BLOCK.findall((ROOT / page).read_text())).replace("\\\n", " ")
+    return [line for line in text.splitlines() if re.match(r"(\w+=\S+ )*(python pretrain_gpt.py|bash scripts/)", line)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if text_commands(page)])
+def test_commands_of_text_blocks_are_legal(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts print the command line that they start."""
+    monkeypatch.chdir(ROOT)
+    for line in text_commands(page):
+        start = line if "bash " in line else f"echo {line.removeprefix('python ')}"
+        environment = os.environ | {"PYTHON": "echo"}
+        done = subprocess.run(["bash", "-c", start], env=environment, capture_output=True, text=True, check=True)
+        program, *argv = shlex.split(done.stdout.splitlines()[-1])
+        command = command_line(argv, Launch())
+        assert program == "pretrain_gpt.py" and command.world_size is not None
+        assert validate(command.config, command.world_size) == [], line
+        assert notices(command.config, command.world_size) == [], line
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])

@@ -332,6 +332,39 @@ def test_later_files_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "flags", "replaced", "kept"),
+    [
+        ("train-tokens: 9", "--train-iters 5", "train_tokens", "train_iters"),
+        ("train-iters: 9\nlr-warmup-iters: 2", "--train-tokens 1e6", "train_iters", "lr_warmup_iters"),
+        ("lr-warmup-samples: 9", "--lr-warmup-iters 5", "lr_warmup_samples", "lr_warmup_iters"),
+        ("lr-warmup-fraction: 0.1", "--lr-warmup-tokens 5", "lr_warmup_fraction", "lr_warmup_tokens"),
+        ("lr-decay-iters: 9", "--lr-decay-samples 5", "lr_decay_iters", "lr_decay_samples"),
+        ("lr-wsd-decay-iters: 9", "--lr-wsd-decay-samples 5", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        (
+            "num-layers-per-virtual-pipeline-stage: 1",
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+    ],
+)
+def test_a_later_source_replaces_a_setting_in_another_unit(
+    text: str, flags: str, replaced: str, kept: str, tmp_path: Path
+) -> None:
+    first, second = write(tmp_path, text), tmp_path / "second.yaml"
+    name, value = flags.split()
+    second.write_text(f"{name[2:]}: {value}\n")
+    for later in (flags.split(), ["--config", str(second)]):
+        values = flat_values(parse_args(["--config", first, *later]))
+        assert not values[replaced] and values[kept]
+
+
+def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
+    values = flat_values(parse_args(["--config", write(tmp_path, "train-iters: 1\ntrain-samples: 2")]))
+    assert (values["train_iters"], values["train_samples"]) == (1, 2)  # which a rule refuses
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("hiden-size: 3", "hiden-size 3: unknown flag; did you mean --hidden-size?"),

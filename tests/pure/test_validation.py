@@ -337,7 +337,7 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--global-batch-size 8 --rampup-batch-size 3 2 9", 1, "nearest: --global-batch-size 7 or 9"),
         # length and schedule
         ("--train-samples 80", 1, "--train-iters 100: cannot be combined with --train-samples"),
-        ("--lr-warmup-samples 3", 1, "--lr-warmup-samples 3: the run's length is given in iterations"),
+        ("--lr-warmup-samples 3", 1, "the run's length is given in iterations; use --lr-warmup-iters 3"),
         ("--lr-decay-samples 3", 1, "--lr-decay-samples 3: the run's length is given in iterations"),
         ("--lr-warmup-iters 100", 1, "--lr-warmup-iters 100: must be below the length of the decay, 100; nearest: 99"),
         ("--lr-warmup-iters 9 --lr-decay-iters 5", 1, "--lr-warmup-iters 9: must be below the length of the decay, 5"),
@@ -428,6 +428,8 @@ def test_sample_based_schedules() -> None:
     assert problems(f"{flags} --rampup-batch-size 2 2 20", without="train-iters") == []
     found = problems("--train-samples 100 --lr-warmup-iters 3 --lr-decay-iters 5", without="train-iters")
     assert [problem.split(":")[0] for problem in found] == ["--lr-decay-iters 5", "--lr-warmup-iters 3"]
+    found = problems("--train-samples 100 --lr-warmup-iters 3 --global-batch-size 8", without="train-iters")
+    assert [problem.partition("; ")[2] for problem in found] == ["use --lr-warmup-samples 24"]
 
 
 def test_unknown_vocabulary() -> None:

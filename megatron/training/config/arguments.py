@@ -31,7 +31,7 @@ from megatron.training.config.flags import (
 from megatron.training.config.megatron_flags import foreign_flags
 from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
-from megatron.training.config.reading import FlagReader, compose, plain, texts_of, tokens_of
+from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.single_values import REQUIRED
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
@@ -297,7 +297,7 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     for path in reader.options.get("--config", ()):
         files.read_file(path)
     files.exchange()
-    reader.values = files.values | reader.values | ({"extension": extensions} if extensions else {})
+    reader.values = overridden(files.values, reader.values) | ({"extension": extensions} if extensions else {})
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
     reader.suspects |= files.suspects

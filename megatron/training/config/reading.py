@@ -30,6 +30,19 @@ OPTIONS: dict[str, tuple[int, ...]] = {
 """What is not configuration -> its numbers of values."""
 
 
+SAME_SETTING = (
+    ("train_iters", "train_samples", "train_tokens"),
+    ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    (
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    ),
+)
+"""Fields that set the same thing in different units: a later source replaces all of a group that it has a field of."""
+
 SAID_OF_SWITCHES = {"true": True, "false": False}
 """Values that a switch may have on a command line, as it may in a file."""
 
@@ -306,10 +319,11 @@ class FlagReader:
         if not node.tag.endswith(":map"):
             self.problems.append(Problem("--config", path, "must be a mapping", "write one `name: value` a line"))
             return
-        self.given = {}
+        earlier, self.values, self.given = self.values, {}, {}
         for key, value in node.value:
             self.read_entry(path, str(key.value), plain(value))
         self.finish()
+        self.values = overridden(earlier, self.values)
 
     def read_entry(self, path: str, key: str, value: Any) -> None:
         """One key of a mapping and its plain value; `path` says where it stands."""
@@ -337,6 +351,12 @@ class FlagReader:
                 self.set(flag, name, value == on)
             else:
                 self.wrong(flag, where, texts_of(value), "must be true or false", "correct the file")
+
+
+def overridden(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """The values of two sources of flags. `later` wins, also over the same setting in another unit."""
+    replaced = {field for group in SAME_SETTING if not later.keys().isdisjoint(group) for field in group}
+    return {field: value for field, value in earlier.items() if field not in replaced} | later
 
 
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -114,7 +114,7 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
             if value:
                 name = f"--{stem.replace('_', '-')}"
                 rule = f"the run's length is given in {'samples or tokens' if by_samples else 'iterations'}"
-                yield Problem(f"{name}-{wrong}", value, rule, f"use {name}-{right}")
+                yield Problem(f"{name}-{wrong}", value, rule, f"use {name}-{right}{_converted(c, value, by_samples)}")
     warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples") if getattr(o, n)]
     if o.lr_warmup_fraction is not None and warmups:
         name = f"--{warmups[0].replace('_', '-')}"
@@ -130,6 +130,14 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--decoupled-min-lr", o.decoupled_min_lr, "--decoupled-lr")
     yield from _decay_length(c, right, by_samples or by_iters)
     yield from _weight_decay(c)
+
+
+def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
+    """A number of iterations in samples, or of samples in iterations, behind its flag. Empty where the batch varies."""
+    size, t = c.training.global_batch_size, c.training
+    if not size or size < 0 or t.rampup_batch_size is not None or t.step_batch_size_schedule is not None:
+        return ""
+    return f" {value * size if to_samples else -(-value // size)}"
 
 
 def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
