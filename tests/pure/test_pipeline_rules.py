@@ -236,7 +236,24 @@ def test_layers_of_uneven_stages_are_judged_when_the_vocabulary_is_known() -> No
         (
             "--overlap-param-gather --no-use-distributed-optimizer",
             1,
-            "--overlap-param-gather: needs the distributed optimizer",
+            "--overlap-param-gather: cannot be combined with --no-use-distributed-optimizer",
+        ),
+        (
+            "--overlap-param-gather --data-parallel-sharding-strategy no_shard",
+            2,
+            "--overlap-param-gather: cannot be combined with --data-parallel-sharding-strategy no_shard: every rank "
+            "updates whole parameters, so that there is nothing to gather; add --no-overlap-param-gather, or use "
+            "--data-parallel-sharding-strategy optim",
+        ),
+        (
+            "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy no_shard",
+            4,
+            "--num-distributed-optimizer-instances 2: cannot be combined with --data-parallel-sharding-strategy no_sha",
+        ),
+        (
+            "--use-precision-aware-optimizer --data-parallel-sharding-strategy no_shard",
+            2,
+            "--use-precision-aware-optimizer: cannot be combined with --data-parallel-sharding-strategy no_shard",
         ),
         ("--grad-reduce-in-bf16 --fp64", 1, "--grad-reduce-in-bf16: cannot be combined with --fp64; keep one of them"),
     ],

@@ -29,6 +29,14 @@ def optimizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--moe-router-skip-muon", None, "--num-experts")
 
 
+def unsharded_by(c: RunConfig) -> tuple[str, str]:
+    """The flag that turns the distributed optimizer off, and what to do instead."""
+    if c.ddp.data_parallel_sharding_strategy == "no_shard":
+        flag = "--data-parallel-sharding-strategy"
+        return f"{flag} no_shard", f"use {flag} optim"
+    return "--no-use-distributed-optimizer", "remove --no-use-distributed-optimizer"
+
+
 def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
     o, m, p, table, switch = c.optimizer, c.model, c.parallel, field_table(), "--qk-clip"
     if not o.qk_clip:
@@ -114,7 +122,9 @@ def precision_aware(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if o.optimizer != "adam":
         yield Problem(switch, None, f"stores Adam's states, and --optimizer is {o.optimizer}", "use --optimizer adam")
     if not o.use_distributed_optimizer:
-        yield Problem.exclusive(switch, None, "--no-use-distributed-optimizer")
+        off, remedy = unsharded_by(c)
+        rule = f"cannot be combined with {off}: only the distributed optimizer stores states in these formats"
+        yield Problem(switch, None, rule, f"remove {switch}, or {remedy}")
     wide = next((f"--{name}" for name in ("fp64", "fp32") if getattr(p, name)), "fp32, the default")
     if o.main_params_dtype == "fp16" and not (p.bf16 or p.fp16):
         rule = f"is the format of a copy of the parameters, and in {wide} they are the main parameters themselves"

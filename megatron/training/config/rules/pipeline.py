@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.stages import (
     pipeline_stages,
 )
 from megatron.training.config.problem import Problem
+from megatron.training.config.rules.optimizer import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
@@ -218,8 +219,10 @@ def _recomputed_parts(m: TransformerConfig) -> Iterator[Problem]:
 
 def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.ddp.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
-        rule = "needs the distributed optimizer: without it every rank updates whole parameters"
-        yield Problem("--overlap-param-gather", None, rule, "remove it, or remove --no-use-distributed-optimizer")
+        why = "every rank updates whole parameters, so that there is nothing to gather"
+        flag, other = unsharded_by(c)
+        rule, remedy = f"cannot be combined with {flag}: {why}", f"add --no-overlap-param-gather, or {other}"
+        yield Problem("--overlap-param-gather", None, rule, remedy)
     if c.ddp.grad_reduce_in_bf16 and c.parallel.fp64:
         yield Problem.exclusive("--grad-reduce-in-bf16", None, "--fp64")
 
@@ -252,8 +255,9 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if count == 1:
         return
     if not c.optimizer.use_distributed_optimizer:
-        rule = "needs the distributed optimizer: without it nothing is sharded"
-        yield Problem(name, count, rule, f"remove {name}, or remove --no-use-distributed-optimizer")
+        flag, other = unsharded_by(c)
+        rule, remedy = f"cannot be combined with {flag}: nothing is sharded", f"remove {name}, or {other}"
+        yield Problem(name, count, rule, remedy)
     if c.optimizer.whole_roles:
         why = "matrices are updated by one rank of all that hold a part"
         yield Problem.exclusive(name, count, f"--optimizer {c.optimizer.optimizer}", why)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron.core.transformer.parameters import group_rows
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, multiples
+from megatron.training.config.rules.optimizer import unsharded_by
 from megatron.training.config.run_config import RunConfig
 
 FP8_ALIGNMENT = 16
@@ -65,7 +66,9 @@ def fp8_param_gather(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if p.fp8_format is None:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:
-        yield Problem.no_effect(flag, None, "--use-distributed-optimizer")
+        off, remedy = unsharded_by(c)
+        rule = f"has no effect beside {off}: no parameters are gathered"
+        yield Problem(flag, None, rule, f"remove {flag}, or {remedy}", harmless=True)
     elif p.fp8_recipe == "rowwise":
         rule = (
             "needs a recipe with one cast of each weight, and --fp8-recipe rowwise makes one by rows and one by columns"
