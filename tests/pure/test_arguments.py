@@ -369,6 +369,7 @@ def test_one_source_may_not_set_a_thing_in_two_units(tmp_path: Path) -> None:
     [
         ("hiden-size: 3", "hiden-size 3: unknown flag; did you mean --hidden-size?"),
         ("hidden-size: x", "hidden-size x: must be a whole number"),
+        ("train-tokens: 1e30", "train-tokens 1e30: must not be larger than 2^53, about 9e15"),
         ("seed: true", "seed True: must be a whole number"),
         ("swiglu: 1", "swiglu 1: must be true or false"),
         ("model: {hidden-size: 3}", "model: must be a value; write names flat, without sections"),

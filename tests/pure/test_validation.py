@@ -421,6 +421,25 @@ def test_length_is_required_where_data_has_no_end() -> None:
 def test_a_run_shorter_than_a_step() -> None:
     found = problems("--train-tokens 100 --global-batch-size 8", without="train-iters")
     assert found == ["--train-tokens 100: is less than one step of 8 samples; nearest: 128"]
+    for tokens in ("", "--train-tokens 1e6"):  # of two lengths the shorter one holds, and is named
+        found = problems(f"{tokens} --train-samples 7 --global-batch-size 8", without="train-iters")
+        assert found == ["--train-samples 7: is less than one step of 8 samples; nearest: 8"]
+    found = problems("--train-tokens 100 --train-samples 700 --global-batch-size 8", without="train-iters")
+    assert found == ["--train-tokens 100: is less than one step of 8 samples; nearest: 128"]
+
+
+def test_iterations_and_samples_exclude_each_other_beside_tokens_too() -> None:
+    found = problems("--train-tokens 1e6 --train-samples 70")
+    assert found == ["--train-iters 100: cannot be combined with --train-samples; keep one of them"]
+
+
+def test_nothing_follows_from_a_negative_number_of_tokens() -> None:
+    assert problems("--train-tokens -5", without="train-iters") == [
+        "--train-tokens -5: must be above 0; remove it to use the default"
+    ]
+    for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
+        (found,) = problems(f"{flag} -50")
+        assert found.startswith(f"{flag} -50: must")
 
 
 def test_sample_based_schedules() -> None:

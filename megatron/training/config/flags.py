@@ -33,15 +33,22 @@ SECTION_TITLES = {
 }
 
 
+class TooLargeError(ValueError):
+    """A whole number is larger than every flag allows."""
+
+
 def parse_int(text: str) -> int:
-    """A whole number: `1000000`, `1_000_000`, `1e6` and `1000000.0` are one and the same."""
+    """A whole number: `1000000`, `1_000_000`, `1e6` and `1000000.0` are one and the same. Raises ValueError."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        value = float(text)
-    if not value.is_integer() or abs(value) > 2**53:
-        raise ValueError(f"{text} is not a whole number")
-    return int(value)
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(f"{text} is not a whole number") from None
+        value = int(number)
+    if abs(value) > 2**53:
+        raise TooLargeError("must not be larger than 2^53, about 9e15")
+    return value
 
 
 def parse_float(text: str) -> float:
@@ -113,6 +120,8 @@ class Flag:
         for text in texts:
             try:
                 values.append(parse(text))
+            except TooLargeError:
+                raise
             except (ValueError, OverflowError) as error:
                 special = self.field in FIELD_PARSERS
                 raise ValueError(str(error) if special else f"must be {KIND_NAMES[self.kind]}") from None

@@ -82,11 +82,13 @@ def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
 
 
 def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    t = c.training
-    given = {"--train-iters": t.train_iters, "--train-samples": t.train_samples, "--train-tokens": t.train_tokens}
+    t, derived = c.training, dict(c.given)
+    fields = ("train_iters", "train_samples", "train_tokens")
+    given = {f"--{name.replace('_', '-')}": derived.get(name, getattr(t, name)) for name in fields}
+    iters, own_samples, _ = given.values()
     names = [name for name, value in given.items() if value is not None]
-    if t.train_iters is not None and t.train_samples is not None:
-        yield Problem.exclusive("--train-iters", t.train_iters, "--train-samples")
+    if iters is not None and own_samples is not None:
+        yield Problem.exclusive("--train-iters", iters, "--train-samples")
     if not names and c.data.dataset == "mock":
         remedy = "add --train-iters, --train-samples or --train-tokens"
         yield Problem("--mock-data", None, "synthetic data has no epochs, so the run needs a length", remedy)
@@ -97,8 +99,8 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
         size = t.rampup_batch_size[0]
     if names and samples is not None and size and 0 <= samples < size:
-        name = "--train-tokens" if t.train_tokens is not None else names[0]
-        unit = c.model.seq_length if name == "--train-tokens" else 1
+        by_tokens = t.train_tokens is not None and (own_samples is None or samples < own_samples)
+        name, unit = ("--train-tokens", c.model.seq_length) if by_tokens else ("--train-samples", 1)
         rule = f"is less than one step of {size} samples"
         yield Problem(name, given[name], rule, f"nearest: {size * unit}")
 
