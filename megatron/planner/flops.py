@@ -60,7 +60,7 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
-    config = replace(config.with_plain_attention(length), hidden_dropout=0.0, recompute_granularity=None)
+    config = replace(config.with_plain_attention(length), hidden_dropout=0.0, recompute_granularity="none")
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:

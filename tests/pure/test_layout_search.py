@@ -277,11 +277,10 @@ def test_a_flag_that_cannot_be_taken_back_is_named() -> None:
     own = [*RUN, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     run = SearchedRun(resolve(parse_args(own), WORLD), WORLD)
     layout = next(run.space.layouts(next(run.space.families())))
-    assert run.dropped(run.with_layout(layout)) == [
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
-    ]
+    config = run.with_layout(layout)
+    assert run.dropped(config) == ["--recompute-method", "--recompute-num-layers"]
+    words = run.flags(config)
+    assert words[words.index("--recompute-granularity") + 1] == "none"
 
 
 Searched = tuple[list[tuple[Layout, StepTime, Any]], Effort]

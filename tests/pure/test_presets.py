@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import yaml
 
 from megatron.planner.parameters import count_parameters
-from megatron.training.config.arguments import read_flags, with_flags
+from megatron.training.config.arguments import parse_args, read_flags, with_flags
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.validation import notices, resolve, validate
 
+T = TypeVar("T")
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 HEAD = re.compile(r"^# For ([\d,]+) GPUs?\b.*; ([\d,]+) parameters with a vocabulary of ([\d,]+)\.$", re.MULTILINE)
 
@@ -47,6 +52,39 @@ def test_a_preset_is_legal_and_has_its_size(path: Path) -> None:
     assert count_parameters(config.model).total == parameters
     assert parameters == pytest.approx(size_of(path.stem), rel=0.25)
     assert not {"data-path", "tokenizer-model", "vocab-size", "save", "load"} & yaml.safe_load(path.read_text()).keys()
+
+
+def some(items: Iterable[T], most: int) -> list[T]:
+    """At most so many of the items, evenly spaced."""
+    everything = list(items)
+    return everything[:: -(-len(everything) // most)] if everything else []
+
+
+def check_suggestions(own: list[str], ranks: int) -> None:
+    """Pastes the flags of layouts that --suggest may print behind the run's own."""
+    run = SearchedRun(resolve(parse_args(own), ranks), ranks)
+    layouts = [layout for family in some(run.space.families(), 6) for layout in some(run.space.layouts(family), 5)]
+    configs = [config for config in map(run.with_layout, layouts) if not validate(config, ranks)]
+    assert configs
+    for config in configs:
+        pasted = resolve(parse_args([*own, *run.flags(config)]), ranks)
+        assert validate(pasted, ranks) == [], run.flags(config)
+        if pasted.model.recompute_granularity != "selective":  # without which the modules have no effect
+            pasted = replace(pasted, model=replace(pasted.model, recompute_modules=config.model.recompute_modules))
+        assert replace(pasted, given=config.given) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_suggested_flags_can_be_pasted_behind_a_preset(path: Path) -> None:
+    check_suggestions(["--config", str(path), "--mock-data"], stated(path)[0])
+
+
+def test_suggested_flags_win_over_a_files_number_of_layers_in_a_stage(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = (CONFIGS[0].parent / "70b.yaml").read_text(encoding="utf-8")
+    file.write_text(text.replace("num-virtual-stages-per-pipeline-rank: 4", "num-layers-per-virtual-pipeline-stage: 5"))
+    assert "stage: 5" in file.read_text()
+    check_suggestions(["--config", str(file), "--mock-data"], 96 * 4)
 
 
 def test_a_flag_wins_over_a_preset() -> None:

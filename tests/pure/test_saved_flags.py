@@ -39,7 +39,7 @@ def test_the_model_and_the_schedule_are_the_checkpoint_s(folder: Path) -> None:
         0.1,
     )
     assert optimizer.lr_decay_iters == 500  # the length that the saved run decays over
-    assert model.recompute_granularity is None and optimizer.clip_grad == 1.0
+    assert model.recompute_granularity == "none" and optimizer.clip_grad == 1.0
     assert "--hidden-size is 64, as in the checkpoint, not 32" in notes
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes
 

@@ -14,8 +14,8 @@ RECOMPUTED_WITH = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 class RecomputeConfig:
     """What is computed again in the backward pass instead of being kept."""
 
-    recompute_granularity: str | None = flag(None, choices=("selective", "full"))
-    """Recompute parts of each layer (selective) or whole layers (full) in the backward pass."""
+    recompute_granularity: str = flag("none", choices=("none", "selective", "full"))
+    """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""
 
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """Full recomputation: all layers in groups (uniform), or only the first layers of a stage (block)."""

@@ -188,7 +188,7 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
         f"activations: saved for backward, measured on fake tensors by the kernels of CPUs{kernels}{even}; "
         "logits of the loss included, tokens and labels not"
     )
-    again = model.recompute_granularity or "none"
+    again = model.recompute_granularity
     if model.recomputed_modules:
         again += f" ({', '.join(model.recomputed_modules)})"
     flight = "; ".join(

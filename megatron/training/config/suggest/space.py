@@ -73,7 +73,7 @@ class SearchedRun:
         again and how much it offloads is left out."""
         model, parallel, ddp = self.own.model, self.own.parallel, self.own.ddp
         place = pipeline_layout(model, parallel)
-        samples, again = self.own.training.micro_batch_size, model.recompute_granularity or RECOMPUTATION[0]
+        samples, again = self.own.training.micro_batch_size, model.recompute_granularity
         sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
         split = PIPELINE_SCHEDULES.facts(parallel.schedule).splits_backward
         family = Family(*sizes, parallel.expert_tp, samples, again, split)
@@ -101,7 +101,7 @@ class SearchedRun:
             num_distributed_optimizer_instances=1,
             pipeline_model_parallel_size=pipeline.ranks,
             pipeline_schedule=pipeline.schedule,
-            num_virtual_stages_per_pipeline_rank=pipeline.chunks if pipeline.schedule == "interleaved" else None,
+            num_virtual_stages_per_pipeline_rank=pipeline.chunks if self._names_stages(pipeline) else None,
             num_layers_per_virtual_pipeline_stage=None,
             pipeline_model_parallel_layout=None,
             microbatch_group_size_per_virtual_pipeline_stage=None,
@@ -127,6 +127,16 @@ class SearchedRun:
         config = replace(given, parallel=parallel, ddp=ddp, optimizer=optimizer, training=training, model=model)
         return resolve(config, self.world_size)
 
+    def _names_stages(self, pipeline: Pipeline) -> bool:
+        """Whether a layout says the number of stages per rank: also to win over what the run's own flags say of it."""
+        own = self.given.parallel
+        stages = (
+            own.num_virtual_stages_per_pipeline_rank,
+            own.num_layers_per_virtual_pipeline_stage,
+            own.pipeline_model_parallel_layout,
+        )
+        return pipeline.schedule == "interleaved" or any(stages)
+
     def _activation_offload(self, layout: Layout) -> dict[str, Any]:
         stage = self.own.model.num_layers // (layout.pipeline.ranks * layout.pipeline.chunks)
         offloads = layout.saving.offload == "activations"
@@ -135,7 +145,7 @@ class SearchedRun:
     def _recomputation(self, rung: str) -> dict[str, Any]:
         """Fields of an entry of `RECOMPUTATION`."""
         model = self.own.model
-        values: dict[str, Any] = dict.fromkeys(RECOMPUTE_FIELDS)
+        values: dict[str, Any] = dict.fromkeys(RECOMPUTE_FIELDS) | {"recompute_granularity": "none"}
         if rung == "full":
             values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         if rung == "selective":
