@@ -162,14 +162,36 @@ def test_what_a_kernel_does_not_compute_is_said(flags: str, problem: str) -> Non
     assert not validate(config, 1)
     (found,) = notices(config, 1)
     assert problem in str(found)
-    assert not notices(config_of(f"--attention-backend flash {flags}"), 1)
 
 
-def test_cudnn_computes_in_16_bits() -> None:
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--attention-dropout 0", ""),
+        ("--attention-dropout 0 --cpu", ""),
+        ("--attention-dropout 0 --window-size 8", ""),
+        ("--attention-dropout 0 --reset-attention-mask --tokenizer-type NullTokenizer", ""),
+        ("", "beside --attention-dropout 0.1: the kernel triton computes dropout"),
+        ("--cpu", "beside --attention-dropout 0.1: plain torch computes dropout"),
+        ("--attention-dropout 0 --position-embedding-type alibi", "--position-embedding-type alibi: plain torch"),
+        ("--attention-dropout 0 --attn-logit-softcapping 30", "--attn-logit-softcapping 30.0: plain torch"),
+    ],
+)
+def test_what_flash_attention_does_not_compute_is_said(flags: str, problem: str) -> None:
+    config = config_of(f"--attention-backend flash {flags}")
+    assert not validate(config, 1)
+    said = [str(found) for found in notices(config, 1)]
+    assert len(said) == bool(problem)
+    for line in said:
+        assert line.startswith("--attention-backend flash: has no effect") and problem in line
+
+
+def test_kernels_of_gpus_compute_in_16_bits() -> None:
     config = resolve(parse_args([*BASE.replace("--bf16", "").split(), *"--attention-backend local".split()]), 1)
     assert config.parallel.attention_backend == "unfused" and not validate(config, 1)
-    config = replace(config, parallel=replace(config.parallel, attention_backend="cudnn"))
-    assert any("it computes in 16 bits" in str(problem) for problem in notices(config, 1))
+    for backend in ("cudnn", "flash"):
+        config = replace(config, parallel=replace(config.parallel, attention_backend=backend))
+        assert any("it computes in 16 bits" in str(problem) for problem in notices(config, 1))
 
 
 BASE = (
