@@ -158,6 +158,12 @@ class DeviceFile:
         """As torch names it."""
         return "cpu" if self.capability is None else "cuda"
 
+    def ranks_of_node(self, world_size: int) -> int:
+        """Ranks of a node where --gpus-per-node does not say it: `ranks_per_node`, or the largest smaller number with
+        which all nodes hold as many."""
+        most = self.ranks_per_node
+        return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
+
     def memory_us(self, size: float) -> float:
         """Time of a kernel that reads and writes `size` bytes."""
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)

@@ -109,3 +109,8 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, h100: DeviceFile) -> 
     assert read_device(str(own)) == h100
     with pytest.raises(ValueError, match="no speed of flash4 attention; known are cudnn, flash, flash3"):
         h100.attention_us("flash4", 128, 1e12, 4096, backward=False)
+
+
+def test_nodes_hold_as_many_ranks_each_where_no_flag_says_how_many(h100: DeviceFile) -> None:
+    sizes = {world: h100.ranks_of_node(world) for world in (1, 4, 8, 12, 13, 20, 96)}
+    assert sizes == {1: 8, 4: 8, 8: 8, 12: 6, 13: 1, 20: 5, 96: 8}

@@ -18,9 +18,11 @@ from megatron.planner.time.links import Network, Placement
 from megatron.planner.time.pipeline import Schedule
 from megatron.planner.time.replay import Replay
 from megatron.planner.time.step_time import SUBJECTS, PlannerCache, StepTime, predict_step
-from megatron.training.config.arguments import parse_args
+from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.dry_run.batch import micro_batch_of
+from megatron.training.config.dry_run.step import predicted_step
 from megatron.training.config.validation import resolve, validate
+from megatron.training.reliability.launch import Launch
 from tools.bench.gpu import PRECISIONS, SHAPES, config_of
 from tools.bench.published_memory import MEMORY, plan_peaks
 from tools.bench.published_runs import compare, published_runs
@@ -224,3 +226,11 @@ def test_published_memory_of_a_pipeline() -> None:
     [found] = plan_peaks([run for run in every if run.model == "gpt-6.2b" and run.vp == 1])
     assert found.scores == 5 * 7 * 4 * 3 * 32 * 1024**2 / 2**30  # 7 micro-batches in flight, 4 layers
     assert abs(found.error_with_scores) < 0.02
+
+
+def test_the_default_nodes_are_those_that_the_flag_may_name() -> None:
+    argv = f"{MODEL} --dp 12 --global-batch-size 12 --device h100 --dry-run --world-size 12".split()
+    config = resolve(parse_args(argv), 12)
+    step = predicted_step(config, 12, "h100", None)
+    assert step.gpus_per_node == 6 and step == predicted_step(config, 12, "h100", 6)
+    assert command_line([*argv, "--gpus-per-node", "6"], Launch()).gpus_per_node == 6

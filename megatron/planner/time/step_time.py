@@ -125,10 +125,10 @@ def predict_step(
 ) -> StepTime:
     """Predicts a step of a resolved and validated configuration on `world_size` devices.
 
-    `gpus_per_node` is by default that of the device file. `cache` keeps traces between calls. Raises ValueError where
+    `gpus_per_node` is by default `device.ranks_of_node`. `cache` keeps traces between calls. Raises ValueError where
     the device file lacks a rate that the step needs.
     """
-    step = _Step(config, world_size, device, gpus_per_node or device.ranks_per_node, cache or PlannerCache())
+    step = _Step(config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache())
     return step.predict()
 
 
@@ -141,7 +141,7 @@ def part_times(
 ) -> list[StageTimes]:
     """What `predict_step` adds up to stages: a micro-batch in the embedding, in each layer, and in the head. Layouts
     whose layers do the same have equal times, wherever their stages lie. Raises ValueError as `predict_step` does."""
-    step = _Step(config, world_size, device, gpus_per_node or device.ranks_per_node, cache or PlannerCache())
+    step = _Step(config, world_size, device, gpus_per_node or device.ranks_of_node(world_size), cache or PlannerCache())
     found: dict[int, Times] = {}
     (parts,) = step.cache.parts_of(step.batch, [whole_model(config.model)])
     return [step.stage([part], found) for part in parts]

@@ -52,7 +52,11 @@ OPTION_HELP = (
         "--device NAME",
         "With --dry-run: predict the time of a step on a100, b200, h100 or h200, or on the device of FILE.yaml.",
     ),
-    ("--gpus-per-node INT", "With --device: ranks of a node; default: as the device file says."),
+    (
+        "--gpus-per-node INT",
+        "With --device: ranks of a node, which must divide the ranks; default: as the device file says, or the largest "
+        "smaller number that divides them.",
+    ),
     (
         "--suggest WORD",
         "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until none "

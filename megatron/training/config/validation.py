@@ -175,7 +175,12 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
             training = replace(training, global_batch_size=training.global_batch_size // step * step)
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
-    if training.train_tokens is None or training.train_tokens < 1 or config.model.seq_length < 1 or config.data.data_stages is not None:
+    if (
+        training.train_tokens is None
+        or training.train_tokens < 1
+        or config.model.seq_length < 1
+        or config.data.data_stages is not None
+    ):
         return training  # where stages differ in length, their plan converts tokens
     # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
     samples = samples_of_run(config)

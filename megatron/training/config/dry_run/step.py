@@ -50,7 +50,7 @@ def predicted_step(config: RunConfig, world_size: int, device: str, gpus_per_nod
     from megatron.planner.time.step_time import predict_step
 
     speeds = read_device(device)
-    nodes = gpus_per_node or speeds.ranks_per_node
+    nodes = gpus_per_node or speeds.ranks_of_node(world_size)
     try:
         return PredictedStep(predict_step(config, world_size, speeds, nodes), speeds, world_size, nodes)
     except ValueError as error:

@@ -97,7 +97,7 @@ def print_suggestions(
     speeds, run = read_device(device), SearchedRun(config, world_size)
     if run.unavoidable(problems):
         return False
-    costs = LayoutCosts(run, speeds, gpus_per_node or speeds.ranks_per_node)
+    costs = LayoutCosts(run, speeds, gpus_per_node or speeds.ranks_of_node(world_size))
     cluster = Cluster(costs, int((device_memory or speeds.memory_gib) * GIB))
     record: dict[str, Any] = {
         "world_size": world_size,
