@@ -79,6 +79,10 @@ def cpu_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive(switch, None, "--qk-clip", why)
 
 
+WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Schedules whose steps end on the rank that begins the next one, with or without --optimizer-post-validation."""
+
+
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """A step is rolled back from copies of what an update changes, and the forward passes behind it are run again."""
     o, switch = c.optimizer, "--optimizer-post-validation"
@@ -95,6 +99,14 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if given:
             yield Problem.exclusive(switch, None, other, why)
+    schedule = c.parallel.schedule
+    if schedule in WAIT_FOR_RANK_0:
+        rule = (
+            f"saves no time with --pipeline-schedule {schedule}, whose steps end on the rank that begins the next one, "
+            "and keeps copies of states"
+        )
+        yield Problem(switch, None, rule, f"use zb-h2 or zb-v, or remove {switch}", harmless=True)
+        return
     try:
         tied = tied_stages(c.model, pipeline_layout(c.model, c.parallel))
     except (ArithmeticError, ValueError):
