@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import torch
 
 from megatron.core.config.layers import each, layer_pattern
 from megatron.core.config.moe import MoEConfig
+from megatron.core.moe.experts import has_grouped_kernel
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.actions import Kind
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.flags import field_table
 from megatron.training.config.validation import notices, resolve, validate
@@ -41,6 +46,7 @@ BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 
 EXPERTS = BASE + "--num-experts 8 --disable-bias-linear "
 GROUPS = "--moe-router-num-groups"
 OVERLAP = "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
+GROUPED = "--moe-grouped-gemm"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 
 
@@ -102,6 +108,31 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{GROUPS} 4 --moe-router-group-topk 3", 1, "--moe-router-topk 2: must be a multiple of --moe-router-group"),
         (f"{GROUPS} 8 --moe-router-group-topk 1", 1, "--moe-router-topk 2: must be at most the 1 experts of --moe-"),
         (f"{GROUPS} 4 --moe-router-group-topk 2 {SINKHORN}", 1, f"topk 2: cannot be combined with {SINKHORN}"),
+        (
+            f"{OVERLAP} --ep 2",
+            2,
+            "--overlap-moe-expert-parallel-comm: has no effect with one micro-batch on each rank: passes of two",
+        ),
+        (
+            f"{GROUPED} --bf16 --moe-ffn-hidden-size 25",
+            1,
+            "--moe-grouped-gemm: has no effect with --moe-ffn-hidden-size 25: grouped kernels need --moe-ffn-hidden-size "
+            "to be a multiple of 8; nearest: 24 or 32, or remove --moe-grouped-gemm",
+        ),
+        (
+            f"{GROUPED} --bf16 --moe-ffn-hidden-size 24 --etp 2 --tp 2 --sequence-parallel",
+            2,
+            "need --moe-ffn-hidden-size / --expert-tensor-parallel-size 2 to be a multiple of 8; nearest: 16 or 32",
+        ),
+        (f"{GROUPED} --bf16 --hidden-size 36", 1, "with --hidden-size 36: grouped kernels need --hidden-size to be a"),
+        (f"{GROUPED} --bf16 --moe-latent-size 12", 1, "--moe-grouped-gemm: has no effect with --moe-latent-size 12"),
+        (f"{GROUPED} --fp64 --cpu", 1, "--moe-grouped-gemm: has no effect in float64, in which no grouped kernel comp"),
+        (f"{GROUPED} --fp16", 1, "has no effect in float16, in which no grouped kernel of GPUs computes; use --bf16, or"),
+        (
+            f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+            1,
+            "--moe-grouped-gemm: has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped kernel",
+        ),
         ("--moe-shared-expert-gate", 1, "gate: has no effect without --moe-shared-expert-intermediate-size"),
         ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),
     ],
@@ -118,13 +149,43 @@ def test_rules(flags: str, world_size: int, expected: str) -> None:
         "--ep 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2",
         "--tp 2 --sequence-parallel --etp 1 --ep 4 --moe-token-dispatcher-type alltoall",
         "--pp 2 --ep 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        f"{OVERLAP} --ep 2",
+        f"{OVERLAP} --ep 2 --global-batch-size 8",
+        f"{GROUPED} --bf16",
+        f"{GROUPED} --cpu",
+        f"{GROUPED} --bf16 --fp8-format e4m3 --micro-batch-size 2",
         f"--ep 2 {GROUPS} 4 --moe-router-group-topk 2",
         f"--ep 2 {SINKHORN} --moe-router-topk 1 --moe-z-loss-coeff 1e-3 --moe-router-force-load-balancing",
     ],
 )
 def test_legal(flags: str) -> None:
     assert problems(EXPERTS + flags, 4) == []
+
+
+def test_a_number_of_experts_that_is_not_legal_is_one_problem() -> None:
+    assert problems(f"{BASE} --num-experts 0 --disable-bias-linear", 1) == [
+        "--num-experts 0: must be above 0; remove it to use the default"
+    ]
+
+
+@pytest.mark.parametrize("width", [24, 25, 32, 34])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp32", "--fp64"])
+def test_the_notice_is_what_experts_find_on_cpu(width: int, precision: str) -> None:
+    argv = f"{EXPERTS} --cpu {GROUPED} {precision} --moe-ffn-hidden-size {width}"
+    config = resolve(parse_args(argv.split()), 1)
+    dtype = getattr(torch, config.parallel.params_dtype)
+    said = any(line.startswith(GROUPED) for line in problems(argv, 1))
+    assert said != has_grouped_kernel(dtype, torch.device("cpu"), config.model.hidden_size, width)
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("interleaved", 2), ("zb-h2", 2)])
+def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -> None:
+    chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
+    for microbatches in (1, 8):
+        lists = build_schedule(schedule, pp, microbatches, chunks, None, True)
+        turns = any(action.kind is Kind.FB for actions in lists for action in actions)
+        flags = f"{OVERLAP} --ep 2 --pp {pp} --pipeline-schedule {schedule} --global-batch-size {2 * microbatches}"
+        found = [line for line in problems(EXPERTS + flags, 2 * pp) if "one micro-batch" in line]
+        assert turns == (microbatches > 1) == (not found)
 
 
 def test_flags_of_experts_need_experts() -> None:

@@ -40,6 +40,7 @@ NEEDS_BF16 = "--fp8-format hybrid: needs bf16 parameters and activations; "
 DELAYED = (
     "has no effect without --fp8-format and --fp8-recipe delayed; add --fp8-format and --fp8-recipe delayed, or remove"
 )
+OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe delayed, or remove"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,11 @@ DELAYED = (
         ),
         ("--fp8-margin 1 --bf16", 1, [f"--fp8-margin 1: {DELAYED} --fp8-margin"]),
         (
+            "--fp8-format hybrid --bf16 --fp8-recipe tensorwise --fp8-margin 1",
+            1,
+            [f"--fp8-margin 1: {OTHER_RECIPE} --fp8-margin"],
+        ),
+        (
             "--fp8-format hybrid --bf16 --fp8-margin 17",
             1,
             ["--fp8-margin 17: must be in [0, 16], as e4m3 has 18 powers of two; remove it to use the default"],
@@ -70,8 +76,8 @@ DELAYED = (
             "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4 --fp8-amax-compute-algo max --bf16",
             1,
             [
-                f"--fp8-amax-history-len 4: {DELAYED} --fp8-amax-history-len",
-                f"--fp8-amax-compute-algo max: {DELAYED} --fp8-amax-compute-algo",
+                f"--fp8-amax-history-len 4: {OTHER_RECIPE} --fp8-amax-history-len",
+                f"--fp8-amax-compute-algo max: {OTHER_RECIPE} --fp8-amax-compute-algo",
             ],
         ),
         (

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.schedules import runs_in_turns
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.training.config.flags import field_table
 from megatron.training.config.problem import Problem, divides, multiples
+from megatron.training.config.rules.precision import kinds_in_fp8
 from megatron.training.config.run_config import RunConfig
 
 
@@ -19,7 +20,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _without_experts(c)
         return
     m, p = c.model, c.parallel
-    if m.num_experts is not None and m.moe_router_topk > m.num_experts:
+    if m.num_experts is not None and 0 < m.num_experts < m.moe_router_topk:
         rule = f"must be at most --num-experts {m.num_experts}"
         yield Problem("--moe-router-topk", m.moe_router_topk, rule, f"nearest: {m.num_experts}")
     try:
@@ -37,6 +38,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("--num-experts", m.num_experts, rule, "add --sequence-parallel")
     yield from _expert_parallel(c, world_size)
     yield from _overlap(c)
+    yield from _grouped(c)
     yield from _router(c)
 
 
@@ -97,6 +99,9 @@ def _overlap(c: RunConfig) -> Iterator[Problem]:
     except ValueError:  # a problem of its own
         return
     if runs_in_turns(p.schedule, layout.pp, layout.chunks):
+        if c.training.num_microbatches == 1 and c.training.step_batch_size_schedule is None:
+            rule = "has no effect with one micro-batch on each rank: passes of two micro-batches run in turns"
+            yield Problem(OVERLAP, None, rule, f"raise --global-batch-size, or remove {OVERLAP}", harmless=True)
         return
     if p.schedule == "interleaved":
         rule = "needs several pipeline stages on a rank with --pipeline-schedule interleaved"
@@ -111,6 +116,38 @@ def _overlap(c: RunConfig) -> Iterator[Problem]:
         rule + (" on several pipeline ranks" if p.schedule == "1f1b" else ""),
         f"use one of: {', '.join(others)}",
     )
+
+
+ROW_BYTES = 16
+"""Rows of the matrices of a grouped kernel are multiples of this."""
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _grouped(c: RunConfig) -> Iterator[Problem]:
+    """Experts are multiplied one by one where no kernel multiplies all of them, as far as flags tell; which kernels a
+    GPU has is found when the run starts (`megatron.core.moe.experts.has_grouped_kernel`)."""
+    m, p, flag = c.model, c.parallel, "--moe-grouped-gemm"
+    if not m.moe_grouped_gemm or p.expert_tp < 1:
+        return
+    dtype = p.params_dtype
+    if dtype == "float64" or (dtype != "bfloat16" and not p.cpu):
+        where = "" if dtype == "float64" else " of GPUs"
+        rule = f"has no effect in {dtype}, in which no grouped kernel{where} computes"
+        yield Problem(flag, None, rule, f"use --bf16, or remove {flag}", harmless=True)
+        return
+    step = ROW_BYTES // ITEM_BYTES[dtype]
+    io = "--hidden-size" if m.moe_latent_size is None else "--moe-latent-size"
+    for name, width, ranks in (("--moe-ffn-hidden-size", m.moe_ffn_size, p.expert_tp), (io, m.expert_io_size, 1)):
+        if width > 0 and width % (step * ranks):
+            each = f" / --expert-tensor-parallel-size {ranks}" if ranks > 1 else ""
+            rule = f"has no effect with {name} {width}: grouped kernels need {name}{each} to be a multiple of {step}"
+            remedy = f"{multiples(width, step * ranks)}, or remove {flag}"
+            yield Problem(flag, None, rule, remedy, harmless=True)
+            return
+    if p.fp8_format is not None and p.fp8_recipe == "blockwise" and kinds_in_fp8(c).experts:
+        rule = "has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped kernel"
+        yield Problem(flag, None, rule, f"use another --fp8-recipe, or remove {flag}", harmless=True)
 
 
 def _router(c: RunConfig) -> Iterator[Problem]:

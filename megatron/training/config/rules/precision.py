@@ -86,10 +86,11 @@ def fp8_scaling(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.no_effect("--fp8-recipe", p.fp8_recipe, "--fp8-format")
     if p.fp8_format is not None and p.fp8_recipe == "delayed":
         return
+    needed = "--fp8-recipe delayed" if p.fp8_format is not None else "--fp8-format and --fp8-recipe delayed"
     for name in DELAYED_ONLY:
         value, flag = getattr(p, name), table[name]
         if value != flag.default:
-            yield Problem.no_effect(flag.name, value, "--fp8-format and --fp8-recipe delayed")
+            yield Problem.no_effect(flag.name, value, needed)
 
 
 def fp8_alignment(c: RunConfig, ranks: int) -> tuple[int, str]:
@@ -126,7 +127,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
     else:
         yield from _uneven_heads(c, rank, f"must be a multiple of {cut} under {under}")
     rule = f"must be a multiple of {cut} under {under}"
-    if _kinds_in_fp8(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
+    if kinds_in_fp8(c).dense and (wrong := next((width for width in _widths(c) if width % rank), None)):
         pattern = m.ffn_hidden_size_pattern
         flag = "--ffn-hidden-size-pattern" if pattern else "--ffn-hidden-size"
         of_flag = f"has a layer of {wrong}, which {rule}" if pattern else rule
@@ -140,7 +141,7 @@ def fp8_shapes(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be a multiple of {cut} under {under}"
         yield Problem("--moe-shared-expert-intermediate-size", shared, rule, multiples(shared, rank))
     etp = p.expert_tp
-    if etp > 0 and m.moe_ffn_size > 0 and _kinds_in_fp8(c).experts:
+    if etp > 0 and m.moe_ffn_size > 0 and kinds_in_fp8(c).experts:
         alignment, under = fp8_alignment(c, etp)
         if m.moe_ffn_size % (alignment * etp):
             rule = f"must be a multiple of {alignment} * --expert-tensor-parallel-size {etp} under {under}"
@@ -197,18 +198,18 @@ def _widths(c: RunConfig) -> tuple[int, ...]:
     return tuple(widths[layer] for layer in c.parallel.fp8_layers(c.model.num_layers) if layer not in experts)
 
 
-class _Kinds(NamedTuple):
+class KindsInFp8(NamedTuple):
     """Whether a layer in fp8 has a dense MLP, and whether one has experts."""
 
     dense: bool
     experts: bool
 
 
-def _kinds_in_fp8(c: RunConfig) -> _Kinds:
+def kinds_in_fp8(c: RunConfig) -> KindsInFp8:
     """Kinds of MLPs in fp8. Neither if the pattern cannot be parsed, as another rule reports that."""
     try:
         experts = set(c.model.moe_layers)
     except ValueError:
-        return _Kinds(False, False)
+        return KindsInFp8(False, False)
     layers = c.parallel.fp8_layers(c.model.num_layers)
-    return _Kinds(any(number not in experts for number in layers), any(number in experts for number in layers))
+    return KindsInFp8(any(number not in experts for number in layers), any(number in experts for number in layers))
