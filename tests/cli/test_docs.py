@@ -1,9 +1,9 @@
 """The commands of README.md and docs run as they stand.
 
-Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Of blocks fenced as text, which
-take long or print much, the command lines of pretrain_gpt.py are read and validated. A block that is neither, such as an
-sbatch line, is fenced without a language. The programs of one page start as a reader starts them;
-those of the others are forked from this process, which has imported torch.
+Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Commands that take long are
+fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced without
+a language. The programs of one page start as a reader starts them; those of the others are forked from this process,
+which has imported torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parts import PIPELINE_SCHEDULES
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.steady_state import post_validated
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.flags import spelling_table
 from megatron.training.config.validation import notices, resolve, validate
@@ -179,6 +184,22 @@ def test_map_of_contributing_leads_to_its_subjects() -> None:
     assert len(rows) == text[: text.index("## How to add")].count("\n| ") - 2 >= 12
     for path, word in rows:
         assert re.search(rf"\b{word}\b", (ROOT / path).read_text()), f"{word} is not in {path}"
+
+
+def test_table_of_bubbles_is_what_the_simulator_finds() -> None:
+    text = (ROOT / "docs/layouts.md").read_text()
+    rows = re.findall(
+        r"^  \| ([\w-]+) \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \| (the same|0) \|$", text, re.MULTILINE
+    )
+    assert [schedule for schedule, *_ in rows] == ["1f1b", "zb-h1", "zb-h2", "zb-v"]
+    for schedule, *shares, ahead in rows:
+        for p, share in zip((4, 8, 16), shares, strict=True):
+            chunks = PIPELINE_SCHEDULES.facts(schedule).chunks
+            bubble = simulate(build_schedule(schedule, p, 2 * p, chunks), StageCosts()).bubble
+            _, alone = post_validated(pipeline_lists(schedule, p, 2 * p, chunks, post_validation=True))
+            assert float(share) == round(100 * bubble, 1)
+            assert alone == pytest.approx(0 if ahead == "0" else bubble)
+    assert "with p = 4 and m = 8, 3/8 and\n  3/11." in text and round(300 / 11, 1) == float(rows[0][1])
 
 
 def test_table_of_layouts_is_legal_and_says_the_sizes() -> None:

@@ -116,8 +116,8 @@ def problems(argv: str, world_size: int) -> list[str]:
         (
             f"{GROUPED} --bf16 --moe-ffn-hidden-size 25",
             1,
-            "--moe-grouped-gemm: has no effect with --moe-ffn-hidden-size 25: grouped kernels need --moe-ffn-hidden-size "
-            "to be a multiple of 8; nearest: 24 or 32, or remove --moe-grouped-gemm",
+            "--moe-grouped-gemm: has no effect with --moe-ffn-hidden-size 25: grouped kernels need "
+            "--moe-ffn-hidden-size to be a multiple of 8; nearest: 24 or 32, or remove --moe-grouped-gemm",
         ),
         (
             f"{GROUPED} --bf16 --moe-ffn-hidden-size 24 --etp 2 --tp 2 --sequence-parallel",
@@ -127,11 +127,15 @@ def problems(argv: str, world_size: int) -> list[str]:
         (f"{GROUPED} --bf16 --hidden-size 36", 1, "with --hidden-size 36: grouped kernels need --hidden-size to be a"),
         (f"{GROUPED} --bf16 --moe-latent-size 12", 1, "--moe-grouped-gemm: has no effect with --moe-latent-size 12"),
         (f"{GROUPED} --fp64 --cpu", 1, "--moe-grouped-gemm: has no effect in float64, in which no grouped kernel comp"),
-        (f"{GROUPED} --fp16", 1, "has no effect in float16, in which no grouped kernel of GPUs computes; use --bf16, or"),
+        (
+            f"{GROUPED} --fp16",
+            1,
+            "has no effect in float16, in which no grouped kernel of GPUs computes; use --bf16, or",
+        ),
         (
             f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise",
             1,
-            "--moe-grouped-gemm: has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped kernel",
+            "--moe-grouped-gemm: has no effect in fp8 with --fp8-recipe blockwise, for which there is no grouped ker",
         ),
         ("--moe-shared-expert-gate", 1, "gate: has no effect without --moe-shared-expert-intermediate-size"),
         ("--moe-shared-expert-intermediate-size 5 --tp 2 --sequence-parallel", 2, "must be a multiple of"),

@@ -178,8 +178,8 @@ OTHER_RECIPE = "has no effect without --fp8-recipe delayed; add --fp8-recipe del
             "--fp8-param-gather --bf16 --fp8-format e4m3 --data-parallel-sharding-strategy no_shard",
             1,
             [
-                "--fp8-param-gather: has no effect beside --data-parallel-sharding-strategy no_shard: no parameters are "
-                "gathered; remove --fp8-param-gather, or use --data-parallel-sharding-strategy optim"
+                "--fp8-param-gather: has no effect beside --data-parallel-sharding-strategy no_shard: no parameters "
+                "are gathered; remove --fp8-param-gather, or use --data-parallel-sharding-strategy optim"
             ],
         ),
         (

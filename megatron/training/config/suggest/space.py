@@ -12,7 +12,6 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.planner.search.layouts import (
     OFFLOADING,
-    RECOMPUTATION,
     SHARDING,
     Family,
     Layout,
