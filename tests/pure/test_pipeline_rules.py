@@ -277,7 +277,6 @@ AHEAD = "--optimizer-post-validation --pp 4 --log-interval 10"
     [
         ("--untie-embeddings-and-output-weights", "with --pipeline-schedule 1f1b"),
         ("", "with --pipeline-schedule 1f1b"),  # and no word of the embedding, which changes nothing there
-        ("--log-interval 1", "with --pipeline-schedule 1f1b"),
         ("--pipeline-schedule zb-h1", "with --pipeline-schedule zb-h1"),
         ("--num-virtual-stages-per-pipeline-rank 2", "with --pipeline-schedule interleaved"),
         ("--pipeline-schedule zb-h2", "the embedding on the first and on the last rank"),
