@@ -114,6 +114,15 @@ def test_groups_are_abbreviated_at_scale() -> None:
     assert max(len(line) for line in done.stdout.splitlines()) < 250
 
 
+def test_a_plan_takes_no_longer_for_a_hundred_million_ranks() -> None:
+    """Nothing in it walks through the ranks, which would take minutes."""
+    flags = RIGHT.replace("--world-size 8", "--world-size 100000000").replace("batch-size 16", "batch-size 50000000")
+    done = pretrain(f"{flags} --device h100")
+    assert done.returncode == 0, done.stderr
+    assert "DP 4 groups of 25000000; above 131,072 ranks they are not listed" in done.stdout
+    assert "100000000" in done.stdout and " s a step, " in done.stdout
+
+
 def test_notes_go_to_stderr() -> None:
     done = pretrain(f"{RIGHT} --use-mcore-models")
     assert done.returncode == 0

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.planner.device_file import DeviceFile, Link
@@ -38,14 +39,13 @@ class Placement:
 @lru_cache(maxsize=4096)
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
     """Of the groups along axes, those of rank 0 standing for all."""
-    order = dims.order_of(axes)
-    size = dims.size(*axes)
-    ranks = [0]
-    for axis in order:
-        if axis in axes:
-            ranks = [rank + dims.rank(**{axis: place}) for rank in ranks for place in range(dims.size(axis))]
-    in_node = max(1, sum(rank < ranks_per_node for rank in ranks))
-    return Placement(size, in_node, sorted(ranks)[1] if size > 1 else 1)
+    near, nearest = [0], list[int]()
+    for axis in axes:  # ranks grow with each coordinate: those of the node are at its first places
+        ranks = (dims.rank(**{axis: place}) for place in range(dims.size(axis)))
+        steps = list(takewhile(lambda rank: rank < ranks_per_node, ranks))
+        near = [rank + step for rank in near for step in steps if rank + step < ranks_per_node]
+        nearest += [dims.rank(**{axis: 1})] if dims.size(axis) > 1 else []
+    return Placement(dims.size(*axes), max(1, len(near)), min(nearest, default=1))
 
 
 @dataclass(frozen=True)
