@@ -1,9 +1,9 @@
 """The commands of README.md and docs run as they stand.
 
 Every block fenced as bash is run, block after block, by one shell in a copy of the tree. Commands that take long are
-fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced without
-a language. The programs of one page start as a reader starts them; those of the others are forked from this process,
-which has imported torch.
+fenced as text: their flags are validated. A block that is not meant to be run, such as an sbatch line, is fenced
+without a language. The programs of one page start as a reader starts them; those of the others are forked from this
+process, which has imported torch.
 """
 
 from __future__ import annotations
