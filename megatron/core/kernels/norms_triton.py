@@ -117,11 +117,13 @@ def _normalized(x, at, inside, center, factor, CENTERED: tl.constexpr):  # type:
 
 
 @triton.jit
-def _gradient(g, z, of_factor, of_center, factor, of_total, at, inside, h, ADDS: tl.constexpr, CENTERED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradient of x in fp32 from that of its normalized rows, and the sums over a row of g z and of g."""
-    grad = g - z * (of_factor / h)[:, None]
+def _gradient(  # type: ignore[no-untyped-def]
+    g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS: tl.constexpr, CENTERED: tl.constexpr
+):
+    """Gradient of x in fp32 from that of its normalized rows z, g, and the sums of g z and of g over a row."""
+    grad = g - z * (row_gz / h)[:, None]
     if CENTERED:
-        grad -= (of_center / h)[:, None]
+        grad -= (row_g / h)[:, None]
     grad *= factor[:, None]
     if ADDS:
         grad += tl.load(of_total + at, mask=inside, other=0.0).to(tl.float32)
@@ -169,8 +171,8 @@ def norm_gradient_rows(  # type: ignore[no-untyped-def]
         if CENTERED:
             of_bias += tl.sum(dy, axis=0)
         g = dy * gamma
-        of_factor, of_center = tl.sum(g * z, axis=1), tl.sum(g, axis=1)
-        grad = _gradient(g, z, of_factor, of_center, factor, of_total, at, inside, h, ADDS, CENTERED)
+        row_gz, row_g = tl.sum(g * z, axis=1), tl.sum(g, axis=1)
+        grad = _gradient(g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS, CENTERED)
         rounded = grad.to(x.dtype.element_ty)
         tl.store(dx + at, rounded, mask=inside)
         if SUMS:
@@ -250,7 +252,7 @@ def norm_gradient_chunks(  # type: ignore[no-untyped-def]
             sum_gz += tl.sum(_vectors(g * _normalized(x, at, inside, center, factor, CENTERED)), axis=2)
             if CENTERED:
                 sum_g += tl.sum(_vectors(g), axis=2)
-        of_factor, of_center = tl.sum(sum_gz, axis=1), tl.sum(sum_g, axis=1)
+        row_gz, row_g = tl.sum(sum_gz, axis=1), tl.sum(sum_g, axis=1)
         for chunk in range(0, chunks):
             j = (chunks - 1 - chunk) * TILE_H + tl.arange(0, TILE_H)
             in_j = j < h
@@ -262,7 +264,7 @@ def norm_gradient_chunks(  # type: ignore[no-untyped-def]
             if CENTERED:
                 _add_rows(sums + h + j, dy, in_j, step > 0)
             g = dy * _scale_of(weight, tl.broadcast_to(j[None, :], inside.shape), inside, ONE_PLUS)
-            grad = _gradient(g, z, of_factor, of_center, factor, of_total, at, inside, h, ADDS, CENTERED)
+            grad = _gradient(g, z, row_gz, row_g, factor, of_total, at, inside, h, ADDS, CENTERED)
             rounded = grad.to(x.dtype.element_ty)
             tl.store(dx + at, rounded, mask=inside)
             grad = rounded.to(tl.float32)
