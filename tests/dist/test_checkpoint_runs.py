@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -18,8 +18,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.training.checkpointing import Checkpointer
-from megatron.training.progress import Progress
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
+from megatron.training.progress import Progress
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
 from tools.inspect_checkpoint import first_difference

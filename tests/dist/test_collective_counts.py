@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.config.model import TransformerConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core import collectives
 from megatron.core.batch import Batch
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import initialize_model_parallel
 from tests.harness import run_world
 
 S, B, H, VOCAB = 8, 2, 16, 64

@@ -11,10 +11,12 @@ import torch
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.latest_checkpoint import candidates
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.safetensors_file import FileTensor
 from megatron.core.models.hf.weights import HFWeights, shard_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -22,8 +24,6 @@ from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
 from megatron.training.checkpointing import Checkpointer, saved_config
-from megatron.core.dist_checkpointing.latest_checkpoint import candidates
-from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.conversion.convert import Conversion
 from megatron.training.conversion.formats import Options
@@ -98,7 +98,9 @@ def bytes_read(rank: int, world_size: int, folder: Path) -> int:
     weights = HFWeights(hf.tensors, model, hf.config["model_type"])
     state = initialize_model_parallel(2, 2)
     layers = split_layers(model.num_layers, 2, 1.0, 1.0)[state.pp.rank]
-    stage = GPTModel(model, ModelParallelConfig(fp32=True), state, layers=layers, first=state.pp.first, last=state.pp.last)
+    stage = GPTModel(
+        model, ModelParallelConfig(fp32=True), state, layers=layers, first=state.pp.first, last=state.pp.last
+    )
     for parameter in stage.parameters():
         weights.read(parameter.meta.name, shard_of(parameter.meta, state.coords))
     return total

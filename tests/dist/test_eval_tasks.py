@@ -1,4 +1,4 @@
-"""Tasks that are evaluated on the training model: every layout scores as one process does, and training is as without."""
+"""Tasks that are evaluated on the training model: layouts score as one process does, and training is as without."""
 
 from __future__ import annotations
 

@@ -20,7 +20,12 @@ from megatron.core.init import initialize_parameters_
 from megatron.core.moe.experts import Segments, add_each_product_
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.param_meta import Init
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedParallelLinear, RowParallelLinear, TPContext
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedParallelLinear,
+    RowParallelLinear,
+    TPContext,
+)
 from megatron.core.tensor_parallel.linear_gemms import Cuts
 from megatron.core.tensor_parallel.parameters import ColumnLinear, ReplicatedLinear, RowLinear
 from tests.harness import run_world, tp_context

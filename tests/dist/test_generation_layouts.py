@@ -37,7 +37,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("delta-net", 4, {TP: 2, PP: 2, "sequence_parallel": True}),
     ("qwen2", 2, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2}),
     ("moe", 2, {"expert_model_parallel_size": 2}),
-    ("moe", 4, {TP: 2, PP: 2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    (
+        "moe",
+        4,
+        {TP: 2, PP: 2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    ),
 ]
 
 

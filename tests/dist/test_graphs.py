@@ -1,5 +1,5 @@
-"""Recorded micro-batches, with a recorder that plays CUDA's part on CPU: what a recording was made of runs again at each
-replay, on the memory that it was made on. `tests/gpu/test_training.py` records on a GPU."""
+"""Recorded micro-batches, with a recorder that plays CUDA's part on CPU: what a recording was made of runs again at
+each replay, on the memory that it was made on. `tests/gpu/test_training.py` records on a GPU."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def resident(field: str) -> int:
 
 
 def give_back_pages() -> None:
-    """Has the allocator give freed buffers back to the kernel, now and from here on at once. By default glibc raises its
-    threshold as buffers are freed and keeps the next ones on its heap, whose holes then count as resident."""
+    """Has the allocator give freed buffers back to the kernel, now and from here on at once. By default glibc raises
+    its threshold as buffers are freed and keeps the next ones on its heap, whose holes then count as resident."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     libc.malloc_trim(0)

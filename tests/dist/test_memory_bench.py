@@ -47,7 +47,7 @@ def test_whole_units_of_experts_are_those_planned() -> None:
 @pytest.mark.parametrize(
     ("layout", "sbh", "tokens"),
     [
-        # What each modules' recomputation drops: 5as/h never is there, and 4a/h of it stays; norms keep 8 bytes a token.
+        # What each modules' recomputation drops: 5as/h never is there, 4a/h of it stays; norms keep 8 bytes a token.
         ("1 process", 34, 8 + 4 * 8),
         ("selective", 34, 8),
         ("layernorm", 30, 8 + 4 * 8),

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim needs it: once here, not in every forked rank
 
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import (
     finalize_model_grads,

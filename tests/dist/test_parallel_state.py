@@ -12,7 +12,6 @@ from megatron.core import parallel_state as ps
 from megatron.core.parallel_dims import ParallelDims
 from tests.harness import run_world
 
-
 READERS = {"tp": "tensor_model", "pp": "pipeline_model", "dp": "data", "cp": "context", "ep": "expert_model"}
 
 
@@ -76,9 +75,7 @@ SIZES = st.sampled_from([1, 2, 3])
 
 @given(tp=SIZES, pp=st.integers(1, 4), cp=SIZES, dp=SIZES, expert=st.booleans(), swapped=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_all_ranks_make_their_groups_together(
-    tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool
-) -> None:
+def test_all_ranks_make_their_groups_together(tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool) -> None:
     """NCCL makes each group by a split of the world that every rank must join: the n-th groups of all ranks must cut
     the world into disjoint parts, whatever the layout."""
     dims = ParallelDims(tp, pp, cp, dp, ep=dp * cp if expert else 1, expt_tp=tp, tp_pp_dp=swapped)

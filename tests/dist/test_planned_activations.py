@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import cycle, product
-from unittest import mock
-
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +68,9 @@ def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int,
     rows //= state.tp.size if batch.parallel.sequence_parallel else 1
     whole = Batch.of_tokens(torch.zeros(batch.samples, model.seq_length, dtype=torch.int64))
     local = whole.with_future(model.mtp_depths).local_to(state.cp)
-    local = replace(local, aux_scale=torch.ones((), dtype=torch.float64) if model.num_experts else None).to(batch.device)
+    local = replace(local, aux_scale=torch.ones((), dtype=torch.float64) if model.num_experts else None).to(
+        batch.device
+    )
     given = [parameter.untyped_storage()._cdata for parameter in built.parameters()]
     given += [x.untyped_storage()._cdata for x in vars(local).values() if isinstance(x, torch.Tensor)]
     scaling = [part for part in built.modules() if isinstance(part, DelayedGemms)]
@@ -330,7 +331,9 @@ def test_layouts(layout: str, stride: int) -> None:
     if LAYOUTS[layout].fp8_format is None:
         share = PROPERTIES if stride == 1 else PROPERTIES[shift % 5 :: 5]
         for style, (kind, stage) in zip(share, cycle((("none", WHOLE), ("core_attn", LAST)))):
-            cases.append((f"{layout} {style} {kind}", replace(STYLES[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage))
+            cases.append(
+                (f"{layout} {style} {kind}", replace(STYLES[style], **RECOMPUTE[kind]), LAYOUTS[layout], stage)
+            )
     assert differing(2, cases) == []
 
 

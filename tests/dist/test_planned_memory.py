@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
-from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.model import TransformerConfig
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.config.parallel import DDPConfig, ModelParallelConfig
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.planner.memory import pipeline_stages, states_of_rank
 from tests.harness import run_world
 
@@ -78,7 +78,14 @@ def compare(
         built_optimizer.nbytes[1],
     )
     memory = plan.memory
-    planned = (memory.parameters, memory.gradients, memory.main_parameters, memory.moments, plan.parameters, memory.host)
+    planned = (
+        memory.parameters,
+        memory.gradients,
+        memory.main_parameters,
+        memory.moments,
+        plan.parameters,
+        memory.host,
+    )
     assert memory.total == sum(planned[:4]) and (memory.host > 0) == (optimizer.host_fraction > 0)
     assert built_optimizer.nbytes[0] == sum(planned[2:4])
     return planned, allocated
@@ -113,7 +120,9 @@ def test_plan_equals_what_is_allocated(model: TransformerConfig, dtype: str, opt
         assert planned == allocated
 
 
-@pytest.mark.parametrize(("optimizer", "strategy"), [("adam", "optim_grads_params"), ("muon", None), ("muon", "optim_grads")])
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"), [("adam", "optim_grads_params"), ("muon", None), ("muon", "optim_grads")]
+)
 def test_experts_over_their_own_groups(optimizer: str, strategy: str | None) -> None:
     model = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=36, moe_layer_freq="2")
     parallel = ModelParallelConfig(

@@ -19,13 +19,15 @@ from megatron.training.training import train
 from tests.harness import run_world
 
 RUN = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --cpu --mock-data "
-    "--train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --profile --profile-step-start 1 "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-2 --cpu "
+    "--mock-data --train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --profile --profile-step-start 1 "
 )
 
 
 def profiled(rank: int, size: int, flags: str, folder: str) -> None:
-    config = resolve(parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size)
+    config = resolve(
+        parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size
+    )
     with local_run(config, rank, size) as run, ExitStack() as resources:
         train(run, resources)
 
@@ -77,7 +79,11 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(optimizer=SimpleNamespace(ddp=SimpleNamespace(device=torch.device("cpu"))))
     for more in ("", " --pytorch-profiler-collect-shapes", " --pytorch-profiler-collect-callstack"):
         Profiler(resolve(parse_args((RUN + more).split()), 1))._start(run)
-    assert [(how["record_shapes"], how["with_stack"]) for how in asked] == [(False, False), (True, False), (False, True)]
+    assert [(how["record_shapes"], how["with_stack"]) for how in asked] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A rehearsal against reality: the collectives that a rank of a real gloo world calls, in order, are those rehearsed."""
+"""A rehearsal against reality: the collectives that a rank of a gloo world calls, in order, are those rehearsed."""
 
 from __future__ import annotations
 

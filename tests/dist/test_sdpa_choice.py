@@ -10,9 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.core.attention import backend_choice as sdpa
-from megatron.core.attention.backend_choice import BACKENDS, DROPOUT_BACKENDS, AttentionShape, Choice, attention_run, choose_kernel, compare
+from megatron.core.attention.backend_choice import (
+    BACKENDS,
+    DROPOUT_BACKENDS,
+    AttentionShape,
+    Choice,
+    attention_run,
+    choose_kernel,
+    compare,
+)
+from megatron.core.parallel_state import Axis, ParallelState, initialize_model_parallel
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
@@ -94,9 +102,7 @@ def test_ranks_agree_on_what_the_slowest_has(seconds: list[dict[str, float]], wi
 def test_the_winner_is_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, bool] = {}
     for name in ("cudnn", "flash", "mem_efficient"):
-        monkeypatch.setattr(
-            torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on)
-        )
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))
     taken = iter([2.0, 3.0, 1.0, 1.0, 3.0, 2.0, 3.0, 1.0, 2.0])  # flash, flash3, cudnn
     monkeypatch.setattr(sdpa, "device_clock", lambda run: next(taken))
     assert choose_kernel(SHAPE, CPU, Axis()).winner == "cudnn"
@@ -216,9 +222,7 @@ BASE = (
         ),
         (
             "--attention-dropout 0 --cp 2",
-            AttentionShape(
-                32, 3, 8, 8, 8, 8, torch.bfloat16, queries=(range(0, 8), range(24, 32)), tiles=True
-            ),
+            AttentionShape(32, 3, 8, 8, 8, 8, torch.bfloat16, queries=(range(0, 8), range(24, 32)), tiles=True),
         ),
         (
             "--attention-dropout 0 --cp 2 --cp-comm-type a2a",

@@ -46,7 +46,9 @@ def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[
             for batch in run.data.read_batches(Step(1, 0, 8)):
                 with torch.no_grad():
                     losses = run.stages[0].token_losses(None, batch)
-                for number, loss, mask in zip((batch.tokens[:, 0] >= 25).long().tolist(), losses, batch.loss_mask, strict=True):
+                for number, loss, mask in zip(
+                    (batch.tokens[:, 0] >= 25).long().tolist(), losses, batch.loss_mask, strict=True
+                ):
                     rows[number][0] += float((loss * mask).sum())
                     rows[number][1] += float(mask.sum())
             run.stages[0].train()

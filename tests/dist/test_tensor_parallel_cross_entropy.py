@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import collectives as mappings
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.core.tensor_parallel import cross_entropy
-from megatron.core import collectives as mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.harness import run_world
 

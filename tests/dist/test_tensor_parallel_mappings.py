@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.core import collectives as m
+from megatron.core.parallel_state import Axis, initialize_model_parallel
 from tests.harness import run_world
 
 

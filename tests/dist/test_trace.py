@@ -25,15 +25,18 @@ from megatron.training.training import train
 from tests.harness import run_world
 
 RUN = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu --mock-data "
-    "--train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --micro-batch-size 1 --global-batch-size 4 "
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --lr 1e-2 --cpu "
+    "--mock-data --train-iters 4 --num-workers 0 --eval-iters 0 --log-interval 1 --micro-batch-size 1 "
+    "--global-batch-size 4 "
 )
 TRACE = "--trace --trace-step-start 1 --trace-step-end 3 "
 
 
 def traced(rank: int, size: int, flags: str, folder: str) -> tuple[list[float], bool]:
     """(losses as logged, whether torch.distributed and the executor are as they were)"""
-    config = resolve(parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size)
+    config = resolve(
+        parse_args([*flags.split(), "--metrics-file", f"{folder}/metrics", "--tensorboard-dir", folder]), size
+    )
     assert validate(config, size) == []
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     losses = []
@@ -151,7 +154,9 @@ def test_what_violates_the_format(events: list[Event], said: str) -> None:
 
 def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
     """What a run says of its trace."""
-    config = resolve(parse_args([*flags.split(), *f"--metrics-file {folder}/m --tensorboard-dir {folder}".split()]), size)
+    config = resolve(
+        parse_args([*flags.split(), *f"--metrics-file {folder}/m --tensorboard-dir {folder}".split()]), size
+    )
     said: list[str] = []
     with local_run(config, rank, size) as run, ExitStack() as resources:
         run.view.say = said.append

@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 
 from megatron.core import compiled_regions
+from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
-from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.distributed.unit_sharding import Order
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.planner.live_memory import LiveMemory
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.validation import resolve_legal, validate, notices
+from megatron.training.config.validation import notices, resolve_legal, validate
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, train_step
 from tests.dist.test_collective_counts import recorded
@@ -118,8 +118,8 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
 
 
 def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
-    """("gather" | "reduce", unit) where a collective is started, ("reduced", unit) where it is waited for, ("add", unit)
-    where a backward has computed a first gradient, and ("begin" | "end", unit) of each pass of a unit's module."""
+    """("gather" | "reduce", unit) where a collective is started, ("reduced", unit) where it is waited for, ("add",
+    unit) where a backward has computed a first gradient, and ("begin" | "end", unit) of each pass of its module."""
     found: list[tuple[str, str]] = []
     with local_run(config(flags, world_size), rank, world_size) as run:
         for unit in run.ddp.units.units:

@@ -20,7 +20,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import Fused, ParamMeta
 
-
 LR, DECAY = 0.01, 0.1
 
 
@@ -33,7 +32,12 @@ def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
         (tied, 0),
         (ParamMeta("embedding.position_embeddings.weight", (5, 3), partial_over=("tp",), role="embedding"), 0),
         (ParamMeta("decoder.layers.0.input_layernorm.weight", (7,), partial_over=("tp",)), 0),
-        (ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (2, 6, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1))), 0),
+        (
+            ParamMeta(
+                "decoder.layers.0.mlp.linear_fc1.weight", (2, 6, 7), {"tp": 1}, fused=Fused("gate_up", 0, (1, 1))
+            ),
+            0,
+        ),
         (ParamMeta("decoder.layers.0.mlp.linear_fc1.bias", (6,), {"tp": 0}), 0),
         (ParamMeta("decoder.layers.0.mlp.linear_fc2.weight", (7, 18), {"tp": 1}), 0),
         (ParamMeta("decoder.layers.0.self_attention.linear_qkv.weight", (2, 5, 2, 7), {"tp": 0}, fused=qkv), 0),

@@ -85,6 +85,20 @@ def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> Non
     assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
 
 
+def test_ruff_looks_at_every_folder() -> None:
+    """Its own default, too, would leave out tests/dist."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--show-files", str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG,
+    )
+    looked_at = {Path(line) for line in shown.stdout.splitlines()}
+    folders = ("megatron", "tools", "tests", "examples")
+    assert [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in looked_at] == []
+
+
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the library, packages without their `__init__`."""
     files = [path for path in (ROOT / "megatron").rglob("*.py") if path.name != "__init__.py"]
