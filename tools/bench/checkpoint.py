@@ -16,7 +16,6 @@ background saves copy to is taken when a run begins and kept; the stall of the f
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -43,7 +42,7 @@ from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.testing.local_world import run_world
-from tools.bench.side_by_side import positive
+from tools.bench.side_by_side import positive, write_figures
 
 BYTES = 12
 """Of a parameter and its moments in fp32."""
@@ -311,9 +310,7 @@ def main() -> None:
     seconds = results[0][1]
     found = summary(sum(nbytes for nbytes, _ in results), seconds) | {"conditions": where, "rounds": seconds}
     print(show(found, len(seconds["own"])))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1))
+    write_figures(args.json, found)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.side_by_side import machine
+from tools.bench.side_by_side import machine, write_figures
 from tools.plot_loss import TRAIN_KEY, VALID_KEY, read_records, series
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +113,7 @@ def main() -> None:
         columns = [f"{mean_before(training, at):.3f}" for at in shown]
         against = validation - found["bf16"]["validation"]
         print(f"| {name} | {' | '.join(columns)} | {validation:.4f} | {against:+.4f} |", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": head, "model": MODEL, "runs": found}, indent=1))
+    write_figures(options.json, {"machine": head, "model": MODEL, "runs": found})
 
 
 if __name__ == "__main__":

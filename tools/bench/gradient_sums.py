@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.core.tensor_parallel import weight_grad
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from tools.bench.side_by_side import machine, own_run, positive
+from tools.bench.side_by_side import machine, own_run, positive, write_figures
 
 MODEL = (
     "--cpu --bf16 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 256 --swiglu "
@@ -78,8 +78,7 @@ def main() -> None:
             reference, way = after, (after - before).norm().item()
         found[name] = {"distance": (after - reference).norm().item() / way, "loss": loss}
         print(f"| {name} | {found[name]['distance']:.4f} | {loss:.4f} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": head, "model": MODEL, "runs": found}, indent=1))
+    write_figures(options.json, {"machine": head, "model": MODEL, "runs": found})
 
 
 if __name__ == "__main__":

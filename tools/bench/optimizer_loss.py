@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.fp8_loss import losses, prepare, run
-from tools.bench.side_by_side import machine
+from tools.bench.side_by_side import machine, write_figures
 from tools.plot_loss import VALID_KEY
 
 MODEL = (
@@ -72,9 +72,7 @@ def main() -> None:
         shown = " | ".join(f"{loss:.3f}" for loss in tuned.values())
         ends = f"{statistics.fmean(each):.3f} | {max(each) - min(each):.3f}"
         print(f"| {name} | {shown} | {' '.join(f'{loss:.3f}' for loss in each)} | {ends} |", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": head, "model": MODEL, "optimizers": found}, indent=1))
+    write_figures(options.json, {"machine": head, "model": MODEL, "optimizers": found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ tests/fixtures/published_runs.yaml.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from megatron.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
+from tools.bench.side_by_side import write_figures
 
 RUNS = Path(__file__).resolve().parents[2] / "tests/fixtures/published_runs.yaml"
 
@@ -218,12 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, figures in sums.items():
         shown = ", ".join(f"{name} {value:.1%}" for name, value in figures.items() if name != "runs")
         print(f"{title}, {figures['runs']} runs: {shown}")
-    if args.json is not None:
-        rows = [
-            {**asdict(each.run), "published_s": each.published, "predicted_s": each.step.seconds, "error": each.error}
-            for each in found
-        ]
-        args.json.write_text(json.dumps({"runs": rows, "errors": sums}, indent=1) + "\n")
+    rows = [
+        {**asdict(each.run), "published_s": each.published, "predicted_s": each.step.seconds, "error": each.error}
+        for each in found
+    ]
+    write_figures(args.json, {"runs": rows, "errors": sums})
     return 0
 
 
