@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from megatron.core import collectives
 from megatron.core.attention import core_attention
@@ -63,10 +64,17 @@ def _fused_attention(
 
 
 class _KernelsOfGPUs(TorchFunctionMode):
-    """Norms and fused attention as GPUs compute them."""
+    """Norms and fused attention as GPUs compute them. Tensors are made on `device`, if one is given: that is what
+    `with torch.device(device)` does, which as a second mode takes as long again at every function."""
+
+    def __init__(self, device: str | None) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.device is not None and func in _device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = self.device
         if func in (F.rms_norm, F.layer_norm):
             statistics = 1 if func is F.rms_norm else 2
             return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
@@ -79,11 +87,12 @@ class _KernelsOfGPUs(TorchFunctionMode):
 
 
 @contextmanager
-def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterator[None]:
-    """Chooses what runs on GPUs. FlashAttention takes tiles as GPUs pack them, and attention with dropout its fused
-    kernel where one is expected. Products in 16 bits and in fp8 are added to fp32 weight gradients where they are
-    computed, those of all experts by one kernel; of fp8, Triton's kernel is planned, whatever `weight_grad_choice`
-    finds."""
+def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: str | None = None) -> Iterator[None]:
+    """Chooses what runs on GPUs; `device` is where tensors are made if nothing else is said.
+
+    FlashAttention takes tiles as GPUs pack them, and attention with dropout its fused kernel where one is expected.
+    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by
+    one kernel; of fp8, Triton's kernel is planned, whatever `weight_grad_choice` finds."""
     stand_ins: list[tuple[Any, str, Any]] = [
         (dispatcher, "on_device", lambda x: True),
         (collectives, "sums_exchanged", lambda x: False),
@@ -99,7 +108,7 @@ def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
     with ExitStack() as stack:
         for owner, name, stand_in in stand_ins:
             stack.enter_context(replaced(owner, name, stand_in))
-        stack.enter_context(_KernelsOfGPUs())
+        stack.enter_context(_KernelsOfGPUs(device))
         yield
 
 

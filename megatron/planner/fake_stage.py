@@ -6,7 +6,7 @@ What a layer keeps, makes and multiplies is measured on it, so that no figure ab
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_
 from megatron.core.transformer.recompute import Segment
 from megatron.planner.as_on_gpus import as_on_gpus
 from megatron.planner.fake_ranks import fake_state
+from megatron.planner.known_regions import run_region
 from megatron.planner.live_memory import LiveMemory
 
 T = TypeVar("T")
@@ -151,6 +152,10 @@ def _joined(args: Any) -> Tensor | None:
 
 class _NoValues(TorchDispatchMode):
     """Gives `ANSWERS`, and results that are found faster than torch finds them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs and (func in POINTWISE or func is torch.ops.aten.cat.default):
@@ -301,7 +306,7 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
         @wraps(function)
         def run(*args: Any) -> Any:
             with live().one_kernel():
-                return function(*args)
+                return run_region(function, args)
 
         return run
 
@@ -316,8 +321,11 @@ def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
     are."""
-    tensors = torch.device("meta") if meta else FakeTensorMode()
-    kernels = as_on_gpus(batch.model, batch.parallel) if batch.device == "cuda" else nullcontext()
+    tensors = nullcontext() if meta else FakeTensorMode()
+    if batch.device == "cuda":
+        kernels: AbstractContextManager[Any] = as_on_gpus(batch.model, batch.parallel, "meta" if meta else None)
+    else:
+        kernels = torch.device("meta") if meta else nullcontext()
     with fake_state(batch.parallel) as state, tensors, _NoValues(), kernels:
         fakes = FakeStages(batch, state, "meta" if meta else "cpu")
         with regions_as_kernels(lambda: fakes.live):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron.planner.fake_ranks import FakeGroup
+from megatron.planner.known_regions import run_region
 from megatron.planner.time.events import Attention, Collective, Event, Move, Product, Wait
 
 FREE = frozenset(
@@ -81,6 +82,10 @@ class _Recorded(dist.Work):
 
 class Recorder(TorchDispatchMode):
     """Appends the events of what runs to `events`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of `megatron.planner.fake_stage`'s mode
 
     def __init__(self, fp32_sums: bool, backend: str) -> None:
         """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention."""
@@ -209,7 +214,7 @@ class Recorder(TorchDispatchMode):
             def rebuilt(tensors: tuple[Tensor, ...]) -> Any:
                 for place, tensor in zip(places, tensors, strict=True):
                     leaves[place] = tensor
-                return function(*tree_unflatten(leaves, tree))
+                return run_region(function, tree_unflatten(leaves, tree))
 
             tensors = _Region.apply(self, rebuilt, outs, *(leaves[i] for i in places))
             found, form = outs
@@ -222,7 +227,7 @@ class Recorder(TorchDispatchMode):
         """A region whose backward nobody asks for; it may write its inputs."""
         outer, self._changed = self._changed, set()
         with self.one_kernel():
-            out = function(*args)
+            out = run_region(function, args)
         changed, self._changed = self._changed, outer
         known = {_storage(x) for x in given}
         made = [x for x in _tensors(out) if _storage(x) not in known]
