@@ -20,7 +20,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.actions import Action, Kind, units
 from megatron.core.pipeline_parallel.schedules import build_schedule, splits_backward
 from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
@@ -205,7 +204,7 @@ def _run(fakes: FakeStages, stage: GPTModel) -> StageMemory:
         fakes.live = live
         offload, made = fakes.offload, list[int]()
         if offload is not None:
-            offload.pool, offload.sent = HostPool(pinned=False), 0
+            offload.pool, offload.sent = offload.new_pool(), 0
             made = live.count_apart(offload.pool)
         hidden, output = fakes.forward(stage)
         offloaded = offload.sent if offload is not None else 0

@@ -39,6 +39,8 @@ CASES = {
     "delayed": f"{LLAMA} --fp8-format hybrid",
     "blockwise": f"{LLAMA} --fp8-format hybrid --fp8-recipe blockwise",
     "offload": f"{LLAMA} --cpu-offloading --cpu-offloading-num-layers 2",
+    "offloaded attention": f"{LLAMA} --cpu-offloading --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1 "
+    "--attention-dropout 0 --hidden-dropout 0",
     "window": f"{LLAMA} --window-size 32 --window-attn-skip-freq 2 --softmax-type learnable",
     "latent": f"{LLAMA} {LATENT} --v-head-dim 16",
     "mtp": f"{LLAMA} --mtp-num-layers 1",

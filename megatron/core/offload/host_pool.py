@@ -29,8 +29,10 @@ def rounded_up(nbytes: int) -> int:
 class HostPool:
     """Buffers by size. It grows to the most that were taken at the same time, of each size, and stays so."""
 
-    def __init__(self, pinned: bool) -> None:
-        self.allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, pinned: bool, device: str = "cpu") -> None:
+        self.allocate: Callable[[int], Tensor] = lambda size: torch.empty(
+            size, dtype=torch.uint8, pin_memory=pinned, device=device
+        )
         self.nbytes = 0
         """Bytes of all buffers, taken and free."""
         self._free: dict[int, list[HostBuffer]] = {}

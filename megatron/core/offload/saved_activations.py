@@ -41,10 +41,14 @@ class ActivationOffload:
 
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
         self.num_layers, self.smallest, self.device = num_layers, smallest, torch.device(device)
-        self.pool = HostPool(pinned=self.device.type == "cuda")
+        self.pool = self.new_pool()
         self.copies = Copies(self.device)
         self.sent = 0
         """Bytes that have been copied to the host so far."""
+
+    def new_pool(self) -> HostPool:
+        """An empty pool of host buffers, in plans on meta tensors of meta ones."""
+        return HostPool(self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
 
     def begin(self, x: Tensor, shared: Any) -> OffloadedPass:
         """A forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, stay."""

@@ -19,7 +19,6 @@ from megatron.core.fp8.casts import Scaled
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.moe import experts
 from megatron.core.moe.experts import Segments
-from megatron.core.offload.host_pool import HostPool
 from megatron.core.pipeline_parallel.schedules import splits_backward
 from megatron.core.pipeline_parallel.stages import Stage
 from megatron.core.transformer.recompute import Segment, recompute_segments
@@ -239,7 +238,7 @@ def _trace(fakes: FakeStages, recorder: Recorder, part: _Part) -> PassEvents:
 def _run(fakes: FakeStages, recorder: Recorder, stage: GPTModel) -> PassEvents:
     """One micro-batch through a part and back, as the executor runs it."""
     if fakes.offload is not None:
-        fakes.offload.pool, fakes.offload.sent = HostPool(pinned=False), 0
+        fakes.offload.pool, fakes.offload.sent = fakes.offload.new_pool(), 0
     recorder.take()
     _, output = fakes.forward(stage)
     forward = recorder.take()
