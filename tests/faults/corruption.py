@@ -10,6 +10,7 @@ mounted for the purpose, which a large file fills up while the run is under way.
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import re
 import shutil
 import subprocess
@@ -20,13 +21,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA
 from megatron.core.dist_checkpointing.integrity import MANIFEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.storage import INDEX
 from megatron.core.parallel_state import Axis
+from megatron.training import training
 from tests.forked import forked_ranks, join
+from tests.limits import HANG
 from tools.inspect_checkpoint import first_difference
 
 MODEL = (
@@ -60,14 +64,20 @@ class Outcome:
         return f"| {damage} | {'<br>'.join(self.said) or '-'} | {loaded} | {self.code}, {end} |"
 
 
-def train(save: Path, stop: int = 8, during: Callable[[], None] = lambda: None) -> Outcome:
-    """Two ranks, resuming from and saving to one folder, up to iteration `stop`; `during` is called meanwhile."""
+def train(
+    save: Path,
+    stop: int = 8,
+    during: Callable[[], None] = lambda: None,
+    prepare: Callable[[int], None] = lambda rank: None,
+) -> Outcome:
+    """Two ranks, resuming from and saving to one folder, up to iteration `stop`; `during` is called meanwhile, and
+    `prepare` in each rank beforehand."""
     argv = [*MODEL, "--save", str(save), "--load", str(save), "--exit-interval", str(stop)]
     with tempfile.TemporaryDirectory() as elsewhere:  # not on a disk that is to be full
         screen = Path(elsewhere) / "screen"
-        with forked_ranks(2, argv, screen) as ranks:
+        with forked_ranks(2, argv, screen, prepare) as ranks:
             during()
-            codes = join(ranks, 120.0)
+            codes = join(ranks)
         text = screen.read_text()
     found = re.search(r"loaded checkpoint of iteration (\d+)", text)
     loaded = int(found[1]) if found else 0 if "starting at iteration 0" in text else None
@@ -153,17 +163,29 @@ class Bench:
         """(the run whose disk is full from its second save on, the same command with room again)"""
         save, filler = disk / "save", disk / "filler"
         assert train(save, 2).code == 0
+        reached, filled = (mp.get_context("fork").Event() for _ in range(2))
 
         def fill() -> None:
-            """Leaves nothing, once the first step is logged."""
-            log = save / "metrics.jsonl"
-            while len(log.read_text().splitlines()) < 3:
-                time.sleep(0.01)
+            """Leaves nothing, once the first step is made."""
+            assert reached.wait(HANG)
             with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
+            filled.set()
 
-        full = train(save, 6, during=fill)
+        def wait_for_filler(rank: int) -> None:
+            """Has the ranks make the step to iteration 4, after which they save, on a full disk."""
+            step = training.train_step
+
+            def train_step(run: training.TrainingRun, *args: Any) -> None:
+                if run.progress.iteration == 3:
+                    reached.set()
+                    filled.wait(HANG)
+                step(run, *args)
+
+            training.train_step = train_step
+
+        full = train(save, 6, fill, wait_for_filler)
         filler.unlink()
         return full, self.compared(save, train(save))
 
