@@ -38,6 +38,27 @@ def deafen(box: Box) -> None:
     box.one_way(1, "in")
 
 
+def datagrams(box: Box, host: int) -> tuple[int, int]:
+    """UDP messages that processes of a host have read and sent."""
+    lines = box.run(host, "cat", "/proc/net/snmp").splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Udp: "))
+    counts = dict(zip(names, values, strict=True))
+    return int(counts["InDatagrams"]), int(counts["OutDatagrams"])
+
+
+def await_heartbeats(box: Box) -> None:
+    """Until each host knows that the other one hears it: it has read what that has sent since it heard of this one."""
+    limit = time.monotonic() + HANG
+
+    def await_read(*numbers: int) -> None:
+        while any(datagrams(box, host)[0] < number for host, number in enumerate(numbers)):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    await_read(1, 1)
+    await_read(*(datagrams(box, 1 - host)[1] + 1 for host in range(2)))
+
+
 @pytest.mark.parametrize(
     ("strike", "early", "line"),
     [
@@ -77,7 +98,8 @@ def test_both_hosts_name_each_other_and_end(tmp_path: Path, strike: Strike, earl
             while not (logs[0].exists() and " iteration " in logs[0].read_text() and (early or all_told())):
                 assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), logs[0].read_text()
                 time.sleep(0.05)
-            time.sleep(0 if early else 3)  # in which they hear each other
+            if not early:
+                await_heartbeats(box)
             strike(box)
             struck.touch()
             assert join(ranks) == [1, 1]
