@@ -28,7 +28,6 @@ import multiprocessing as mp
 import os
 import pickle
 import resource
-import shutil
 import sys
 import tempfile
 import traceback
@@ -48,12 +47,12 @@ from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.text_files.tokenized import TextData
 from megatron.core.tokenizers import build_tokenizer
+from tests.limits import HANG
 from tools.inspect_dataset import main as inspect_dataset
 from tools.merge_datasets import main as merge_datasets
 from tools.preprocess_data import main as preprocess_data
 from tools.train_tokenizer import main as train_tokenizer
 
-SECONDS = 60.0
 MEMORY = 6 << 30
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 TEXTS = [
@@ -325,7 +324,7 @@ def _token_trial(suffix: str, by: str) -> Trial:
 
 
 def _tokenizer_trial(kind: str, made: dict[str, bytes], names: tuple[str, ...], flags: dict[str, str]) -> Trial:
-    """`made`: the files of the tokenizer; one of `names` is damaged."""
+    """`made`: the files of the tokenizer; one of `names` is damaged, by the name of the folder."""
 
     def write(folder: Path) -> Path:
         for name, content in made.items():
@@ -400,11 +399,11 @@ def run_alone(work: Callable[[], Any]) -> Outcome:
         answer = Path(name) / "answer"
         process = mp.get_context("fork").Process(target=_child, args=(work, answer))
         process.start()
-        process.join(SECONDS)
+        process.join(HANG)
         if process.is_alive():
             process.kill()
             process.join()
-            return Outcome(crash=f"had not ended after {SECONDS:.0f} s")
+            return Outcome(crash=f"had not ended after {HANG:.0f} s")
         if not answer.exists():
             return Outcome(crash=f"ended with code {process.exitcode}")
         return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]
@@ -440,14 +439,13 @@ class Report:
 def run_trial(trial: Trial, number: int, seed: int, report: Report) -> None:
     """One damaged file, in a folder of its own."""
     dice = Random(f"{seed} {number}")
-    folder = Path(tempfile.mkdtemp(prefix=f"damaged-{number}-"))
-    try:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / f"damaged-{number}"
+        folder.mkdir()
         path = trial.write(folder)
         damage = dice.choice(DAMAGES)(dice, path.read_bytes())
         path.write_bytes(damage.content)
         outcome = run_alone(lambda: trial.read(folder))
-    finally:
-        shutil.rmtree(folder)
     wrong = None
     if outcome.crash is not None:
         wrong = outcome.crash

@@ -69,7 +69,7 @@ def test_a_users_error_is_told_once(case: str, folder: Path, tmp_path: Path) -> 
     flags, message = (text.format(folder) for text in CASES[case])
     screen = tmp_path / "screen"
     with forked_ranks(2, [*FLAGS, *flags.split()], screen) as ranks:
-        codes = join(ranks, 60)
+        codes = join(ranks)
     text = screen.read_text()
     assert codes == [2, 2], text
     assert text.count("This configuration cannot run") == text.count(message) == 1, text
@@ -88,16 +88,16 @@ def test_problems_of_paths_are_those_that_rank_0_finds_last(folder: Path, tmp_pa
         initialize.unwritable = late  # in the rank's own process
 
     with forked_ranks(2, [*FLAGS, *flags.split()], tmp_path / "screen", prepare) as ranks:
-        assert join(ranks, 60) == [2, 2]
+        assert join(ranks) == [2, 2]
     assert message in (tmp_path / "screen").read_text()
 
 
 def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--mock-data", "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
     with forked_ranks(2, flags, tmp_path / "screen") as ranks:
-        assert join(ranks, 60) == [0, 0]
+        assert join(ranks) == [0, 0]
     with forked_ranks(2, [*flags, "--num-layers", "6"], tmp_path / "screen") as ranks:
-        assert join(ranks, 60) == [2, 2]
+        assert join(ranks) == [2, 2]
     text = (tmp_path / "screen").read_text()
     assert text.count("--num-layers 4 in the checkpoint, 6 in the run") == 1 and "Traceback" not in text
 
@@ -120,7 +120,7 @@ def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -
 def test_an_end_of_the_job_that_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
     with forked_ranks(1, [*FLAGS, "--tp", "1", "--mock-data"], tmp_path / "screen") as ranks:
-        assert join(ranks, 60) == [2]
+        assert join(ranks) == [2]
     assert "SLURM_JOB_END_TIME=soon: must be in seconds since 1970" in (tmp_path / "screen").read_text()
 
 
@@ -138,5 +138,5 @@ def test_indices_in_memory_are_told_once_a_node(folder: Path, tmp_path: Path) ->
     (tmp_path / "cache").write_text("")
     flags = [*FLAGS, "--data-path", str(tmp_path / "x"), "--metrics-file", str(tmp_path / "metrics.jsonl")]
     with forked_ranks(2, flags, tmp_path / "screen") as ranks:
-        assert join(ranks, 60) == [0, 0]
+        assert join(ranks) == [0, 0]
     assert (tmp_path / "screen").read_text().count("keeps the indices in memory") == 1
