@@ -55,11 +55,12 @@ idle() {
     [[ "$(sinfo --noheader --format %t 2>/dev/null)" == idle ]]
 }
 
-# A port that nobody listens on, below those that the kernel gives to outgoing connections.
+# A port that nobody listens on, below those that the kernel gives to outgoing connections. Those from 20000 on are for
+# jobs: see scripts/train_gpt_slurm.sh.
 free_port() {
     local port
     while true; do
-        port=$((RANDOM % 12000 + 20000))
+        port=$((RANDOM % 10000 + 22000))
         if ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
             echo "$port"
             return
@@ -70,6 +71,9 @@ free_port() {
 configure() {
     local user control node nodes="" each
     user="$(id -un)" control="$(free_port)" node="$(free_port)"
+    while ((node == control)); do
+        node="$(free_port)"
+    done
     for each in ${NODES:-$(hostname -s)=127.0.0.1}; do
         nodes+="NodeName=${each%=*} NodeAddr=${each#*=} CPUs=${SLURM_CPUS:-8} State=UNKNOWN"$'\n'
     done
