@@ -72,7 +72,7 @@ class Race:
 
 def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = None) -> Race:
     """One process for each seed, all released at the same moment; `user`: under which to run."""
-    barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.Queue()
+    barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.SimpleQueue()
 
     def run(seed: int) -> None:
         if user is not None:
@@ -208,7 +208,7 @@ def two_nodes(folder: Path, rounds: int, processes: int) -> str:
     """A run of four ranks on two nodes with a disk each: two working folders, and a cache in each."""
     prefix = write_data(folder / "data" / "x")
     nodes = [folder / name for name in ("node0", "node1")]
-    stored = FORK.Queue()
+    stored = FORK.SimpleQueue()  # without a thread, which the end of a rank would not wait for
     for node in nodes:
         node.mkdir()
 
