@@ -28,11 +28,13 @@ sys.dont_write_bytecode = False
 
 # A machine with a GPU may have no hypothesis, which only tests without one use.
 if importlib.util.find_spec("hypothesis") is not None:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    # How long an example takes says something about the machine, not about the code.
-    settings.register_profile("no deadline", deadline=None)
-    settings.load_profile("no deadline")
+    # How long an example takes says something about the machine, not about the code. Each run has the same examples, so
+    # that a failure follows from a change; --hypothesis-profile default draws others.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
+    settings.load_profile("repeatable")
 
 LONGEST = (
     "tests/cli/test_docs.py",
