@@ -16,6 +16,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed import param_layout
 from megatron.core.distributed.param_layout import ALIGNMENT, HOST_SLOTS, host_slots, place_states, plan_buffers
 from megatron.core.optimizer import host_update
+from megatron.core.optimizer.optimizer import MAIN_PARAM
 from megatron.core.optimizer_piece import OptimizerPiece
 from megatron.core.parallel_state import ParallelState
 from megatron.core.param_meta import ParamMeta
@@ -91,6 +92,18 @@ def test_a_checkpoint_loads_at_every_fraction(flags: str, tmp_path: Path) -> Non
     for ranks, more in ((2, f"{OFFLOAD}0.9 {ZERO3}"), (1, "")):
         found = checkpoints.visit("loaded", ranks, parse(f"{flags} {more}"), ["half", "none"])
         assert found == {"half": [], "none": []}, more
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_load_rounds_parameters_as_an_update_does(fraction: float) -> None:
+    """Main parameters halfway between two of bf16, wherever they lie: away from zero."""
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+    ddp, optimizer = build(ParallelState(), dtype="bf16", use_precision_aware_optimizer=True, **offload)
+    with optimizer.loading_state() as pieces:
+        for piece in pieces:
+            if piece.key == MAIN_PARAM:
+                piece.data.view(torch.int32).fill_(0x3ACC8000)
+    assert all(param.detach().view(torch.int16).eq(0x3ACD).all() for param in ddp.params)
 
 
 def _continue_elsewhere(rank: int, world_size: int, folder: str, flags: str) -> list[str]:

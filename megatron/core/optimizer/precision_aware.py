@@ -92,14 +92,15 @@ class PackedShard(Shard):
             self.main.codes.copy_(params)
         if main is None or self.params_are_main:
             return
-        if self.kind == "remainders":
+        if self.as_remainders:
             for start, stop in chunks(len(params)):
                 upper, lower = split_master(main[start:stop].to(params.device))
                 params[start:stop].copy_(upper)
-                self.remainders[start:stop].copy_(lower)
-        elif self.kind == "fp16":
+                if self.kind == "remainders":
+                    self.remainders[start:stop].copy_(lower)
+        if self.kind == "fp16":
             self.main.take_up(main)
-        elif main is not self.main.codes:
+        elif self.kind == "stored" and main is not self.main.codes:
             self.main.codes.copy_(main)
 
     @property
