@@ -110,8 +110,7 @@ POINTWISE = frozenset(
     for overload in packet.overloads()
     if "out" not in overload
 )
-"""Operations on numbers at the same place. torch finds their results on meta tensors in Python, which takes long, as
-that of `cat` does."""
+"""Operations on numbers at the same place."""
 
 
 def _pointwise(func: Any, args: Any) -> Tensor | None:
@@ -136,7 +135,7 @@ def _spreads_over(other: Tensor, first: Tensor) -> bool:
     return missing >= 0 and all(n in (1, m) for n, m in zip(other.shape, first.shape[missing:], strict=True))
 
 
-def _joined(args: Any) -> Tensor | None:
+def _joined(func: Any, args: Any) -> Tensor | None:
     """The result of `cat` of meta tensors of one kind that are contiguous."""
     parts, dim = args[0], args[1] if len(args) > 1 else 0
     first = parts[0]
@@ -150,6 +149,28 @@ def _joined(args: Any) -> Tensor | None:
     return first.new_empty(shape)
 
 
+def _product_added(func: Any, args: Any) -> Tensor | None:
+    """The result of `addmm_` of a product of the shape and kind of what it is added to."""
+    out, x, y = args
+    alike = x.shape[1] == y.shape[0] and out.shape == (x.shape[0], y.shape[1]) and out.dtype == x.dtype == y.dtype
+    return out if alike and out.is_meta else None
+
+
+def _rolled(func: Any, args: Any) -> Tensor | None:
+    """The result of `roll` of a contiguous tensor."""
+    x = args[0]
+    return x.new_empty(x.shape) if x.is_meta and x.is_contiguous() else None
+
+
+FASTER: dict[Any, Callable[[Any, Any], Tensor | None]] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    torch.ops.aten.cat.default: _joined,
+    torch.ops.aten.addmm_.default: _product_added,
+    torch.ops.aten.roll.default: _rolled,
+}
+"""Operations whose results on meta tensors torch finds in Python, which takes long."""
+
+
 class _NoValues(TorchDispatchMode):
     """Gives `ANSWERS`, and results that are found faster than torch finds them."""
 
@@ -158,8 +179,9 @@ class _NoValues(TorchDispatchMode):
         return False  # nothing is compiled here, and to make sure of it takes long at every operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and (func in POINTWISE or func is torch.ops.aten.cat.default):
-            out = _pointwise(func, args) if func in POINTWISE else _joined(args)
+        found = FASTER.get(func)
+        if found is not None and not (kwargs and kwargs.keys() - {"beta"}):
+            out = found(func, args)
             if out is not None:
                 return out
         return ANSWERS.get(func, func)(*args, **(kwargs or {}))
