@@ -145,16 +145,16 @@ class EngineLoop:
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
-        job.events.put(Progress(index, found.text, len(found.tokens), found.finish_reason, found.error))
-        if found.finish_reason is not None:
+        if found.finish_reason is not None:  # before its owner hears of it, and asks how many are pending
             self._forget(job, found)
+        job.events.put(Progress(index, found.text, len(found.tokens), found.finish_reason, found.error))
 
     def _end(self, job: Job, reason: str) -> None:
         for index, found in enumerate(job.generations):
             if found in self._owner:
                 self.engine.cancel(found)
-                job.events.put(Progress(index, found.text, len(found.tokens), reason))
                 self._forget(job, found)
+                job.events.put(Progress(index, found.text, len(found.tokens), reason))
 
     def _forget(self, job: Job, found: Generation) -> None:
         del self._owner[found]

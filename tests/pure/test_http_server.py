@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.models.gpt.generation import Engine, Request, Sampling, StageRunner
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer
+from megatron.inference import serving as engine_loops
 from megatron.inference.chat_template import ChatTemplate
 from megatron.inference.http_server import ApiServer, HttpLimits
 from megatron.inference.model import LoadedModel
 from megatron.inference.openai_api import Limits, OpenAIApi, openai_reason
-from megatron.inference.serving import EngineLoop
+from megatron.inference.serving import EngineLoop, Progress
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
 from tests.limits import HANG
@@ -45,7 +47,8 @@ class Served:
 
     def __init__(self, engine: Engine, loop: EngineLoop, server: ApiServer) -> None:
         self.engine, self.loop, self.server = engine, loop, server
-        self.steps = 0
+        self.steps, self.may_step = 0, threading.Event()
+        self.may_step.set()
         self.address = ("127.0.0.1", server.server_address[1])
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
@@ -78,10 +81,11 @@ class Served:
             time.sleep(0.01)
 
 
+LIMITS = HttpLimits(body_bytes=20_000, read_seconds=HANG)
+
+
 @contextmanager
-def serving(
-    limits: HttpLimits | None = None, rows: int = 4, most_waiting: int = 64, slow: float = 0.0
-) -> Iterator[Served]:
+def serving(limits: HttpLimits = LIMITS, rows: int = 4, most_waiting: int = 64, slow: float = 0.0) -> Iterator[Served]:
     config = replace(LLAMA, vocab_size=257, seq_length=LENGTH, init_method_std=0.3)
     runner, tokenizer = StageRunner({0: GPTModel(config, FP64).eval()}), Endless()
     model = LoadedModel(runner, tokenizer, TokenizerConfig(tokenizer_type="ByteTokenizer"), RunConfig())
@@ -89,10 +93,11 @@ def serving(
     loop = EngineLoop(engine, most_waiting, grace=1.0)
     template: Callable[[], ChatTemplate] = lambda: ChatTemplate(TEMPLATE, {}, "test")  # noqa: E731
     api = OpenAIApi(model, "tiny", Limits(new_tokens=10**10), template, engine.longest, engine.why_refused)
-    with ApiServer(("127.0.0.1", 0), api, loop, limits or HttpLimits(body_bytes=20_000), lambda line: None) as server:
+    with ApiServer(("127.0.0.1", 0), api, loop, limits, lambda line: None) as server:
         served, step = Served(engine, loop, server), engine.step
 
         def counted() -> list[Any]:
+            assert served.may_step.wait(HANG)
             time.sleep(slow)
             served.steps += 1
             return step()
@@ -104,6 +109,7 @@ def serving(
         try:
             yield served
         finally:
+            served.may_step.set()
             loop.stop()
             server.shutdown()
             for thread in threads:
@@ -304,30 +310,55 @@ def test_a_client_that_goes_away_frees_its_rows(stream: bool) -> None:
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
-def refused_beside_idle_ones(served: Served, connections: int) -> bool:
-    """Whether a request is refused beside open connections. On a slow machine their time may be over before."""
-    with ExitStack() as opened:
-        for _ in range(connections):
-            opened.enter_context(served.raw())
-        return served.ask("/health")[0] == 429
+def clocked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the loop of a server a step takes 50 ms, and nothing else takes time."""
+    monkeypatch.setattr(engine_loops, "time", SimpleNamespace(monotonic=lambda: 0.05 * served.steps))
 
 
-def test_limits_of_time_and_of_waiting_requests() -> None:
-    with serving(
-        HttpLimits(read_seconds=0.3, answer_seconds=0.4, connections=3), rows=1, most_waiting=2, slow=0.05
-    ) as served:
-        with served.raw(POST + b"Content-Length: 50\r\n\r\n{") as connection:
-            with connection.makefile("rb") as stream:
-                answer = stream.read()  # headers and body may come apart
-            assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in answer
+def test_limits_of_time_and_of_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(replace(LIMITS, answer_seconds=0.4, connections=3), rows=1, most_waiting=2) as served:
+        clocked(served, monkeypatch)
         status, found = served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 60})
         assert status == 408 and "took more than 0.4 seconds" in found["error"]["message"]
+        assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 3})[0] == 200
         status, found = served.ask(COMPLETIONS, {"prompt": "a", "n": 4})
         assert (
             status == 429 and found["error"]["type"] == "rate_limit_error" and "try later" in found["error"]["message"]
         )
-        served.wait_until(lambda: refused_beside_idle_ones(served, 3))
-        served.wait_until(lambda: served.loop.pending == 0)
+        served.wait_until(lambda: served.server.open == 0)
+        with ExitStack() as opened:
+            for _ in range(3):
+                opened.enter_context(served.raw())
+            assert served.ask("/health")[0] == 429
+
+
+def test_a_body_that_comes_too_late_is_not_waited_for() -> None:
+    def answer() -> bytes:
+        with served.raw(POST + b"Content-Length: 50\r\n\r\n{") as connection, connection.makefile("rb") as stream:
+            return stream.read()
+
+    with serving(replace(LIMITS, read_seconds=0.3)) as served:
+        found = next(filter(None, (answer() for _ in range(100))), b"")  # where the head is late, there is none
+        assert found.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 seconds" in found
+
+
+@pytest.mark.parametrize("end", ["length", "cancelled"])
+def test_a_text_is_no_longer_pending_when_its_end_is_told(end: str) -> None:
+    told: list[tuple[str, int]] = []
+
+    def tell(progress: Progress) -> None:
+        if progress.finish_reason is not None:
+            told.append((progress.finish_reason, served.loop.pending))
+
+    with serving() as served:
+        served.may_step.clear()
+        job = served.loop.submit([Request([97], 3)], HANG)
+        job.events = SimpleNamespace(put=tell)  # type: ignore[assignment]
+        if end == "cancelled":
+            served.loop.cancel(job)
+        served.may_step.set()
+        served.wait_until(lambda: bool(told))
+    assert told == [(end, 0)]
 
 
 def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
@@ -338,12 +369,15 @@ def test_logits_that_are_not_finite_are_an_error_of_the_server() -> None:
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "temperature": 0})[0] == 200
 
 
-def test_the_end_of_the_server_is_told_to_those_who_wait() -> None:
-    with serving(slow=0.05) as served, ThreadPoolExecutor(2) as clients:
+def test_the_end_of_the_server_is_told_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as served, ThreadPoolExecutor(2) as clients:
+        clocked(served, monkeypatch)
+        served.may_step.clear()
         short = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 3})
         long = clients.submit(served.ask, COMPLETIONS, {"prompt": "a", "max_tokens": 60})
         served.wait_until(lambda: served.loop.pending == 2)
         served.loop.stop()
+        served.may_step.set()
         status, found = long.result(HANG)
         assert short.result(HANG)[0] == 200
         assert status == 503 and "the server was stopped" in found["error"]["message"]
