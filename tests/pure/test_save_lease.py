@@ -32,7 +32,10 @@ def never(error: LeaseError) -> None:
     raise AssertionError(error)
 
 
-def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(tmp_path: Path) -> None:
+def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lease, "STALE", HANG)
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
     first.acquire()
     with pytest.raises(LeaseError, match=f"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on "):
@@ -44,19 +47,23 @@ def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(tmp_path:
 
 
 def test_a_lease_that_is_given_back_as_it_is_renewed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lease, "DISK", HANG)
     lease, begun = SaveLease(tmp_path, never), threading.Event()
     lease.acquire()
     write = lease._write
 
     def slow() -> None:
         begun.set()
+        lease._closed.wait(HANG)
         time.sleep(0.3)
         write()
 
     monkeypatch.setattr(lease, "_write", slow)
     assert begun.wait(HANG)
     lease.release()
-    time.sleep(0.6)
+    for thread in threading.enumerate():
+        if thread.name == "save lease":
+            thread.join(HANG)
     assert list(tmp_path.iterdir()) == []
 
 
