@@ -21,6 +21,7 @@ from megatron.training.reliability.run_status import Outcome
 from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
 from tests.forked import join
+from tests.limits import HANG
 
 FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "correct it")
 
@@ -74,6 +75,7 @@ def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHand
 )
 def test_a_store_that_hangs_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
     monkeypatch.setattr(failure_handler, "LAST_RESORT", 0.05)
+    monkeypatch.setattr(failure_handler, "PARTING", HANG)
     assert "most recent call first" in ended(tmp_path, hang, end)
 
 
