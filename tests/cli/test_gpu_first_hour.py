@@ -30,7 +30,9 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 def environment_of(**variables: str) -> dict[str, str]:
     ours = {key: value for key, value in os.environ.items() if key not in ("OUT", "DEVICE", "SHARE", "DEVICE_FILE")}
-    return ours | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    # A function of bash in the program's place: the seconds of the script's commands are those of a GPU.
+    patient = {"BASH_FUNC_timeout%%": f'() {{ exec timeout "$1" {HANG} "${{@:3}}"; }}'}
+    return ours | patient | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
 
 
 def first_hour(
