@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import ROOT, run_program
+from tests.limits import HANG
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 50 --lr 1e-3 --mock-data "
@@ -195,7 +196,7 @@ for name, whole in parameters.items():  # rows that pad the vocabulary are not t
 
 def test_a_family_of_hugging_face_goes_both_ways() -> None:
     command = [sys.executable, "-c", HF_ROUND_TRIP, str(ROOT / "tests" / "fixtures" / "own_parts.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
