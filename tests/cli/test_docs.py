@@ -52,8 +52,8 @@ def blocks(page: str) -> list[str]:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clone holds, without what running leaves behind."""
     folder = tmp_path_factory.mktemp("clone") / "tree"
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
-    shutil.copytree(ROOT, folder, ignore=ignored)
+    left = (".git", ".venv", ".hypothesis", "runs", "cache", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left))
     return folder
 
 
