@@ -286,8 +286,8 @@ def test_a_browser_shows_all_sections(run: Path, tmp_path: Path) -> None:
     """The page as the browser has built it: same sections and pictures, none without a size, nothing loaded."""
     page, _ = page_of(run)
     browser = next(filter(None, map(shutil.which, BROWSERS)))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [browser, *flags, "--dump-dom", (run / "report.html").as_uri()]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (run / "report.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     built = Page(done.stdout)
