@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
 from megatron.planner.device_file import read_device
 from megatron.planner.search.best_first import Candidate, best_first
 from megatron.planner.search.bounds import PassTimes, step_bound
-from megatron.planner.search.layouts import OFFLOADING, SHARDING, Layout, Saving, ScheduleKind, Space
+from megatron.planner.search.layouts import OFFLOADING, SHARDING, Family, Layout, Saving, ScheduleKind, Space
 from megatron.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
@@ -31,6 +31,7 @@ from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.suggest.verdict import duration
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
+from tests.limits import HANG
 
 KINDS = (ScheduleKind("1f1b"), ScheduleKind("interleaved", 0), ScheduleKind("zb-h1", split=True))
 RUN = (
@@ -323,10 +324,16 @@ def test_what_is_found_does_not_depend_on_a_second_process(
         begun.append(pipe)
         received(results, pipe)
 
-    received = ahead.Ahead._receive
+    def bounds(results: ahead.Ahead, family: Family) -> None:
+        if not begun:  # the process has said something, or has ended, before the search does
+            assert results._pipe is not None and results._pipe.poll(HANG)
+        bounded(results, family)
+
+    received, bounded = ahead.Ahead._receive, ahead.Ahead.bounds
     monkeypatch.setattr(ahead, "_time_all", timed)
     monkeypatch.setattr(ahead._Told, "ends", told)
     monkeypatch.setattr(ahead.Ahead, "_receive", receive)
+    monkeypatch.setattr(ahead.Ahead, "bounds", bounds)
     assert searched_on(2) == alone and begun
     assert alone[1].measured > len(alone[0]) > 1
 
