@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from megatron.core import parts
 from megatron.core.registry import Registry
@@ -73,6 +74,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
         metafunc.parametrize(name, whole if metafunc.config.getoption("--whole") else part, ids=str)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_numbers_of_module() -> None:
+    """What fixtures of a test file draw does not depend on the files before it."""
+    torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Nor what a test draws on those before it."""
+    torch.manual_seed(1234)
 
 
 @pytest.fixture(autouse=True, scope="module")
