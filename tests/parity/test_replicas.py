@@ -84,6 +84,7 @@ def test_optimizer_state_is_compared_without_sharding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_hash_sees_every_bit_and_every_swap(dtype: torch.dtype) -> None:
     x = torch.randn(1000, dtype=dtype)
+    x[3:5] = torch.tensor([1, 2])
     changed, swapped = x.clone(), x.clone()
     changed[7] = torch.nextafter(x[7].float(), torch.tensor(9.0)).to(dtype) if dtype != torch.bfloat16 else -x[7]
     swapped[[3, 4]] = swapped[[4, 3]]
