@@ -100,6 +100,19 @@ def test_nothing_is_left_of_a_failed_write(tmp_path):
     assert IndexedDataset(str(tmp_path / "x"))[0].tolist() == [1]
 
 
+def test_nothing_is_left_where_opening_fails(tmp_path, monkeypatch):
+    def opened(self, kind):
+        if kind == "boundaries":
+            raise KeyboardInterrupt
+        return true(self, kind)
+
+    true = IndexedDatasetBuilder._open
+    monkeypatch.setattr(IndexedDatasetBuilder, "_open", opened)
+    with pytest.raises(KeyboardInterrupt):
+        IndexedDatasetBuilder(str(tmp_path / "x"), np.dtype("<u2"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_offsets_past_2_31_bytes(tmp_path):
     """A sparse 6 GB file: positions need more than 32 bits."""
     length, count = 2**29, 3

@@ -236,9 +236,13 @@ class IndexedDatasetBuilder:
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._temporary: dict[str, str] = {}
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._data = self._open("bin")
-        self._lengths = self._open("lengths")
-        self._boundaries = self._open("boundaries")
+        try:
+            self._data = self._open("bin")
+            self._lengths = self._open("lengths")
+            self._boundaries = self._open("boundaries")
+        except BaseException:  # no more can be opened, or the program is to end
+            self._remove()
+            raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
