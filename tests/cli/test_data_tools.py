@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.text_files import encoding
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 
@@ -181,6 +182,37 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path, number, code):
     assert process.returncode == code, shown
     assert [path.name for path in tmp_path.iterdir()] == ["endless.jsonl"]
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
+    """Its pool would not know of it."""
+
+    class Pool:
+        def __init__(self, *_):
+            self.started = self.ended = False
+            pools.append(self)
+
+        def submit(self, *_):
+            signal.raise_signal(number)
+            self.started = True
+
+        def shutdown(self, **_):
+            self.ended = True
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    pools = []
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(encoding.encode_all(None, [None], 2))
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+    assert [(pool.started, pool.ended) for pool in pools] == [(True, True)]
 
 
 # train_tokenizer, and the whole way

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 
@@ -138,6 +139,24 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
     return _encoder(chunk)
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A signal that ends the program is handled after it."""
+    if threading.current_thread() is not threading.main_thread():  # which handles signals
+        yield
+        return
+    came: list[int] = []
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Encodes chunks side by side and yields them in their order, with a bounded number of them in memory."""
     if workers == 1:
@@ -150,7 +169,8 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
+            with _undisturbed():  # it may start a worker, which a pool loses sight of that is interrupted
+                pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()
                 yield first, future.result()
