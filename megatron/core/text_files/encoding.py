@@ -153,8 +153,8 @@ def _undisturbed() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for each in came:
+            signal.raise_signal(each)
 
 
 def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
