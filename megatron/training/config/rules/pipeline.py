@@ -188,7 +188,7 @@ def activation_offload(c: RunConfig, world_size: int) -> Iterator[Problem]:
             if c.model.vocab_size is None:
                 return  # judged again when the tokenizer is known
             longest = max(len(stage.layers) for stage in pipeline_stages(c.model, p))
-    except (ValueError, ZeroDivisionError):
+    except (ArithmeticError, AssertionError, ValueError):
         return  # another rule reports the stages
     if not 1 <= layers <= longest:
         near = f"nearest: {min(max(layers, 1), longest)}"
@@ -269,6 +269,8 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.model.num_experts is not None:
         sizes.append(("the data-parallel size of experts", dims.expt_dp))
     for what, size in sizes:
+        if size < 1:
+            continue  # another rule says so
         if count < 1 or size % count:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - count))
