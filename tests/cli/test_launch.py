@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ def start(metrics: Path, environ: dict[str, str], *flags: str) -> subprocess.Pop
     )
 
 
+def step_of(job: int) -> int:
+    """The number of a step whose ranks meet at a port that nothing listens on: below those that the system hands out,
+    and above those of other tests."""
+    for port in range(30_200 + job * 101 % 2_500, 32_768):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return (port - 20_000 - 31 * job) % 20_000
+    raise OSError("no free port")
+
+
 def losses(metrics: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in metrics.read_text().splitlines()]
 
@@ -37,7 +50,8 @@ def losses(metrics: Path) -> list[float]:
 def test_srun_with_a_task_for_each_rank(tmp_path: Path) -> None:
     """Rank, world and meeting point come from SLURM's variables alone."""
     run_forked(1, [*FLAGS, "--metrics-file", str(tmp_path / "one.jsonl")], tmp_path / "screen")
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    job = os.getpid()
+    step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step_of(job)), "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NODELIST": "localhost"}
     tasks = [
         start(tmp_path / "two.jsonl", step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, "--tp", "2")
