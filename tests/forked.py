@@ -166,8 +166,9 @@ def _rank(
 
 def _ports() -> Iterator[int]:
     """Ports that nothing listens on. Below those that the system hands out and those of jobs and daemons of SLURM (from
-    20,000 on), and from a place of this process's own, so that nobody takes one before rank 0 does."""
-    first = 10_000 + os.getpid() % 100 * 100
+    20,000 on), and from a place of this worker's own, so that nobody takes one before rank 0 does."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 10_000 + worker % 10 * 1_000 + os.getpid() % 10 * 100
     for port in itertools.cycle(range(first, first + 100)):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
