@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -115,6 +116,7 @@ def test_functions_made_anew_are_not_known_by_their_name() -> None:
 
     x = torch.empty(3, device="meta")
     assert [run_region(by(n), (x,)).shape[0] for n in (1, 2)] == [1, 2]
+    assert [run_region(partial(times, factor=n), (x,)).shape[0] for n in (1, 2)] == [3, 3] and len(RUNS) == 2
 
 
 def test_what_is_known_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
