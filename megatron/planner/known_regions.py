@@ -60,7 +60,8 @@ def run_region(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         key = function, _kind_of(args, tensors)
     except _NotAlikeError:
         return function(*args)
-    if "<locals>" in getattr(function, "__qualname__", "<locals>") or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+    made_anew = "<locals>" in getattr(function, "__qualname__", "<locals>")
+    if made_anew or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return function(*args)
     if key in _known:
         known = _known[key]
