@@ -105,14 +105,22 @@ def _import_file(path: Path) -> str:
 
 def problem_in_extension(error: BaseException) -> Problem | None:
     """The problem of an error, or of a cause of it, that arose in an extension after its import: `file:line: Kind:
-    message`, the place being the last one in its code. None if no code of an extension ran."""
+    message`. None if no code of an extension ran."""
+    if (found := place_in_extension(error)) is None:
+        return None
+    cause, place = found
+    rule = f"{place}: {_kind_and_message(cause)}"
+    return Problem("--extension", None, rule, "correct the extension, or remove --extension")
+
+
+def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
+    """An error, or the cause of it that came through an extension's code, and `file:line`, the last one there."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
             if frame.filename.startswith(own) and not frame.filename.startswith(LIBRARY):
-                rule = f"{frame.filename}:{frame.lineno}: {_kind_and_message(cause)}"
-                return Problem("--extension", None, rule, "correct the extension, or remove --extension")
+                return cause, f"{frame.filename}:{frame.lineno}"
         cause = cause.__cause__
     return None
 

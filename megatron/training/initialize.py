@@ -167,6 +167,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     """
     launch, training = watchdog.launch, config.training
     launch.export(os.environ)
+    watchdog.failures.checkpoints = config.checkpoint
     watchdog.outcome.begin(config.checkpoint.save, config.checkpoint.load, write=launch.rank == 0)
     watchdog.status.limit = f"--startup-timeout-minutes {config.parallel.startup_timeout_minutes:g}"
     board = Board(meet(launch, timedelta(minutes=config.parallel.startup_timeout_minutes), "board"), launch)

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.testing.snapshot import first_difference, train_in_world
+from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.reliability.failure_report import ADVICE, Failure
 
 FLAGS = (
@@ -34,4 +35,4 @@ def test_a_kernel_that_is_not_deterministic_ends_the_run(monkeypatch: pytest.Mon
     train_in_world(1, FLAGS, steps=1)
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation") as error:
         train_in_world(1, [*FLAGS, "--deterministic"], steps=1)
-    assert Failure.of(error.value, 0, "rank 0 of 1", "step 1").advice == ADVICE["kernel"]
+    assert Failure.of(error.value, 0, "rank 0 of 1", "step 1", CheckpointConfig()).advice == ADVICE["kernel"]

@@ -1,4 +1,4 @@
-"""A process that has begun to end does end, whatever hangs or fails in that."""
+"""A process that has begun to end does end, whatever hangs or fails in that; and what its report advises."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing.folders import LATEST
+from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.extensions import load_extensions
 from megatron.training.reliability import failure_handler
 from megatron.training.reliability.failure_handler import FailureHandler
-from megatron.training.reliability.failure_report import Failure
+from megatron.training.reliability.failure_report import ADVICE, Failure
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.run_status import Outcome
@@ -104,3 +107,43 @@ def test_the_end_of_a_process_and_of_the_store_with_it(
         monkeypatch.setattr(StackDump, "last_words", broken)
     said = ended(tmp_path, gone, lambda handler: handler.report_gone(1))
     assert ("OSError: the disk is away" if what != "a report" else "RUN FAILED: rank 1 of 2\n") in said
+
+
+def advice(call: Callable[[], object], **checkpoints: Any) -> str:
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        call()
+    return Failure.of(raised.value, 0, "rank 0 of 2", "step 3", CheckpointConfig(**checkpoints)).advice
+
+
+def fails(error: BaseException) -> Callable[[], object]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+def test_advice_follows_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "own_bug.py").write_text("def bug():\n    {}['absent']\n")
+    load_extensions([str(tmp_path / "own_bug.py")])
+    assert advice(lambda: load_extensions(["absent.py"])) == ""  # a user's error, printed alone
+    assert advice(fails(MemoryError())) == ADVICE["memory"]
+    assert advice(fails(RuntimeError("connection closed by peer"))) == ADVICE["collective"]
+    assert advice(sys.modules["extension_own_bug"].bug).startswith(
+        f"correct the error at {tmp_path / 'own_bug.py'}:2, in the extension, and start the same command again: "
+    )
+
+
+def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path) -> None:
+    run, again = str(tmp_path), "correct the error and start the same command again"
+    error = fails(KeyError("x"))
+    assert (
+        advice(error, save=run, load=run) == f"{again}: it begins where this run began, which has saved no checkpoint"
+    )
+    (tmp_path / LATEST).write_text("2\n")
+    there = "it resumes from the latest checkpoint"
+    assert advice(error, save=run, load=run) == f"{again}: {there} in --load {run}"
+    assert advice(error, save=run) == f"{again} with --load {run}: {there} there"
+    assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    assert advice(error, save=run, load=f"{run}/hf") == f"{again}: {there} in --save {run}"

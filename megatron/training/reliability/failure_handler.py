@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
+from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.reliability.failure_report import ADVICE, Failure, hung, is_consequence
 from megatron.training.reliability.hang_analysis import Standing, blame
 from megatron.training.reliability.launch import Launch, restarts_left, tell_last, write_error_file
@@ -53,6 +54,9 @@ class FailureHandler:
         self.at_exit: list[Callable[[], None]] = []
         """Functions called before the process exits by a failure, each on a thread, for at most a second."""
 
+        self.checkpoints = CheckpointConfig()
+        """Where the run loads and saves them."""
+
         self.left = False
         """Whether this rank needs the store no more, whose process may end at any time now."""
 
@@ -84,7 +88,8 @@ class FailureHandler:
         status.error = error
         silent = self._await_cause(error) if is_consequence(error) else []
         with self._only_once():
-            failure = Failure.of(error, rank, self._board.name(rank), status.phase_and_action())
+            who, phase = self._board.name(rank), status.phase_and_action()
+            failure = Failure.of(error, rank, who, phase, self.checkpoints)
             self._end(failure, silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int) -> NoReturn:

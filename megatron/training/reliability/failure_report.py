@@ -12,6 +12,10 @@ from types import FrameType
 
 import torch
 
+from megatron.core.dist_checkpointing.folders import LATEST
+from megatron.core.models.hf.files import is_hf_folder
+from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.extensions import place_in_extension
 from megatron.training.reliability.run_status import ExitCode
 
 PACKAGE, RELIABILITY = str(Path(__file__).parents[2]), str(Path(__file__).parent)
@@ -24,7 +28,7 @@ CONSEQUENCE = re.compile(
 """Text of errors that the failure of another rank may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
-"""Kind of failure -> what to do about it."""
+"""Kind of failure -> what to do about it. `{again}` stands for `start_again`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Failure:
     code: int = ExitCode.FAILED
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, who: str, phase: str) -> Failure:
-        """The report on an exception."""
+    def of(cls, error: BaseException, rank: int, who: str, phase: str, options: CheckpointConfig) -> Failure:
+        """The report on an exception of a run with these checkpoints."""
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
@@ -60,7 +64,11 @@ class Failure:
             return cls(rank, who, phase, title, what, ADVICE["memory"])
         if "deterministic implementation" in str(error):
             return cls(rank, who, phase, title, what, ADVICE["kernel"])
-        return cls(rank, who, phase, title, what, ADVICE["collective" if is_consequence(error) else "error"])
+        if is_consequence(error):
+            return cls(rank, who, phase, title, what, ADVICE["collective"])
+        _, own = place_in_extension(error) or (None, None)
+        place = f" at {own}, in the extension," if own else ""
+        return cls(rank, who, phase, title, what, ADVICE["error"].format(place=place, again=start_again(options)))
 
     def advised(self, kind: str) -> Failure:
         """The same failure with other advice."""
@@ -88,6 +96,20 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
         ranks.setdefault(place, []).append(rank)
     ordered = sorted(ranks.items(), key=lambda item: -len(item[1]))
     return {place: ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) for place, who in ordered}
+
+
+def start_again(options: CheckpointConfig) -> str:
+    """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
+    saved and does not load, or from the start."""
+    from_hf = options.load is not None and is_hf_folder(Path(options.load))
+    flag, folder = ("--save", options.save) if from_hf else ("--load", options.load)
+    said, anew = "start the same command again", options.finetune or options.reset_iteration
+    if folder and not anew and (Path(folder) / LATEST).is_file():
+        return f"{said}: it resumes from the latest checkpoint in {flag} {folder}"
+    if options.save and (Path(options.save) / LATEST).is_file():
+        without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
+        return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
+    return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
 def is_users(error: BaseException) -> bool:
