@@ -3,9 +3,9 @@
     python tools/translate_flags.py train_gpt3_175b_distributed.sh
     python tools/translate_flags.py -- --num-layers 24 --checkpoint-activations --deepspeed
 
-Prints the flags of this program, and below them what changed and why. A script is read, not run: variables that it
-assigns are replaced by their values or defaults, in the order of the lines and in all branches; others stay as they
-are. Exit code 1 if a flag has no translation.
+Prints the flags of this program, and below them what changed and why, and where results differ from Megatron-LM's. A
+script is read, not run: variables that it assigns are replaced by their values or defaults, in the order of the lines
+and in all branches; others stay as they are. Exit code 1 if a flag has no translation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
+from megatron.training.config.arguments import config_of
+from megatron.training.config.megatron_differences import differences_met
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
+from megatron.training.config.run_config import RunConfig
+from megatron.training.config.validation import resolve
 
 from .common import run_tool
 
@@ -73,7 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             because = f": {reading.why}" if reading.why else ""
             becomes = f" -> {shlex.join(reading.ours)}" if reading.ours and not reading.problem else ""
             print(f"  {shlex.join(reading.given)}{becomes}{because}")
+    if differences := list(differences_met(resolved(reader), reader.spelled)):
+        print("\nDifferent from Megatron-LM:", *differences, sep="\n  ")
     return 1 if refused else 0
+
+
+def resolved(reader: FlagReader) -> RunConfig:
+    """The configuration as far as the flags say it, on the fewest ranks."""
+    config = config_of(reader.values)
+    return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size))
 
 
 def _text_of(script: Path) -> str:

@@ -161,6 +161,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     assert [f"  {line}" for lines in record["plan"].values() for line in lines] == [
         line for line in done.stdout.splitlines() if line.startswith("  ")
     ]
+    assert record["plan"]["Different from Megatron-LM"][0].startswith("padded vocabulary: ")
     refused = pretrain(f"{RIGHT} --json {file} --num-layers 0")
     assert refused.returncode == 2
     (problem,) = json.loads(file.read_text())["problems"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -122,6 +122,9 @@ class CommandLine:
     device_memory: float | None = None
     """GiB of a device that the plan is to fit, and that layouts must."""
 
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """Every flag as it was given, alone and with its first value: also those that no field has."""
+
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parses `argv`. `--help` prints and raises SystemExit(0). If it cannot be understood, raises SystemExit(2)
@@ -145,7 +148,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             nothing = f"no flag is about {' and '.join(about)}; --help prints all\n"
             sys.stdout.write((help_about(about, REQUIRED) or nothing) if about else help_text(OPTION_HELP, REQUIRED))
         raise SystemExit(0)
-    config, world_size = with_pretrained_flags(_config_of(reader.values), reader), reader.world_size
+    config, world_size = with_pretrained_flags(config_of(reader.values), reader), reader.world_size
     dry_run, plan_file = "--dry-run" in reader.options, reader.options.get("--json", [None])[-1]
     device, gpus_per_node = _device_of(reader, dry_run)
     suggest, device_memory = reader.options.get("--suggest", [None])[-1], _device_memory(reader)
@@ -188,9 +191,9 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
         if launch.rank == 0:
             print_problems(problems, plan_file if alone else None)
         raise SystemExit(2)
-    notes = tuple(reader.notes)
+    notes, said = tuple(reader.notes), frozenset(reader.spelled)
     return CommandLine(
-        config, dry_run, world_size, notes, plan_file, device, gpus_per_node, rehearsal, suggest, device_memory
+        config, dry_run, world_size, notes, plan_file, device, gpus_per_node, rehearsal, suggest, device_memory, said
     )
 
 
@@ -264,12 +267,12 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
-    return _config_of(_legal_values(argv))
+    return config_of(_legal_values(argv))
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
     """`config` with the flags `argv` changed, not validated. Raises ValueError with every problem, one a line."""
-    return _config_of(flat_values(config) | _legal_values(argv))
+    return config_of(flat_values(config) | _legal_values(argv))
 
 
 def _legal_values(argv: Sequence[str]) -> dict[str, Any]:
@@ -279,7 +282,8 @@ def _legal_values(argv: Sequence[str]) -> dict[str, Any]:
     return reader.values
 
 
-def _config_of(values: dict[str, Any]) -> RunConfig:
+def config_of(values: dict[str, Any]) -> RunConfig:
+    """The configuration of values of fields by their names, not resolved."""
     found: dict[str, dict[str, Any]] = {}
     for field_name, value in values.items():
         found.setdefault(field_table()[field_name].section, {})[field_name] = value
@@ -305,6 +309,7 @@ def read_flags(argv: Sequence[str]) -> FlagReader:
     reader.problems = files.problems + reader.problems
     reader.notes = files.notes + reader.notes
     reader.suspects |= files.suspects
+    reader.spelled |= files.spelled
     reader.exchange()
     return reader
 

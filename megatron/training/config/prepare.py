@@ -83,7 +83,7 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
             from megatron.training.config.dry_run.plan import print_plan
 
             try:
-                asked = command.device, command.gpus_per_node, command.device_memory
+                asked = command.device, command.gpus_per_node, command.device_memory, command.given
                 print_plan(config, world_size, command.plan_file, *asked)
             except DeviceError as error:
                 _refuse_device(error, launch, command)

@@ -84,14 +84,14 @@ class FlagReader:
     options: dict[str, list[str]] = field(default_factory=dict)
     """Option -> its values, one for each time that it is given."""
 
+    spelled: set[str] = field(default_factory=set)
+    """Every flag that was given, alone and with its first value."""
+
     exchanges: list[tuple[str, Exchange]] = field(default_factory=list)
     """Switches for `exchange`, which is due once all sources are read."""
 
     _settings: list[tuple[str, list[str], NotBuilt]] = field(default_factory=list)
     """Settings of features that are not built, judged once it is known whether the feature is asked for."""
-
-    _switches: set[str] = field(default_factory=set)
-    """Every flag that was given, alone and with its first value."""
 
     def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
         """Reads a whole command line, as (flag, its values)."""
@@ -105,7 +105,7 @@ class FlagReader:
             self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
             return
         name = _known_spelling(name)
-        self._switches |= {name, " ".join([name, *texts[:1]])}
+        self.spelled |= {name, " ".join([name, *texts[:1]])}
         if name in OPTIONS:
             self._option(name, texts)
         elif name in spelling_table():
@@ -116,7 +116,7 @@ class FlagReader:
     def finish(self) -> None:
         """Judges the settings of features that are not built: without the feature they have no effect."""
         for name, texts, entry in self._settings:
-            if self._switches & set(entry.switch):
+            if self.spelled & set(entry.switch):
                 self._not_built(name, texts, entry)
             else:
                 self._no_effect(name, texts, f"it is a setting of {entry.feature}, which {entry.switch[0]} asks for")

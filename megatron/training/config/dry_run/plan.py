@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
@@ -12,6 +13,7 @@ from megatron.training.config.dry_run.memory import GIB, Fit, fullest, memory_li
 from megatron.training.config.dry_run.model import model_lines
 from megatron.training.config.dry_run.step import DeviceError, predicted_step, step_lines
 from megatron.training.config.flags import flat_values
+from megatron.training.config.megatron_differences import differences_met
 from megatron.training.config.output_files import write_json
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
@@ -26,9 +28,11 @@ def print_plan(
     device: str | None = None,
     gpus_per_node: int | None = None,
     device_memory: float | None = None,
+    given: Collection[str] = (),
 ) -> None:
     """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
-    the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`.
+    the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and
+    which differences from Megatron-LM it meets with the flags as `given`.
 
     Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
@@ -55,9 +59,9 @@ def print_plan(
         ("Batch and length", batch_lines(stages, dims)),
         ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
         (f"Predicted step{of}", step_lines(step) if step is not None else ()),
+        ("Different from Megatron-LM", differences_met(config, given)),
     ):
-        found = list(lines)
-        if title.startswith("Predicted") and step is None:
+        if not (found := list(lines)):
             continue
         plan[title] = found
         if plan_file != "":

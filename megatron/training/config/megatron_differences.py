@@ -1,0 +1,77 @@
+"""Known differences between the results of Megatron-LM and of this program under equal flags. No torch.
+
+Each is told where flags meet it, by `--dry-run` and `tools/translate_flags.py`, and is a row of a table of
+docs/migrating_from_megatron.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from megatron.training.config.run_config import RunConfig
+
+Given = Collection[str]
+"""Every flag as it was given, alone and with its first value: also those that no field has."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A result that differs from Megatron-LM's."""
+
+    subject: str
+    here: str
+    megatron: str
+    met: Callable[[RunConfig, Given], bool]
+    """Whether a resolved configuration meets it. Like a rule, it must not raise on any values."""
+
+    page: str = ""
+    """The page of docs/ that says more, without its suffix."""
+
+    def __str__(self) -> str:
+        more = f" (docs/{self.page}.md)" if self.page else ""
+        return f"{self.subject}: {self.here}{more}; Megatron-LM: {self.megatron}".replace("`", "")
+
+    @property
+    def row(self) -> str:
+        """Its line of a table in docs/migrating_from_megatron.md."""
+        more = f" ([{self.page}.md]({self.page}.md))" if self.page else ""
+        return f"| {self.subject} | {self.here}{more} | {self.megatron} |"
+
+
+def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
+    """A line for each difference that a resolved configuration and the flags as given meet."""
+    return (str(each) for each in DIFFERENCES if each.met(config, given))
+
+
+def _per_token(given: Given) -> bool:
+    return "--calculate-per-token-loss" in given
+
+
+def _several_micro_batches(c: RunConfig) -> bool:
+    """Whether a step has more micro-batches than one, on a rank or on several."""
+    return (c.training.global_batch_size or 1) > c.training.micro_batch_size
+
+
+def _pads_vocabulary(c: RunConfig) -> bool:
+    """Whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
+    size, padded = c.model.vocab_size, c.model.pad_vocab_size_to
+    multiple = c.model.make_vocab_size_divisible_by * c.parallel.tensor_model_parallel_size
+    return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)
+
+
+DIFFERENCES = (
+    Difference(
+        "loss",
+        "sum over tokens, divided once by the valid tokens of the global batch, as with `--calculate-per-token-loss`; "
+        "both agree if all tokens count",
+        "by default a mean of means over micro-batches and ranks",
+        lambda c, given: c.data.eod_mask_loss and _several_micro_batches(c) and not _per_token(given),
+    ),
+    Difference(
+        "padded vocabulary",
+        "outside the softmax: the loss does not depend on the padding",
+        "takes part in the softmax",
+        lambda c, given: _pads_vocabulary(c),
+    ),
+)
