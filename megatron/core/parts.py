@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.registry import NoFacts, Registry
 
-NORMALIZATIONS: Registry[Any, NoFacts] = Registry("--normalization", NoFacts)
+NORMALIZATIONS: Registry[Any, NoFacts] = Registry("--normalization", NoFacts, "name, size, config, ctx, partial_over")
 """`Norm(name, size, config, ctx, partial_over)`: a module over the last dim, `size` wide. `partial_over` is that of its
 parameters' ParamMeta."""
 
@@ -29,7 +29,7 @@ class ActivationFacts:
     """Whether --activation-func-clamp-value and --glu-linear-offset apply to it."""
 
 
-ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", ActivationFacts)
+ACTIVATIONS: Registry[Any, ActivationFacts] = Registry("--activation-func", ActivationFacts, "name, config, ctx")
 """`Activation(name, config, ctx)`: a function or module between the two linear layers of MLPs and experts. It sees a
 part of the width, so its parameters have `partial_over=("tp",)`."""
 
@@ -41,24 +41,24 @@ for _gated in ("swiglu", "geglu", "geglu_tanh", "quick_geglu"):
     _function = f"megatron.core.transformer.activations:build_{_gated}"
     ACTIVATIONS.register(_gated, _function, gated=True, bounded=True)
 
-ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts)
+ATTENTIONS: Registry[Any, NoFacts] = Registry("--attention-module", NoFacts, "name, config, ctx")
 """`Attention(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]."""
 
 ATTENTIONS.register("self_attention", "megatron.core.transformer.self_attention:SelfAttention")
 ATTENTIONS.register("multi_latent_attention", "megatron.core.transformer.latent_attention:MultiLatentAttention")
 
-LINEAR_ATTENTIONS: Registry[Any, NoFacts] = Registry("--experimental-attention-variant", NoFacts)
+LINEAR_ATTENTIONS: Registry[Any, NoFacts] = Registry("--experimental-attention-variant", NoFacts, "name, config, ctx")
 """The same in the layers of --linear-attention-freq. What it reads of earlier tokens has a size of its own; generation
 keeps it in `context.cache.states`."""
 
 LINEAR_ATTENTIONS.register("gated_delta_net", "megatron.core.transformer.gated_delta_net:GatedDeltaNet")
 
-MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts)
+MLPS: Registry[Any, NoFacts] = Registry("--mlp-module", NoFacts, "name, config, ctx")
 """`MLP(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h], in layers without experts."""
 
 MLPS.register("mlp", "megatron.core.transformer.mlp:MLP")
 
-LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts)
+LAYERS: Registry[Any, NoFacts] = Registry("--layer-module", NoFacts, "name, config, ctx")
 """`Layer(name, config, ctx)`: a module, (x [s, b, h], context) -> [s, b, h]; `ctx.layer` is its number."""
 
 LAYERS.register("transformer_layer", "megatron.core.transformer.layer:TransformerLayer")
@@ -71,8 +71,8 @@ class LossFacts:
     and its label alone."""
 
 
-LOSSES: Registry[Any, LossFacts] = Registry("--loss-func", LossFacts)
-"""`Loss(config, tp)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
+LOSSES: Registry[Any, LossFacts] = Registry("--loss-func", LossFacts, "config, ctx", attributes=("prepare",))
+"""`Loss(config, ctx)`: see `megatron.core.models.gpt.loss.TokenLoss`."""
 
 LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
 
@@ -87,7 +87,9 @@ class OptimizerFacts:
     --muon-scalar-optimizer; else it updates all parameters, element by element."""
 
 
-OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry("--optimizer", OptimizerFacts)
+OPTIMIZERS: Registry[Any, OptimizerFacts] = Registry(
+    "--optimizer", OptimizerFacts, lambda facts: "config, shards" + ", exchange" * facts.whole_matrices
+)
 """`MyOptimizer(config, shards)`: see `megatron.core.optimizer.optimizer.Optimizer`. With `whole_matrices` it is
 `MyOptimizer(config, shards, exchange)`: see `megatron.core.optimizer.muon.Muon`."""
 
@@ -95,7 +97,7 @@ OPTIMIZERS.register("adam", "megatron.core.optimizer.optimizer:AdamW", states=("
 OPTIMIZERS.register("sgd", "megatron.core.optimizer.optimizer:SGD", states=("momentum_buffer",))
 OPTIMIZERS.register("muon", "megatron.core.optimizer.muon:Muon", states=("momentum_buffer",), whole_matrices=True)
 
-LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts)
+LR_SCHEDULES: Registry[Any, NoFacts] = Registry("--lr-decay-style", NoFacts, "samples, length, config")
 """`schedule(samples, length, config)`: learning rate after `samples` consumed samples, beyond the warm-up."""
 
 for _style in ("constant", "linear", "cosine", "inverse_square_root", "WSD"):
@@ -119,8 +121,13 @@ class ScheduleFacts:
     """Whether it takes `in_turns=True`, for --overlap-moe-expert-parallel-comm: FB before each F and B, or I, that run
     in turns (`schedules.runs_in_turns`)."""
 
+    def form(self) -> str:
+        """The arguments of a schedule."""
+        wider = ", v" * (self.any_chunks or self.any_groups) + ", group" * self.any_groups
+        return f"p, m{wider}{', in_turns=' * self.in_turns}"
 
-PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule", ScheduleFacts)
+
+PIPELINE_SCHEDULES: Registry[Any, ScheduleFacts] = Registry("--pipeline-schedule", ScheduleFacts, ScheduleFacts.form)
 """`schedule(p, m)`: for each of p pipeline ranks its actions on m micro-batches, in order."""
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -133,7 +140,7 @@ PIPELINE_SCHEDULES.register("zb-h1", f"{_SCHEDULES}:zb_h1", splits_backward=True
 PIPELINE_SCHEDULES.register("zb-h2", f"{_SCHEDULES}:zb_h2", splits_backward=True, in_turns=True)
 PIPELINE_SCHEDULES.register("zb-v", f"{_SCHEDULES}:zb_v", chunks=2, v_shaped=True, splits_backward=True)
 
-DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts)
+DATASETS: Registry[Any, NoFacts] = Registry("--dataset-type", NoFacts, "config, format, seed, sizes")
 """`build(config, format, seed, sizes)`: the `Datasets` of training, validation and test, `sizes` being the samples
 wanted of each (None: one epoch); see `megatron.core.datasets.streaming.GeneratorDataset`."""
 
@@ -149,7 +156,7 @@ class TokenizerFacts:
     """Whether these may also be names that it finds files by."""
 
 
-TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", TokenizerFacts)
+TOKENIZERS: Registry[Any, TokenizerFacts] = Registry("--tokenizer-type", TokenizerFacts, "config, vocab_size")
 """`build(config, vocab_size)`: a `megatron.core.tokenizers.tokenizer.Tokenizer`; `vocab_size` is --vocab-size."""
 
 _TOKENIZERS, _MODEL = "megatron.core.tokenizers.build", ("tokenizer_model",)
@@ -160,7 +167,7 @@ TOKENIZERS.register("GPT2BPETokenizer", f"{_TOKENIZERS}:gpt2_bpe", needs=("vocab
 TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
 TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
 
-HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts)
+HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
 """A `megatron.core.models.hf.families.Family` for each `model_type` of Hugging Face."""
 
 for _family in (

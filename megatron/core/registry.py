@@ -8,7 +8,7 @@ gated, is registered beside it as `facts`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -35,11 +35,19 @@ class _Entry(Generic[F]):
 class Registry(Collection[str], Generic[P, F]):
     """Name -> part of one kind, in order of registration. `flag` is how a command line chooses among them.
 
-    `facts` makes the facts of a part from keyword arguments of `register`.
+    `facts` makes the facts of a part from keyword arguments of `register`. `form` states the arguments that a part is
+    called with, by position, or `NAME=` by keyword, as in "p, m, in_turns="; it may follow from the facts. `attributes`
+    are what a part must have beside.
     """
 
-    def __init__(self, flag: str, facts: Callable[..., F]) -> None:
-        self.flag, self._make_facts = flag, facts
+    def __init__(
+        self,
+        flag: str,
+        facts: Callable[..., F],
+        form: str | Callable[[F], str] | None = None,
+        attributes: Sequence[str] = (),
+    ) -> None:
+        self.flag, self._make_facts, self._form, self._attributes = flag, facts, form, attributes
         self._entries: dict[str, _Entry[F]] = {}
 
     @overload
@@ -49,7 +57,7 @@ class Registry(Collection[str], Generic[P, F]):
     def register(self, name: str, part: Any = None, **facts: Any) -> Any:
         """Adds a part, given or decorated; a string "module:attribute" is imported on first use.
 
-        Raises ValueError if the name is taken, with file and line of both.
+        Raises ValueError if the name is taken, with file and line of both, or if the part has not the form of its kind.
         """
         caller = sys._getframe(1)
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -68,6 +76,8 @@ class Registry(Collection[str], Generic[P, F]):
             ) from None
 
         def add(part: Given) -> Given:
+            if not isinstance(part, str):
+                self._check(name, part, known)
             self._entries[name] = _Entry(part, known, where)
             return part
 
@@ -84,11 +94,31 @@ class Registry(Collection[str], Generic[P, F]):
 
     def __getitem__(self, name: str) -> P:
         """The part. Raises ValueError for a name that nothing has registered."""
-        part = self._entry(name).part
-        if isinstance(part, str):
-            module, _, attribute = part.partition(":")
-            part = getattr(import_module(module), attribute)
+        entry = self._entry(name)
+        if not isinstance(entry.part, str):
+            return entry.part
+        module, _, attribute = entry.part.partition(":")
+        part = getattr(import_module(module), attribute)
+        self._check(name, part, entry.facts)
         return part
+
+    def _check(self, name: str, part: Any, facts: F) -> None:
+        """Raises ValueError if a part cannot be called as its kind is, or lacks what it must have."""
+        form = self._form(facts) if callable(self._form) else self._form
+        if missing := [attribute for attribute in self._attributes if not hasattr(part, attribute)]:
+            raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
+        if form is None:
+            return
+        words = form.split(", ")
+        try:
+            signature(part).bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
+        except TypeError:
+            given = str(signature(part)) if callable(part) else f"a {type(part).__name__}"
+            raise ValueError(
+                f"{self.flag} {name}: must take ({form}), and takes {given}; correct its parameters"
+            ) from None
+        except ValueError:  # of a function in C, which does not say what it takes
+            return
 
     def facts(self, name: str) -> F:
         """What is known of a part without importing it. Raises ValueError as `registry[name]` does."""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts)
+METRICS: Registry[Any, NoFacts] = Registry("metric", NoFacts, "config")
 """`Metric(config)`: see `Metric`."""
 
-CALLBACKS: Registry[Any, NoFacts] = Registry("callback", NoFacts)
+CALLBACKS: Registry[Any, NoFacts] = Registry("callback", NoFacts, "config")
 """`Callback(config)`: see `Callback`."""
 
 

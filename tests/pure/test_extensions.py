@@ -85,13 +85,18 @@ def test_flags_are_validated(argv: str, problem: str, tmp_path: Path) -> None:
             "--optimizer adam is registered twice: at ",
         ),
         (
+            'from megatron.core.parts import ACTIVATIONS\n\n@ACTIVATIONS.register("mine")\ndef mine(x): ...\n',
+            3,
+            "--activation-func mine: must take (name, config, ctx), and takes (x); correct its parameters",
+        ),
+        (
             "from dataclasses import dataclass\nfrom megatron.training.extensions import extension_flags\n"
             "@extension_flags('t')\n@dataclass(frozen=True)\nclass O:\n    lr: float = 1.0\n",
             3,
             "--lr is a flag already; rename O.lr",
         ),
     ],
-    ids=["import", "raises", "syntax", "twice", "known flag"],
+    ids=["import", "raises", "syntax", "twice", "wrong form", "known flag"],
 )
 def test_one_that_fails_is_one_message_with_file_and_line(source: str, line: int, what: str, tmp_path: Path) -> None:
     done = run(tmp_path, source, "--swiglu", "--unknown-flag")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core import parts
 from megatron.core.registry import NoFacts, Registry
 
 
@@ -52,3 +53,24 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         registry["cosin"]
     with pytest.raises(ValueError, match="--kind x: the keywords of register\\(\\) are none, and gated given"):
         registry.register("x", 1, gated=True)
+
+
+def test_a_part_must_have_the_form_of_its_kind() -> None:
+    registry: Registry[Any, Facts] = Registry(
+        "--kind", Facts, lambda facts: "a, b, c=" if facts.gated else "a", ("go",)
+    )
+    registry.register("text", "math:hypot")
+    part: Any = type("Part", (), {"__init__": lambda self, a, b=0: None, "go": None})
+    assert registry.register("fits", part) is part
+    for wrong, gated, said in (
+        (part, True, r"must take \(a, b, c=\), and takes \(a, b=0\); correct its parameters"),
+        (7, False, "has no go"),
+    ):
+        with pytest.raises(ValueError, match=f"--kind wrong: {said}"):
+            registry.register("wrong", wrong, gated=gated)
+    assert "wrong" not in registry
+    with pytest.raises(ValueError, match="--kind text: has no go"):
+        registry["text"]
+    for built_in in vars(parts).values():
+        if isinstance(built_in, Registry):
+            assert all(built_in[name] is not None for name in built_in)
