@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron.training.config.arguments import command_line
+from megatron.training.config.pretrained import with_pretrained_flags
+from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.conversion.export import HFExporter
@@ -65,6 +67,13 @@ def test_flags_that_contradict_are_named_with_both_values(mixtral: Path, capsys:
     (broken / "config.json").write_text('{"model_type": "llama"}')
     said = refusal(capsys, *flags, "--load", broken)
     assert "config.json of a llama model: " in said and "hidden_size is missing" in said and "required" not in said
+
+
+def test_flags_of_an_extension_leave_the_tokenizer_of_the_folder(mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((mixtral / "config.json").read_bytes())
+    (tmp_path / "tokenizer.model").touch()
+    config = RunConfig(checkpoint=CheckpointConfig(load=str(tmp_path)), extension_options=(FlagReader,))
+    assert with_pretrained_flags(config, FlagReader()).tokenizer.tokenizer_model == f"{tmp_path}/tokenizer.model"
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(mixtral: Path, tmp_path: Path) -> None:

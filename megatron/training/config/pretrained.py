@@ -47,7 +47,8 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     model = replace(model, extension_options=config.extension_options, **own)
     note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
     tokenizer = tokenizer_config(Path(load))
-    if config.tokenizer != TokenizerConfig() or tokenizer.tokenizer_type is None:
+    usual = TokenizerConfig(extension_options=config.extension_options)
+    if config.tokenizer != usual or tokenizer.tokenizer_type is None:
         tokenizer = config.tokenizer
     else:
         note += ", and its files the tokenizer"
