@@ -163,7 +163,7 @@ def set_determinism(config: RunConfig) -> None:
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     """Connects this rank to the store of all ranks, before anything that can fail or hang, and starts the watchdog.
 
-    Raises ValueError if the environment is wrong or a folder cannot be written.
+    Raises ValueError if the environment is wrong or a folder cannot be written, LeaseError if another run saves to it.
     """
     launch, training = watchdog.launch, config.training
     launch.export(os.environ)
@@ -176,9 +176,8 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     if launch.rank == 0:
         if problems := list(unwritable(config)):
             raise ValueError("\n".join(map(str, problems)))
-        watchdog.checked_paths()
-    if config.checkpoint.save and launch.rank == 0 and launch.may_move:
-        watchdog.hold(Path(config.checkpoint.save))
+        if config.checkpoint.save:
+            watchdog.hold(Path(config.checkpoint.save))
     deadlines = {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")
@@ -194,7 +193,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     kill_switch = Path(training.kill_switch_path) if training.kill_switch_path else None
     trigger = Path(training.trigger_path) if training.trigger_path else None
     conditions = StopConditions(deadlines, [each for each in (folder, trigger) if each is not None], kill_switch)
-    watchdog.start(training.exit_signal_handler, conditions, folder)
+    watchdog.start(training.exit_signal_handler, conditions)
 
 
 def keep_memory(device: torch.device) -> None:

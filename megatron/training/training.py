@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -67,6 +68,8 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             phases = StartupPhases(watchdog.begin, together)
             with phases("start of the ranks"):
                 pass
+            if config.checkpoint.save:  # it is this run's: rank 0 has found so before the ranks met
+                watchdog.stacks.open(Path(config.checkpoint.save) / "stacks", launch.rank)
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
             run = built = build_run(config, runtime, parts)

@@ -108,6 +108,9 @@ def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> Non
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a: must be a whole number; the launcher"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be from 0 to below WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port above 0"),
+        ({"WORLD_SIZE": "4"}, "^WORLD_SIZE=4 without RANK: .* start the ranks with torchrun .* or unset WORLD_SIZE"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "^RANK=1 LOCAL_RANK=1 without WORLD_SIZE: .* or unset RANK LOCAL_RANK to"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "^OMPI_COMM_WORLD_SIZE=2 without RANK and WORLD_SIZE: "),
         ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS=x: must be a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=None: must be a whole number"),
     ],
@@ -115,6 +118,15 @@ def test_another_model_than_the_checkpoints(folder: Path, tmp_path: Path) -> Non
 def test_a_launcher_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Launch.from_environment(environ)
+
+
+def test_ranks_without_an_address(tmp_path: Path) -> None:
+    with forked_ranks(
+        2, [*FLAGS, "--mock-data"], tmp_path / "screen", lambda rank: os.environ.pop("MASTER_ADDR")
+    ) as ranks:
+        assert join(ranks) == [1, 1]
+    text = (tmp_path / "screen").read_text()
+    assert "rank 0 cannot find the other ranks: MASTER_ADDR not set\nwhat to do: " in text and "Traceback" not in text
 
 
 def test_an_end_of_the_job_that_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,8 @@ def test_a_lease_that_is_renewed_is_refused_and_one_given_back_is_free(
     monkeypatch.setattr(save_lease, "STALE", HANG)
     first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
     first.acquire()
-    with pytest.raises(LeaseError, match=f"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on "):
+    named = rf"another run saves to {tmp_path}: its rank 0 is process {os.getpid()} on \S+, started 2\d{{3}}-"
+    with pytest.raises(LeaseError, match=named):
         second.acquire()
     first.release()
     assert not (tmp_path / ".lease").exists()
@@ -79,6 +82,46 @@ def test_a_lease_of_a_killed_process_of_this_machine_is_free_at_once(
     lease = SaveLease(tmp_path, never)
     lease.acquire()
     lease.release()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_lease_that_a_process_of_this_machine_does_not_renew_is_free_if_that_is_stopped(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """One that lives trains, though its disk may hold up the renewals."""
+    if not (child := os.fork()):
+        SaveLease(tmp_path, never)._write()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pause()
+    try:
+        os.waitpid(child, os.WUNTRACED)
+        if not stopped:
+            os.kill(child, signal.SIGCONT)
+            os.waitpid(child, os.WCONTINUED)
+        lease = SaveLease(tmp_path, never)
+        with nullcontext() if stopped else pytest.raises(LeaseError, match=f"process {child} "):
+            lease.acquire()
+        lease.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_of_two_that_start_at_once_over_a_dead_lease_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = SaveLease(tmp_path, never), SaveLease(tmp_path, never)
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[None]:
+        monkeypatch.undo()
+        first.acquire()
+        yield
+
+    monkeypatch.setattr(save_lease, "folder_lock", late)
+    with pytest.raises(LeaseError, match="another run saves to"):
+        second.acquire()
+    first.release()
 
 
 def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_hears_of_it(tmp_path: Path) -> None:

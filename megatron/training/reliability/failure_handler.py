@@ -78,7 +78,7 @@ class FailureHandler:
         """Ends all ranks because of an exception on the training thread. Raises it again if not connected."""
         status, rank, here = self._status, self._launch.rank, socket.gethostname()
         if isinstance(error, NoStoreError):
-            what = f"{error}\nwaited for {status.limit}"
+            what = f"{error}\nwaited for {status.limit}" if error.__cause__ else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             tell_last(alone.text())
             self._exit(alone.code)

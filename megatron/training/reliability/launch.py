@@ -14,6 +14,9 @@ from pathlib import Path
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each of these requests the run to save and exit."""
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables of mpirun with the number of processes that it has started."""
+
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
     """Enables huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call it before torch
@@ -38,11 +41,6 @@ class Launch:
     several_hosts: bool = False
     """Whether the launcher has started ranks on more than one host, or as if there were."""
 
-    @property
-    def may_move(self) -> bool:
-        """Whether parts of the run may be started again while others still run, on hosts that do not see them."""
-        return self.several_hosts or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
     def name(self, host: str, rank: int | None = None) -> str:
         """How messages name a rank, by default this one: `rank 3 of 8 on HOST`."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
@@ -50,12 +48,22 @@ class Launch:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
         """Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else those of a SLURM step with one task per
-        rank, else returns a single process. Raises ValueError if a variable has an invalid value."""
+        rank, else returns a single process. Raises ValueError if a variable has an invalid value, or if a launcher has
+        set some of its variables only: each of its processes would be a run of its own."""
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
         if _integer(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
             return cls._read(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "srun")
+        half = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+        half += [name for name in MPI_SIZES if _integer(environ, name, "1") > 1]
+        if half:
+            given = " ".join(f"{name}={environ[name]}" for name in half)
+            missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in environ)
+            raise ValueError(
+                f"{given} without {missing}: a process of a launch has both RANK and WORLD_SIZE; start the ranks with "
+                f"torchrun or srun, which set them, or unset {' '.join(half)} to run alone"
+            )
         return cls()
 
     @classmethod

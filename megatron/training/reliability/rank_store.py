@@ -8,7 +8,6 @@ Keys:
     came/W      how many ranks have come to meeting W         came/W/R R has come
     ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw that
     agreed/N    the tick after which all ranks carry it out
-    paths/0     rank 0 can write the output paths
     link/R      how the heartbeat of its host reaches R       heartbeats   the name of this start in heartbeats
 No call blocks for longer than the store takes to answer, so ranks that are gone hold up nobody.
 """
@@ -52,6 +51,8 @@ def meet(launch: Launch, timeout: timedelta, name: str) -> dist.Store:
         return dist.HashStore()
     has_one = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     opens = launch.rank == 0 and not has_one
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise NoStoreError(f"rank {launch.rank} cannot find the other ranks: {' and '.join(missing)} not set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = dist.TCPStore(

@@ -35,6 +35,8 @@ class Outcome:
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
+    recorded: bool = True
+    """Whether the end is an event of the run in --save: not if another run has that folder."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -58,7 +60,8 @@ class Outcome:
         """Writes the code of `ExitCode` that the run ends with; KILLED may have a signal's number added."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
-        record_event(self.folders.get("save"), "end", name=name, why=" ".join(why.split()))
+        if self.recorded:
+            record_event(self.folders.get("save"), "end", name=name, why=" ".join(why.split()))
 
     def _write(self, name: str, why: str) -> None:
         if self.file is None:

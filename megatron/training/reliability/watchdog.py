@@ -16,7 +16,7 @@ from typing import NoReturn
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.flight_recorder import Entered
 from megatron.training.reliability.hosts.host_watch import HostWatch
-from megatron.training.reliability.hosts.save_lease import SaveLease
+from megatron.training.reliability.hosts.save_lease import LeaseError, SaveLease
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request
@@ -24,9 +24,6 @@ from megatron.training.reliability.run_status import ExitCode, Outcome
 from megatron.training.reliability.signal_listener import SignalListener
 from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import StopConditions, StopRequests
-
-FIRST_WORD = 60.0
-"""Seconds in which rank 0 can say what is wrong with the paths of all ranks."""
 
 
 class Watchdog:
@@ -56,37 +53,26 @@ class Watchdog:
         self._board = board
         self.failures.connect(board)
 
-    def checked_paths(self) -> None:
-        """Says that the output paths can be written from here: a rank that cannot write there then says so itself."""
-        assert self._board is not None, "connect first"
-        self._board.say("paths")
-
     def hold(self, folder: Path) -> None:
         """Takes the lease on a --save folder. Raises LeaseError if another run saves to it."""
         lease = SaveLease(folder, self.failures.fail)
         self.failures.at_exit.append(lease.release)
-        lease.acquire()
+        try:
+            lease.acquire()
+        except LeaseError:
+            self.outcome.recorded = False
+            raise
         self._lease = lease
 
-    def start(self, signals: bool, conditions: StopConditions, folder: Path | None) -> None:
+    def start(self, signals: bool, conditions: StopConditions) -> None:
         """Starts the thread, once connected. Call it on the main thread.
 
-        `signals`: whether signals end the run; `conditions`: what else does; `folder`: where stacks are written. Raises
-        ValueError if the folder cannot be written."""
+        `signals`: whether signals end the run; `conditions`: what else does."""
         assert self._board is not None, "connect first"
-        if folder is not None:
-            self._open_stacks(self._board, folder / "stacks")
         self._conditions = conditions
         self.signals.start(signals)
         self._thread = threading.Thread(target=self._run, args=(self._board,), name="watchdog", daemon=True)
         self._thread.start()
-
-    def _open_stacks(self, board: Board, folder: Path) -> None:
-        try:
-            self.stacks.open(folder, self.launch.rank)
-        except ValueError:  # rank 0 may be about to tell what is wrong with all paths
-            board.wait(lambda: board.cause() is not None or board.get("paths/0") is not None, FIRST_WORD)
-            raise
 
     @property
     def code(self) -> ExitCode:
@@ -114,7 +100,7 @@ class Watchdog:
         meeting = Entered("the ranks at start-up", tuple(board.ranks), self._meetings, f"the end of {what}", True)
         status.meeting = meeting
         board.come(name)
-        while not board.all_came(name):
+        while self.failures.ending or not board.all_came(name):  # at its end a process asks no store
             if time.monotonic() > deadline:
                 missing = ", ".join(map(str, board.missing(name)))
                 raise TimeoutError(f"timed out: these ranks did not end {what} within {status.limit}: {missing}")

@@ -1,8 +1,9 @@
-"""Lease on the --save folder: of two halves of a cluster that cannot see each other, only one goes on.
+"""Lease on the --save folder: of two runs, or two halves of a cluster that cannot see each other, only one goes on.
 
 Rank 0 holds the file SAVE/.lease, written anew every two seconds. A start that finds another's lease takes it over if
-its process is gone from this very machine, or if it has not been renewed for a while, which is judged by this host's
-clock alone. Else the start is refused. A run that finds that its lease was taken over, as it had stood still, ends.
+its process is gone from this very machine, or, where the process is elsewhere or stopped, if it has not been renewed
+for a while, which is judged by this host's clock alone. Else the start is refused. A run that finds that its lease was
+taken over, as it had stood still, ends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.index_cache import folder_lock
 from megatron.training.reliability.failure_report import ADVICE
 from megatron.training.reliability.rank_store import Peer
 
@@ -43,25 +45,27 @@ class SaveLease:
 
     def __init__(self, folder: Path, lost: Callable[[LeaseError], object]) -> None:
         self._file, self._folder, self._lost = folder / ".lease", folder, lost
-        self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex()}
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        self._owner = asdict(Peer.here()) | {"token": os.urandom(8).hex(), "since": since}
         self._count = 0
         self._closed, self._writing = threading.Event(), threading.Lock()
 
     def acquire(self) -> None:
         """Takes the lease, after up to `STALE` seconds. Raises LeaseError if another run renews it."""
-        found = self._read()
-        if found is not None and not self._is_over(found):
-            limit = time.monotonic() + STALE
-            while time.monotonic() < limit:
-                time.sleep(RENEWAL / 4)
-                now = self._read()
-                if now is None:
-                    break
-                if now != found:
-                    raise LeaseError(self._of(now))
-        self._write()
-        if (now := self._read()) is not None and now["token"] != self._owner["token"]:
-            raise LeaseError(self._of(now))
+        limit, found = time.monotonic() + STALE, self._read()
+        while found is not None and (state := self._state(found)) != "":
+            if time.monotonic() > limit:
+                if state not in ("T", "t", None):
+                    raise LeaseError(self._of(found))
+                break
+            time.sleep(RENEWAL / 4)
+            self._refuse_unless(found)
+            found = self._read()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(self._folder):  # of two that start at once, the second one finds the lease of the first
+            self._refuse_unless(found)
+            self._write()
+        self._refuse_unless(self._owner | {"renewals": self._count})
         threading.Thread(target=self._renew, name="save lease", daemon=True).start()
 
     def release(self) -> None:
@@ -87,13 +91,19 @@ class SaveLease:
                 self._lost(LeaseError(f"{self._of(other)}, and has taken over: this run stood still"))
                 return
 
-    def _is_over(self, found: dict[str, Any]) -> bool:
-        """Whether the process that held it is known to be gone."""
+    def _refuse_unless(self, expected: dict[str, Any] | None) -> None:
+        """Raises LeaseError if there is a lease other than the expected one."""
+        if (now := self._read()) is not None and now != expected:
+            raise LeaseError(self._of(now))
+
+    def _state(self, found: dict[str, Any]) -> str | None:
+        """`Peer.state` of the process that holds it; None if that is not on this machine."""
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
-        return bool(peer.namespace) and peer.namespace == self._owner["namespace"] and not peer.state()
+        return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 
     def _of(self, found: dict[str, Any]) -> str:
-        return f"another run saves to {self._folder}: its rank 0 is process {found['pid']} on {found['host']}"
+        who = f"process {found['pid']} on {found['host']}, started {found.get('since', 'at an unknown time')}"
+        return f"another run saves to {self._folder}: its rank 0 is {who}"
 
     def _read(self) -> dict[str, Any] | None:
         """The present lease; None where there is none, or none that can be read."""
@@ -105,7 +115,9 @@ class SaveLease:
 
     def _write(self) -> None:
         self._count += 1
-        self._folder.mkdir(parents=True, exist_ok=True)
         new = self._file.with_name(f".lease-{self._owner['token']}")
-        new.write_text(json.dumps(self._owner | {"renewals": self._count}))
-        new.replace(self._file)
+        try:
+            new.write_text(json.dumps(self._owner | {"renewals": self._count}))
+            new.replace(self._file)
+        finally:
+            new.unlink(missing_ok=True)
