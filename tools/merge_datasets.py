@@ -19,7 +19,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, strip_suffix
 
-from .common import refuse_existing, run_tool
+from .common import refuse_output, run_tool
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prefixes = find_prefixes(args.input)
     if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise ValueError(f"--output-prefix {output} is one of the inputs; write elsewhere")
-    refuse_existing([Path(output + ".bin"), Path(output + ".idx")], args.overwrite)
+    refuse_output([Path(output + ".bin"), Path(output + ".idx")], args.overwrite)
     datasets = open_all(prefixes)
     with IndexedDatasetBuilder(output, datasets[0].dtype) as builder:
         for dataset in datasets:

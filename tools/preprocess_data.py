@@ -45,8 +45,7 @@ from .common import (
     add_config_flags,
     add_extension_flag,
     config_of,
-    refuse_existing,
-    refuse_unwritable,
+    refuse_output,
     run_tool,
 )
 
@@ -241,8 +240,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
         problems.append(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
     checks: list[Callable[[], object]] = [
         lambda: inputs.extend(find_inputs(args.input)),
-        lambda: refuse_existing(outputs(args), args.overwrite),
-        lambda: refuse_unwritable(Path(args.output_prefix).parent),
+        lambda: refuse_output(outputs(args), args.overwrite),
         lambda: build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size),
     ]
     for part in checks:

@@ -26,7 +26,7 @@ from megatron.core.text_files.formats import Reading, is_blank, read_chunks, tex
 from megatron.core.text_files.inputs import TextFile, find_inputs
 from megatron.training.config.output_files import whole_file
 
-from .common import refuse_existing, run_tool
+from .common import refuse_output, run_tool
 
 CHUNK_BYTES = 1 << 20
 # SentencePiece leaves out longer sentences without a word, so lines are cut: characters, of up to 4 bytes each.
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--character-coverage {args.character_coverage}: must be above 0 and at most 1")
     inputs = find_inputs(args.input)
     targets = {suffix: Path(args.output_prefix + suffix) for suffix in (".model", ".vocab")}
-    refuse_existing(list(targets.values()), args.overwrite)
+    refuse_output(list(targets.values()), args.overwrite)
     targets[".model"].parent.mkdir(parents=True, exist_ok=True)
     model, bad = train(args, inputs)
     for suffix, content in ((".vocab", vocabulary(model).encode()), (".model", model)):

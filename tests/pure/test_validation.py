@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -408,6 +410,24 @@ def test_data(flags: str, expected: list[str]) -> None:
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.startswith(start)
+
+
+def test_every_flag_of_a_path_says_whether_it_takes_urls() -> None:
+    named = re.compile(r"_(path|paths|dir|file)$|^(save|load|valid|extension|sample_log|eval_tasks|tokenizer_model)$")
+    flags = [flag for flag in all_flags() if flag.kind is str and (flag.spec.path or named.search(flag.field))]
+    local = [flag for flag in flags if flag.spec.path == "local"]
+    assert {flag.field for flag in flags if flag.spec.path == "url"} == {
+        *("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"),
+        *(f"{split}_weighted_split_paths" for split in ("train", "valid", "test")),
+    }
+    assert len(local) == len(flags) - 8 and {"save", "sample_log", "data_stages"} < {flag.field for flag in local}
+    for flag in local:
+        if flag.field != "extension":  # imported before anything is validated
+            said = (
+                f"{flag.name} gs://a/b: is a URL, and only paths of mounted file systems are taken here; "
+                "use such a path, and copy from or to the other storage yourself"
+            )
+            assert said in problems(f"{flag.name} gs://a/b")
 
 
 def test_length_is_required_where_data_has_no_end() -> None:

@@ -60,7 +60,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
             default=flag.default,
             choices=flag.spec.choices,
             nargs="+" if flag.spec.many else None,
-            metavar=None if flag.spec.choices else flag.kind.__name__.upper(),
+            metavar=None if flag.spec.choices else flag.metavar,
             help=text,
         )
 
@@ -121,20 +121,17 @@ def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
     return cls(**values)
 
 
-def refuse_existing(paths: list[Path], overwrite: bool) -> None:
-    """Raises ValueError if output would replace a file, unless that was asked for."""
+def refuse_output(paths: list[Path], overwrite: bool) -> None:
+    """Raises ValueError if output of one folder could not be written, before any work is done for it, or would replace
+    a file, unless that was asked for."""
+    if why := why_unwritable(paths[0].parent):
+        raise ValueError(f"--output-prefix: {why}; choose another prefix")
     present = [str(path) for path in paths if path.exists()]
     if present and not overwrite:
         raise ValueError(
             f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "
             "choose another prefix, or replace with --overwrite"
         )
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Raises ValueError if output could not be written, before any work is done for it."""
-    if why := why_unwritable(folder):
-        raise ValueError(f"--output-prefix: {why}; choose another prefix")
 
 
 def refuse_picture(flag: str, path: Path | None, kinds: Sequence[str] = (".svg",)) -> None:

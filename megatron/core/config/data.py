@@ -13,49 +13,49 @@ from megatron.core.parts import DATASETS, TOKENIZERS
 class DatasetConfig(Section):
     """Training data and sample format."""
 
-    data_path: tuple[str, ...] | None = flag(None, many=True)
+    data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Prefix of an indexed dataset, text file, folder or URL, or pairs of weight and one of these; split by --split."""
 
-    train_data_path: tuple[str, ...] | None = flag(None, many=True)
+    train_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for training only. PREFIX@0:0.9 is the first 90 % of the documents."""
 
-    valid_data_path: tuple[str, ...] | None = flag(None, many=True)
+    valid_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for validation only."""
 
-    test_data_path: tuple[str, ...] | None = flag(None, many=True)
+    test_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for the test only."""
 
-    valid: tuple[str, ...] | None = flag(None, repeats=True)
+    valid: tuple[str, ...] | None = flag(None, repeats=True, path="url")
     """NAME=PREFIX: a further validation set, whose loss is logged under its name; may be given more than once."""
 
     multiple_validation_sets: bool = False
     """Each prefix of --valid-data-path is a validation set of its own, named by the prefix without folders."""
 
-    data_args_path: str | None = None
+    data_args_path: str | None = flag(None, path="local")
     """File with the words of --data-path."""
 
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = flag(None, path="local")
     """JSON file with lists "train", "valid" and "test" of the words of --train-data-path and its kin."""
 
-    train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    train_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Training data as "NAME: WEIGHT START:END PREFIX, ...", where START:END is a share of the documents."""
 
-    train_weighted_split_paths_path: str | None = None
+    train_weighted_split_paths_path: str | None = flag(None, path="local")
     """File with the value of --train-weighted-split-paths."""
 
-    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --train-weighted-split-paths, for validation."""
 
-    valid_weighted_split_paths_path: str | None = None
+    valid_weighted_split_paths_path: str | None = flag(None, path="local")
     """File with the value of --valid-weighted-split-paths."""
 
-    test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True)
+    test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --train-weighted-split-paths, for the test."""
 
-    test_weighted_split_paths_path: str | None = None
+    test_weighted_split_paths_path: str | None = flag(None, path="local")
     """File with the value of --test-weighted-split-paths."""
 
-    data_stages: str | None = None
+    data_stages: str | None = flag(None, path="local")
     """YAML file of stages of the run, each from a sample, token or iteration on with data, sequence length, batch size
     and learning rate of its own."""
 
@@ -77,7 +77,7 @@ class DatasetConfig(Section):
     split: str = "969,30,1"
     """Shares of documents for training, validation and test."""
 
-    data_cache_path: str | None = None
+    data_cache_path: str | None = flag(None, path="local")
     """Folder for index files and for tokens of text files; default: cache/ beside the data."""
 
     mock_data: bool = False
@@ -191,11 +191,11 @@ class TokenizerConfig(Section):
     tokenizer_type: str | None = flag(None, choices=TOKENIZERS)
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(None, path="local")
     """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache."""
 
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, path="local")
     """GPT-2 BPE vocab.json."""
 
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, path="local")
     """GPT-2 BPE merges.txt."""

@@ -26,6 +26,9 @@ class FlagSpec:
     repeats: bool = False
     """Takes one value, and may be given several times; the field holds a tuple."""
 
+    path: str | None = None
+    """Of a value that names files: "local" if they lie on a mounted file system, "url" if URLs do as well."""
+
 
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """A dataclass field that carries a `FlagSpec` of these aliases and further fields."""

@@ -92,6 +92,11 @@ class Flag:
         return self.spec.name or dashed(self.field)
 
     @property
+    def metavar(self) -> str:
+        """How help shows a value."""
+        return {"local": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}[self.spec.path]
+
+    @property
     def takes_several(self) -> bool:
         """Whether the field holds a tuple."""
         return self.spec.many or self.spec.repeats
@@ -315,7 +320,7 @@ def _usage(flag: Flag) -> str:
     elif flag.spec.choices:
         value = " {" + ",".join(flag.spec.choices) + "}"
     else:
-        value = f" {flag.kind.__name__.upper()}" + (" ..." if flag.spec.many else "")
+        value = f" {flag.metavar}" + (" ..." if flag.spec.many else "")
     return ", ".join(flag.shown) + value
 
 

@@ -7,12 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 
 def why_unwritable(folder: Path) -> str | None:
     """Reason why no file can be created in a folder, which may not exist yet; None if one can. Leaves no files."""
+    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # s3://bucket as a Path
+        return f"{folder} {NO_URL[0]}"
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -11,6 +11,12 @@ from typing import Any
 
 from megatron.training.reliability.launch import tell_last
 
+NO_URL = (
+    "is a URL, and only paths of mounted file systems are taken here",
+    "use such a path, and copy from or to the other storage yourself",
+)
+"""Rule and remedy where a URL is given for a path."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -33,8 +39,8 @@ class Problem:
         for line in str(error).splitlines() or [type(error).__name__]:
             named, colon, rest = line.partition(": ")
             if colon and named.startswith("--"):
-                rule, _, remedy = rest.partition("; ")
-                found.append(cls(named, None, rule, remedy or "correct it"))
+                (name, _, given), (rule, _, remedy) = named.partition(" "), rest.partition("; ")
+                found.append(cls(name, given or None, rule, remedy or "correct it"))
             else:
                 found.append(cls(flag, value, line, "correct the flag or the file it names"))
         return found

@@ -60,10 +60,10 @@ class TrainingConfig:
     exit_signal_handler: bool = True
     """Save and exit on SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 on any rank; a second signal exits at once."""
 
-    kill_switch_path: str | None = flag(None, "--kill-switch-file")
+    kill_switch_path: str | None = flag(None, "--kill-switch-file", path="local")
     """Save and exit as soon as this file exists."""
 
-    trigger_path: str | None = None
+    trigger_path: str | None = flag(None, path="local")
     """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
 
     exit_margin_in_mins: float = 3.0
@@ -166,13 +166,13 @@ class LoggingConfig:
     """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
-    tensorboard_dir: str | None = None
+    tensorboard_dir: str | None = flag(None, path="local")
     """Folder for TensorBoard event files."""
 
-    metrics_file: str | None = None
+    metrics_file: str | None = flag(None, path="local")
     """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
 
-    sample_log: str | None = None
+    sample_log: str | None = flag(None, path="local")
     """File for the samples of each training step, one JSON object per line."""
 
     wandb_project: str | None = None
@@ -184,7 +184,7 @@ class LoggingConfig:
     wandb_entity: str | None = None
     """Weights & Biases team or user; default: that of the login."""
 
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = flag(None, path="local")
     """Folder for the files of Weights & Biases; default: wandb in the present folder."""
 
     log_straggler: bool = False
@@ -232,7 +232,7 @@ class LoggingConfig:
     """GPUs: record allocations, and write them for torch's memory viewer: at --profile-step-end, at the end of a
     shorter run, and when memory runs out."""
 
-    memory_snapshot_path: str = "snapshot.pickle"
+    memory_snapshot_path: str = flag("snapshot.pickle", path="local")
     """--record-memory-history: file to write; the rank is appended."""
 
     peak_tflops: float | None = None
@@ -243,10 +243,10 @@ class LoggingConfig:
 class CheckpointConfig:
     """Checkpoints: saving, loading and retention."""
 
-    save: str | None = None
+    save: str | None = flag(None, path="local")
     """Folder for checkpoints, metrics and the resolved configuration."""
 
-    load: str | None = None
+    load: str | None = flag(None, path="local")
     """Folder to load the latest checkpoint from; training starts from scratch if there is none. Or a Hugging Face
     folder, of which the model's flags and weights are loaded."""
 
@@ -296,7 +296,7 @@ class CheckpointConfig:
     """Iterations between exports of checkpoints to Hugging Face folders, written in the background; a multiple of
     --save-interval."""
 
-    export_hf_dir: str | None = None
+    export_hf_dir: str | None = flag(None, path="local")
     """Folder for these exports; default: hf in --save."""
 
     save_optim: bool = flag(True, name="--no-save-optim")
@@ -310,7 +310,7 @@ class CheckpointConfig:
 class EvalTasksConfig:
     """Downstream tasks that are evaluated during training, or on a checkpoint by --skip-train."""
 
-    eval_tasks: tuple[str, ...] | None = flag(None, many=True)
+    eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
     """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
 
     eval_tasks_interval: int | None = None
@@ -325,7 +325,7 @@ class EvalTasksConfig:
     eval_tasks_batch_tokens: int | None = None
     """Tokens in one forward pass of one model replica; default: micro-batch-size * seq-length."""
 
-    eval_tasks_samples: str | None = None
+    eval_tasks_samples: str | None = flag(None, path="local")
     """Folder for what each document came out as: a file of JSON lines for each evaluation."""
 
 
@@ -333,7 +333,7 @@ class EvalTasksConfig:
 class ExtensionConfig:
     """Code of a user's own."""
 
-    extension: tuple[str, ...] | None = flag(None, repeats=True)
+    extension: tuple[str, ...] | None = flag(None, repeats=True, path="local")
     """Python file, or package.module, that registers parts and flags of its own; may be given more than once."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.param_groups import group_rule
 from megatron.training.config.flags import EXTENSION_SECTIONS, Flag, all_flags, value_of
-from megatron.training.config.problem import Problem
+from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 REQUIRED = {
@@ -83,6 +83,9 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
             broken = next(filter(None, (_number_rule(flag, number) for number in values)), None)
             if broken:
                 yield Problem(flag.name, value, *broken)
+        elif flag.spec.path == "local" and value is not None:
+            words = value if flag.takes_several else (value,)
+            yield from (Problem(flag.name, word, *NO_URL) for word in words if "://" in word)
     for pattern in config.optimizer.freeze or ():
         try:
             re.compile(pattern)
