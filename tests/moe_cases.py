@@ -60,6 +60,7 @@ CASES: dict[str, TransformerConfig] = {
     "mixtral": MIXTRAL,
     "latent": replace(DEEPSEEK, moe_latent_size=12),
     "deepseek": DEEPSEEK,
+    "sqrtsoftplus": replace(DEEPSEEK, moe_router_score_function="sqrtsoftplus"),
     "switch": SWITCH,
     "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1),
     "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn"),
@@ -125,8 +126,9 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
         logits = random + (logits - logits.detach())
     sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
-    sigmoid = config.moe_router_score_function == "sigmoid" or (sinkhorn and k == 1)
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    functions = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: logits.exp().log1p().sqrt()}
+    own = "sigmoid" if sinkhorn and k == 1 else config.moe_router_score_function
+    scores = functions.get(own, lambda logits: logits.softmax(-1))(logits)
     bias = layer.router.balance.expert_bias
     ranked = scores if bias is None else scores + bias
     if sinkhorn:
@@ -139,7 +141,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         for j in range(b):
             legal = in_groups(config, summed[i, j].tolist())
             best = sorted(legal, key=lambda e: (-ranked[i, j, e].item(), e))[:k]
-            divide = k > 1 if sigmoid else not (config.moe_router_pre_softmax or sinkhorn)
+            divide = k > 1 if own in functions else not (config.moe_router_pre_softmax or sinkhorn)
             total = sum(scores[i, j, e] for e in best) if divide else 1.0
             for e in best:
                 weights[i, j, e] = scores[i, j, e] / total * (config.moe_router_topk_scaling_factor or 1.0)

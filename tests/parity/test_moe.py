@@ -26,7 +26,7 @@ MODELS = {
     "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 16 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
     "groups": "--swiglu --num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-aux-loss-coeff 0.1",
     "switch": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",

@@ -250,6 +250,11 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
     ours = "--optimizer muon --muon-nesterov --no-muon-split-qkv"
     command = command_line(f"{TINY} {theirs}".split(), Launch())
     assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 2
+    theirs = "--position-embedding-type yarn --yarn-beta-fast 9 --no-weight-decay-cond-type apply_wd_to_qk_layernorm"
+    ours = "--position-embedding-type rope --rope-type yarn --beta-fast 9 --apply-wd-to-qk-layernorm"
+    command = command_line(f"{TINY} {theirs} --zero-stage 3 --cpu-optimizer".split(), Launch())
+    ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
+    assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
     line = failure(f"{TINY} --optimizer lion", capsys)[0]
     assert line == "--optimizer lion: asks for the Lion optimizer, which is not built; use adam or sgd or muon"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]

@@ -18,6 +18,19 @@ MEETING = {
         ["--eod-mask-loss", TWO, f"--eod-mask-loss {TWO} --calculate-per-token-loss"],
     ),
     "padded vocabulary": (["--vocab-size 129", "--tp 2"], ["--vocab-size 129 --pad-vocab-size-to 129"]),
+    "`--rope-scaling-factor`": (
+        ["--use-rope-scaling --rope-scaling-factor 32"],
+        ["--use-rope-scaling", "--rope-scaling-factor 32"],
+    ),
+    "`--openai-gelu`": (
+        ["--openai-gelu --disable-bias-linear", "--openai-gelu --no-bias-gelu-fusion"],
+        ["--openai-gelu", "--disable-bias-linear"],
+    ),
+    "`--rampup-batch-size`": (["--rampup-batch-size 1 1 4"], []),
+    "`--step-batch-size-schedule`, validation": (
+        ["--step-batch-size-schedule 0:1"],
+        [f"--step-batch-size-schedule 0:1 {more}" for more in ("--eval-iters 0", "--eval-global-batch-size 1")],
+    ),
 }
 """Subject of a difference -> flags that meet it, and flags that do not."""
 

@@ -41,8 +41,9 @@ class MoEConfig:
     """Groups of experts that a token may be routed to: those with the largest sums of their best k / this scores
     (device-limited routing, DeepSeek-V2, and node-limited routing, DeepSeek-V3)."""
 
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"))
-    """Score function of experts. Sigmoid scores are divided by the sum of the chosen ones (DeepSeek-V3)."""
+    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"))
+    """Score function of experts. Those of sigmoid (DeepSeek-V3) and of sqrtsoftplus, the square root of the softplus
+    (DeepSeek-V4), are divided by the sum of the chosen ones."""
 
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, instead of over the chosen experts after it."""
@@ -58,7 +59,7 @@ class MoEConfig:
 
     moe_router_enable_expert_bias: bool = False
     """Choose experts by score plus a bias that rises while an expert receives less than its share: load balancing
-    without a loss (arXiv 2408.15664). Needs sigmoid scores."""
+    without a loss (arXiv 2408.15664). Needs scores of sigmoid or sqrtsoftplus."""
 
     moe_router_bias_update_rate: float = 1e-3
     """Update step of the expert bias per iteration."""
@@ -110,11 +111,11 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all) or sigmoid.
+        """Kind of scores: softmax (over the chosen experts), pre_softmax (over all), sigmoid or sqrtsoftplus.
 
         Sinkhorn routing, which balances the choice, fixes them: sigmoid for one expert, pre_softmax for several.
         """
         if self.moe_router_load_balancing_type == "sinkhorn":
             return "sigmoid" if self.moe_router_topk == 1 else "pre_softmax"
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
-        return "sigmoid" if self.moe_router_score_function == "sigmoid" else softmax
+        return softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function

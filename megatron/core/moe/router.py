@@ -7,6 +7,7 @@ decide a choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -99,21 +100,24 @@ class SoftmaxScores:
         return logits.softmax(-1)
 
 
-class SigmoidScores:
-    """Sigmoid of each logit; the weights of several chosen experts sum to 1 (DeepSeek-V3, arXiv 2412.19437)."""
+@dataclass(frozen=True)
+class OwnScores:
+    """A positive function of each logit; the weights of several chosen experts sum to 1 (arXiv 2412.19437)."""
+
+    function: Callable[[Tensor], Tensor]
 
     def ranked(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
+        return self.function(logits)
 
     def summed(self, logits: Tensor) -> Tensor:
         return self.ranked(logits)
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        scores = logits.gather(-1, chosen).sigmoid()
+        scores = self.function(logits.gather(-1, chosen))
         return self._shares(scores) if chosen.shape[-1] > 1 else scores
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        return self._shares(logits.sigmoid())
+        return self._shares(self.function(logits))
 
     @staticmethod
     def _shares(scores: Tensor) -> Tensor:
@@ -123,7 +127,8 @@ class SigmoidScores:
 SCORES: dict[str, Scores] = {
     "softmax": SoftmaxScores(before_choice=False),
     "pre_softmax": SoftmaxScores(before_choice=True),
-    "sigmoid": SigmoidScores(),
+    "sigmoid": OwnScores(torch.sigmoid),
+    "sqrtsoftplus": OwnScores(lambda logits: F.softplus(logits).sqrt()),
 }
 
 

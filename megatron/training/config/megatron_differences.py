@@ -74,4 +74,32 @@ DIFFERENCES = (
         "takes part in the softmax",
         lambda c, given: _pads_vocabulary(c),
     ),
+    Difference(
+        "`--rope-scaling-factor`",
+        "divides the low frequencies",
+        "never read: the divisor is 8",
+        lambda c, given: c.model.use_rope_scaling and c.model.rope_scaling_factor != 8,
+    ),
+    Difference(
+        "`--openai-gelu`",
+        "`--activation-func gelu_tanh`",
+        "never read: GeLU is erf without biases or with `--no-bias-gelu-fusion`",
+        lambda c, given: "--openai-gelu" in given and (not c.model.add_bias_linear or "--no-bias-gelu-fusion" in given),
+    ),
+    Difference(
+        "`--rampup-batch-size`",
+        "raises the batch size",
+        "deprecated: the newest version ignores it, so that every step has `--global-batch-size`",
+        lambda c, given: c.training.rampup_batch_size is not None,
+    ),
+    Difference(
+        "`--step-batch-size-schedule`, validation",
+        "batches of the last size, or of `--eval-global-batch-size`",
+        "batches of micro-batch size x data-parallel size: the layout decides which samples are evaluated",
+        lambda c, given: (
+            c.training.step_batch_size_schedule is not None
+            and bool(c.training.eval_iters)
+            and c.training.eval_global_batch_size is None
+        ),
+    ),
 )

@@ -137,6 +137,11 @@ class FlagReader:
 
     def _field(self, name: str, texts: list[str]) -> None:
         flag, on = spelling_table()[name]
+        if flag.spec.choices and texts and texts[0] not in flag.spec.choices:  # so that most runs never read the tables
+            entry = foreign_flags().find(name, texts[0])
+            if isinstance(entry, SameAs):
+                self._same_as(name, texts, entry)
+                return
         before, given = len(self.problems), texts
         if flag.kind is not bool:
             texts = [self._same_value(flag, name, text) for text in texts]

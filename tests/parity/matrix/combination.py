@@ -76,7 +76,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "groups": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2"
         " --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-latent-size 12",
         "shared": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*2+[1]*4)",
-        "weighted inputs": "--moe-router-score-function sigmoid --moe-apply-probs-on-input"
+        "weighted inputs": "--moe-router-score-function sqrtsoftplus --moe-apply-probs-on-input"
         " --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0,1]*3)",
         "gated": "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-layer-freq 2",
     },

@@ -176,7 +176,7 @@ def _scores(m: MoEConfig) -> Iterator[Problem]:
     softmax = m.moe_router_score_function == "softmax"
     if m.moe_router_enable_expert_bias and softmax:
         remedy = "add --moe-router-score-function sigmoid"
-        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid", remedy)
+        yield Problem("--moe-router-enable-expert-bias", None, "needs scores of sigmoid or sqrtsoftplus", remedy)
     if m.moe_router_pre_softmax and not softmax:
         yield Problem.no_effect("--moe-router-pre-softmax", None, "--moe-router-score-function softmax")
     if m.moe_router_topk == 1 and m.moe_router_scores == "softmax":
@@ -225,7 +225,7 @@ def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
     one = m.moe_router_topk == 1
     scores = "the sigmoid of one expert" if one else "the softmax over all experts"
     rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
-    if m.moe_router_score_function == "sigmoid" and not one:
-        yield Problem("--moe-router-score-function", "sigmoid", rule, "remove it", harmless=True)
+    if m.moe_router_score_function not in ("softmax", m.moe_router_scores):
+        yield Problem("--moe-router-score-function", m.moe_router_score_function, rule, "remove it", harmless=True)
     if m.moe_router_pre_softmax and one:
         yield Problem("--moe-router-pre-softmax", None, rule, "remove it", harmless=True)

@@ -39,7 +39,7 @@ def _is_dense(c: RunConfig) -> bool:
     Megatron-DeepSpeed's dense models are written so."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
-    weighted = m.moe_router_scores == "sigmoid" or m.moe_router_topk_scaling_factor not in (None, 1.0)
+    weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
     drops = any(
         factor is not None and factor < 1 for factor in (m.moe_expert_capacity_factor, m.moe_eval_capacity_factor)
     )
