@@ -223,8 +223,10 @@ def test_half_precision_follows_single(dtype: str, style: str) -> None:
     torch.testing.assert_close(loss, exact.detach(), rtol=2e-3, atol=0)
 
 
-def test_initial_weights() -> None:
-    config = replace(GPT, num_layers=8, hidden_size=128, init_method_std=0.05)
+@pytest.mark.parametrize("of_embeddings", [None, 1.0])
+def test_initial_weights(of_embeddings: float | None) -> None:
+    config = replace(GPT, num_layers=8, hidden_size=128, init_method_std=0.05, untie_embeddings_and_output_weights=True)
+    config = replace(config, embedding_init_method_std=of_embeddings)
     found = {name: parameter.detach() for name, (parameter, _) in GPTModel(config).named_metas().items()}
     for name, value in found.items():
         if name.endswith("bias"):
@@ -233,6 +235,7 @@ def test_initial_weights() -> None:
             assert bool((value == 1).all()), name
         else:
             std = 0.05 / 4 if "linear_proj" in name or "fc2" in name else 0.05
+            std = of_embeddings or std if name.startswith("embedding.") else std
             assert abs(value.std().item() / std - 1) < 0.05, name
             assert abs(value.mean().item()) < std / 10, name
 

@@ -26,6 +26,10 @@ MEETING = {
         ["--openai-gelu --disable-bias-linear", "--openai-gelu --no-bias-gelu-fusion"],
         ["--openai-gelu", "--disable-bias-linear"],
     ),
+    "`--embedding-init-method-std`": (
+        ["--embedding-init-method-std 1"],
+        ["--embedding-init-method-std 1 --weight-decay-on matrices", "--init-method-std 1"],
+    ),
     "`--rampup-batch-size`": (["--rampup-batch-size 1 1 4"], []),
     "`--step-batch-size-schedule`, validation": (
         ["--step-batch-size-schedule 0:1"],

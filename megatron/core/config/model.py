@@ -191,6 +191,9 @@ class TransformerConfig(
     init_method_std: float = 0.02
     """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections."""
 
+    embedding_init_method_std: float | None = None
+    """Standard deviation of initial word and position embeddings; default: init-method-std."""
+
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding; default: the tokenizer's."""
 

@@ -102,4 +102,10 @@ DIFFERENCES = (
             and c.training.eval_global_batch_size is None
         ),
     ),
+    Difference(
+        "`--embedding-init-method-std`",
+        "embeddings decay as others do; `--weight-decay-on matrices` leaves them out",
+        "the same, but versions up to core 0.15 left embeddings out of weight decay",
+        lambda c, given: c.model.embedding_init_method_std is not None and "embeddings" in c.optimizer.weight_decay_on,
+    ),
 )

@@ -27,7 +27,7 @@ MODEL_FACTORS: dict[str, dict[str, str]] = {
         "mla": "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
         " --v-head-dim 5 --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale-all-dim 0.7",
     },
-    "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
+    "embeddings": {"tied": "", "untied": "--untie-embeddings-and-output-weights --embedding-init-method-std 0.1"},
     "style": {
         "gpt": "",
         "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"

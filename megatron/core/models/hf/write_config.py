@@ -28,6 +28,7 @@ TRAINING_ONLY = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "embedding_init_method_std",
     "loss_func",
     "extension_options",  # of parts that other fields name
     "z_loss_coeff",
