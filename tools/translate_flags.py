@@ -21,7 +21,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
-from megatron.training.config.arguments import config_of
+from megatron.training.config.arguments import config_of, read_flags
 from megatron.training.config.megatron_differences import differences_met
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = [(name, values) for name, values in tokens_of(words) if name.startswith("--")]
     if not tokens:
         raise ValueError(f"{args.script}: holds no flags")
-    reader = FlagReader()
-    reader.read_all([(name, values) for name, values in tokens if not LAUNCHER.match(name)])
-    reader.exchange()
+    reader = read_flags([word for name, values in tokens if not LAUNCHER.match(name) for word in (name, *values)])
     kept, changed, dropped, refused = sorted_out(reader.readings)
     print("pretrain_gpt.py \\")
     print(" \\\n".join(f"    {shlex.join(reading.ours)}" for reading in [*kept, *changed]))

@@ -63,6 +63,9 @@ def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     for line in ("--goldfish-loss loads examples/goldfish_loss.py", "--optimizer ademamix loads"):
         assert line in done.stderr
+    lion = "--optimizer muon --muon-scalar-optimizer lion --lion-beta1 0.9 --dry-run".split()
+    done = run_program("pretrain_gpt.py", *flags, *lion)
+    assert done.returncode == 0 and "--muon-scalar-optimizer lion loads" in done.stderr, done.stderr
     again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path)
     assert again.returncode == 0 and "loaded checkpoint of iteration 8" in again.stdout, again.stderr
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config.optimizer import OptimizerConfig
+from megatron.core.parts import OPTIMIZERS
 from megatron.training.config.flags import sections
 from megatron.training.extensions import load_extensions
 from tests.forked import ROOT, run_program
@@ -18,6 +20,7 @@ EXAMPLES = {
     "ademamix.py": "--optimizer ademamix --ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3",
     "cyclic_wsd.py": "--lr-decay-style cyclic-wsd --lr-warmup-iters 1 --train-iters 3",
     "eager_1f1b.py": "--pipeline-schedule eager-1f1b",
+    "lion.py": "--optimizer lion --disable-bias-linear",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "streaming_dataset.py": "--dataset-type sums --tokenizer-type ByteTokenizer",
@@ -71,6 +74,19 @@ def test_the_half_life_of_the_slow_average_rises_in_a_straight_line() -> None:
         alpha, beta3 = options.at(torch.tensor(float(step), dtype=torch.float64), 0.9)
         assert float(alpha) == pytest.approx(8 * min(1.0, step / 50))
         assert half_life(float(beta3)) == pytest.approx(first + share * (last - first))
+
+
+def test_lion_steps_by_the_sign_of_an_average() -> None:
+    load_extensions([str(ROOT / "examples" / "lion.py")])
+    lion = OPTIMIZERS["lion"](OptimizerConfig(), [])
+    gradients = torch.randn(3, 5, dtype=torch.float64)
+    param = torch.ones(5, dtype=torch.float64)
+    average, expected, written_out = torch.zeros_like(param), param.clone(), torch.zeros_like(param)
+    for grad in gradients:
+        lion.update(param, grad, {"exp_avg": average}, 0.1, 0.3, torch.tensor(1.0))
+        expected = expected - 0.1 * ((0.95 * written_out + 0.05 * grad).sign() + 0.3 * expected)
+        written_out = 0.98 * written_out + 0.02 * grad
+    torch.testing.assert_close((param, average), (expected, written_out))
 
 
 def test_planted_wrong_gradient_is_named(tmp_path: Path) -> None:

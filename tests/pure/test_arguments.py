@@ -255,8 +255,8 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
     command = command_line(f"{TINY} {theirs} --zero-stage 3 --cpu-optimizer".split(), Launch())
     ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
     assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
-    line = failure(f"{TINY} --optimizer lion", capsys)[0]
-    assert line == "--optimizer lion: asks for the Lion optimizer, which is not built; use adam or sgd or muon"
+    line = failure(f"{TINY} --optimizer soap", capsys)[0]
+    assert line == "--optimizer soap: asks for the SOAP optimizer, which is not built; use adam or sgd or muon"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
     assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
 

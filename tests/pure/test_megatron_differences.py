@@ -30,6 +30,7 @@ MEETING = {
         ["--embedding-init-method-std 1"],
         ["--embedding-init-method-std 1 --weight-decay-on matrices", "--init-method-std 1"],
     ),
+    "`--optimizer lion`": (["--optimizer lion"], ["--optimizer muon --muon-scalar-optimizer lion"]),
     "`--rampup-batch-size`": (["--rampup-batch-size 1 1 4"], []),
     "`--step-batch-size-schedule`, validation": (
         ["--step-batch-size-schedule 0:1"],
@@ -53,6 +54,7 @@ def test_every_difference_is_in_the_page_and_has_cases() -> None:
     assert subjects_met("") == set()
 
 
+@pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("subject", MEETING)
 def test_flags_meet_a_difference(subject: str) -> None:
     meet, others = MEETING[subject]

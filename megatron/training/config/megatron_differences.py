@@ -108,4 +108,11 @@ DIFFERENCES = (
         "the same, but versions up to core 0.15 left embeddings out of weight decay",
         lambda c, given: c.model.embedding_init_method_std is not None and "embeddings" in c.optimizer.weight_decay_on,
     ),
+    Difference(
+        "`--optimizer lion`",
+        "Lion for all parameters, with `--lion-beta1` and `--lion-beta2`",
+        "Lion with Adam's betas for the matrices of hidden layers, Adam for all others",
+        lambda c, given: c.optimizer.optimizer == "lion",
+        page="optimizers",
+    ),
 )
