@@ -16,17 +16,17 @@ from megatron.training.config.flags import dashed
 def with_data_lists(data: DatasetConfig) -> DatasetConfig:
     """The configuration with what `data.listed` lists under --data-path, --train-data-path and their kin.
 
-    Raises ValueError naming the flag if a list cannot be read, and FileNotFoundError if a file is missing.
+    Raises ValueError naming the flag if a list cannot be read.
     """
     found: dict[str, Any] = {}
     for field, value in data.listed.items():
         try:
             found |= _read(field, value)
-        except FileNotFoundError:
-            raise
         except (OSError, ValueError) as error:
             shown = value if isinstance(value, str) else " ".join(value)
-            raise ValueError(f"{dashed(field)} {shown}: {error}") from None
+            missing = isinstance(error, FileNotFoundError)
+            why = "there is no such file; correct the path" if missing else error
+            raise ValueError(f"{dashed(field)} {shown}: {why}") from None
     for field in found:
         if getattr(data, field):
             raise ValueError(f"{dashed(field)}: cannot be combined with {', '.join(map(dashed, data.listed))}")

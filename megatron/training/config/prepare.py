@@ -13,8 +13,8 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.planner.rehearsal.ranks import chosen_ranks
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
+from megatron.training.config.dry_run.data import missing_inputs
 from megatron.training.config.dry_run.step import DeviceError
-from megatron.training.config.flags import dashed
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
@@ -29,8 +29,8 @@ TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--m
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """The resolved configuration for the world this process is in.
 
-    Raises SystemExit: with code 2 after printing every problem, with code 0 after printing the plan of a dry run.
-    One rank prints.
+    Raises SystemExit: with code 2 after printing every problem, with code 0 after printing the plan of a dry run. Where
+    only files are missing that a plan does not need, it is printed before the problems. One rank prints.
     """
     try:
         return _prepared(command, launch)
@@ -47,19 +47,19 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
     world_size = command.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(command.config)
-        config = replace(config, data=with_data_lists(config.data))
-    except FileNotFoundError as error:
-        if command.trains:
-            named = next((f for f, value in config.data.listed.items() if value == error.filename), "data_path")
-            missing = Problem(dashed(named), error.filename, "there is no such file", "correct the path")
-            _refuse([missing], launch, command.plan_file)
-        notes.append(f"{error.filename}: there is no such file; the plan does not need it, a run does")
     except (ValueError, OSError) as error:
         _refuse(Problem.of_errors("--load", command.config.checkpoint.load, error), launch, command.plan_file)
-    if launch.rank == 0:
-        for note in (*command.notes, *notes, *notices(config, world_size)):
-            print(note, file=sys.stderr)
     problems: list[Problem] = []
+    inputs: list[Problem] = []
+    """Those that a plan does not need, and a run does."""
+    try:
+        config = replace(config, data=with_data_lists(config.data))
+    except ValueError as error:
+        (problems if command.trains else inputs).extend(Problem.of_errors("--data-path", None, error))
+    if launch.rank == 0:
+        said = () if command.dry_run else inputs
+        for note in (*command.notes, *notes, *said, *notices(config, world_size)):
+            print(note, file=sys.stderr)
     vocab_size = None
     if not TOKENIZER_FLAGS & {problem.flag for problem in validate(config, world_size)}:
         try:
@@ -68,6 +68,8 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)
     problems += validate(config, world_size)
+    if command.dry_run:
+        inputs += missing_inputs(config)
     if command.rehearsal is not None:
         problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
     if command.trains:
@@ -75,7 +77,7 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
     if command.suggest is not None and config.training.global_batch_size:
         _suggest(config, world_size, command, problems, launch)
     if problems:
-        _refuse(problems, launch, command.plan_file)
+        _refuse([*problems, *inputs] if command.dry_run else problems, launch, command.plan_file)
     if command.dry_run:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
@@ -84,9 +86,11 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
 
             try:
                 asked = command.device, command.gpus_per_node, command.device_memory, command.given
-                print_plan(config, world_size, command.plan_file, *asked)
+                print_plan(config, world_size, command.plan_file, *asked, inputs)
             except DeviceError as error:
                 _refuse_device(error, launch, command)
+        if inputs:
+            _refuse(inputs, launch, None)
         raise SystemExit(0)
     return config
 

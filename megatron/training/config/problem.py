@@ -61,6 +61,11 @@ class Problem:
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 
+    @property
+    def record(self) -> dict[str, str]:
+        """What --json says of it."""
+        return {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
+
     def __str__(self) -> str:
         if self.value is None:
             value = ""
@@ -77,8 +82,7 @@ def print_problems(problems: Sequence[Problem], json_file: str | None = None) ->
     Where --json asks for an object, one with the "problems" is written to `json_file` too ("" is standard output).
     """
     if json_file is not None:
-        said = [{"flag": each.flag, "rule": each.rule, "remedy": each.remedy, "text": str(each)} for each in problems]
-        text = json.dumps({"problems": said}, indent=1) + "\n"
+        text = json.dumps({"problems": [each.record for each in problems]}, indent=1) + "\n"
         if not json_file:
             print(text, end="", flush=True)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.core.parallel_dims import ParallelDims
@@ -15,6 +15,7 @@ from megatron.training.config.dry_run.step import DeviceError, predicted_step, s
 from megatron.training.config.flags import flat_values
 from megatron.training.config.megatron_differences import differences_met
 from megatron.training.config.output_files import write_json
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.stages.plan import stage_plan
 
@@ -29,6 +30,7 @@ def print_plan(
     gpus_per_node: int | None = None,
     device_memory: float | None = None,
     given: Collection[str] = (),
+    problems: Sequence[Problem] = (),
 ) -> None:
     """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
     the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and
@@ -36,7 +38,8 @@ def print_plan(
 
     Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
     "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
-    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over". If it is "" the JSON is all that is printed.
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over"; also `problems`, those of files that a run
+    misses, which the caller tells. If it is "" the JSON is all that is printed.
     Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
@@ -73,4 +76,6 @@ def print_plan(
             record |= {"device_memory": fit.limit, **fit.record}
         if step is not None:
             record["time"] = step.record
+        if problems:
+            record["problems"] = [each.record for each in problems]
         write_json(record, plan_file)
