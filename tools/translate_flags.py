@@ -81,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def resolved(reader: FlagReader) -> RunConfig:
-    """The configuration as far as the flags say it, on the fewest ranks."""
+    """The configuration as far as the flags say it, on as many ranks as its batches have micro-batches."""
     config = config_of(reader.values)
-    return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size))
+    replicas = max(1, (config.training.global_batch_size or 1) // max(1, config.training.micro_batch_size))
+    return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)
 
 
 def _text_of(script: Path) -> str:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -59,12 +60,13 @@ def model_flops(config: TransformerConfig, seq_length: int | None = None) -> Flo
     """Counted on one rank without parallelism, since no layout changes them."""
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
+    modules = [kind.span.mean(length) for kind in config.mtp_layers]
     # Plain causal attention is one kernel; dropout, windows, chunks, sinks, caps and ALiBi take others, tile by tile.
     config = replace(config.with_plain_attention(length), hidden_dropout=0.0, recompute_granularity="none")
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cpu")
     kinds = layer_kinds(batch)
     with fake_stages(batch) as fakes:
-        total = _count(fakes, fakes.build([], True, True), seen[-1])  # what lies behind layers attends as the last one
+        total = _count(fakes, fakes.build([], True, True), fmean(modules or seen))  # attention is that of the modules
         for (kind, tokens), times in Counter(zip(kinds, seen, strict=True)).items():
             total += _count(fakes, fakes.build([kinds.index(kind)], False, False), tokens) * times
     return total

@@ -53,7 +53,7 @@ from megatron.training.config.flags import (
     values_by_section,
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.config.saved_flags import changed_lengths, resumed_fields
+from megatron.training.config.saved_flags import changed_lengths, of_earlier_versions, resumed_fields
 from megatron.training.config.stages.plan import StagePlan
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
@@ -260,16 +260,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
         value = checkpoint.payload.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
             raise ValueError(f"checkpoint {checkpoint.folder} cannot be read: its {name} is {f'{value!r}'[:40]}")
-    return config_of_sections(_with_named_gelu(checkpoint.payload["config"]))
-
-
-def _with_named_gelu(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sections in which GeLU has its present name: before --bias-gelu-fusion there was only its tanh approximation."""
-    model = sections.get("model", {})
-    other = model.get("swiglu") or model.get("squared_relu") or model.get("activation_func") not in (None, "gelu")
-    if "bias_gelu_fusion" in model or other:
-        return sections
-    return sections | {"model": model | {"activation_func": "gelu_tanh"}}
+    return config_of_sections(of_earlier_versions(checkpoint.payload["config"]))
 
 
 def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Checkpoint | None:

@@ -282,11 +282,12 @@ def test_pattern() -> None:
     assert [kind.rotation is None and kind.span.window is None for kind in config.layers] == [*config.linear_pattern]
 
 
-def test_convolutions_are_no_matrices_of_muon() -> None:
-    """Each channel of one is a filter over tokens: it maps no vector to another."""
+def test_matrices_of_muon() -> None:
+    """Each channel of a convolution is a filter over tokens: it maps no vector to another. The input projection is one
+    matrix, as in Megatron-LM."""
     config = resolve(parse_args(f"{BASE} {DELTA} --optimizer muon".split()), 1)
-    roles = {
-        p.meta.name.split("self_attention.")[1]: p.meta.role
-        for p in GPTModel(DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention.parameters()
-    }
-    assert {name for name, role in roles.items() if role not in config.optimizer.whole_roles} == {"conv1d.weight"}
+    layer = GPTModel(DELTA_NET, device="meta", initialize=False).decoder.layers[0].self_attention
+    metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters()}
+    whole = config.optimizer.whole_roles
+    assert {name for name, meta in metas.items() if meta.role not in whole} == {"conv1d.weight"}
+    assert len(list(metas["in_proj.weight"].linear_maps())) == 1

@@ -12,10 +12,48 @@ from tools.translate_flags import main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 TWO = "--global-batch-size 2"
+LATENT = "--multi-latent-attention"
+BALANCED = "--num-experts 2 --moe-aux-loss-coeff 1e-2"
 MEETING = {
     "loss": (
         [f"--eod-mask-loss {TWO}"],
         ["--eod-mask-loss", TWO, f"--eod-mask-loss {TWO} --calculate-per-token-loss"],
+    ),
+    "multi-token prediction across documents and loss masks": (
+        ["--mtp-num-layers 1 --eod-mask-loss", "--mtp-num-layers 1 --reset-attention-mask"],
+        ["--mtp-num-layers 1", "--eod-mask-loss", "--reset-attention-mask"],
+    ),
+    "`--window-size` with `--reset-attention-mask`": (
+        ["--window-size 4 --reset-attention-mask"],
+        ["--window-size 4", "--reset-attention-mask"],
+    ),
+    "`--no-rope-freq` with `--multi-latent-attention`": (
+        [f"{LATENT} --no-rope-freq 2"],
+        [LATENT, "--position-embedding-type rope --no-rope-freq 2"],
+    ),
+    "`--mscale-all-dim` with `--rope-type rope`": (
+        [f"{LATENT} --rope-type rope --mscale-all-dim 1"],
+        [f"{LATENT} --rope-type rope", f"{LATENT} --mscale-all-dim 1"],
+    ),
+    "`global_aux_loss` of experts": (
+        [f"{BALANCED} --moe-router-load-balancing-type global_aux_loss --micro-batch-size 2"],
+        [f"{BALANCED} --moe-router-load-balancing-type global_aux_loss {TWO}"],
+    ),
+    "`aux_loss` of experts": (
+        [f"{BALANCED} {TWO}"],
+        [BALANCED, f"--num-experts 2 {TWO}", f"{BALANCED} {TWO} --moe-router-load-balancing-type seq_aux_loss"],
+    ),
+    "balancing losses under loss masks": (
+        [f"{BALANCED} --eod-mask-loss --calculate-per-token-loss"],
+        [f"{BALANCED} --eod-mask-loss", f"{BALANCED} --calculate-per-token-loss"],
+    ),
+    "capacity of experts (`--moe-expert-capacity-factor`)": (
+        ["--num-experts 2 --moe-expert-capacity-factor 1 --micro-batch-size 2"],
+        ["--num-experts 2 --moe-expert-capacity-factor 1", "--num-experts 2 --micro-batch-size 2"],
+    ),
+    "Muon, gated MLPs": (
+        ["--optimizer muon --swiglu"],
+        ["--optimizer muon", "--swiglu", "--optimizer muon --swiglu --muon-no-split-gate-up"],
     ),
     "padded vocabulary": (["--vocab-size 129", "--tp 2"], ["--vocab-size 129 --pad-vocab-size-to 129"]),
     "`--rope-scaling-factor`": (

@@ -106,13 +106,28 @@ def test_losses_and_gradients_are_those_of_the_formula(packed: bool) -> None:
     loss.backward()
     weights = {name: p.detach().clone().requires_grad_() for name, (p, _) in model.named_metas().items()}
     main, further = plain_losses(weights, batch)
-    (main + 0.3 / 2 * (further[0] + further[1])).backward()
+    s = CONFIG.seq_length
+    (main + 0.3 / 2 * (further[0] * s / (s - 1) + further[1] * s / (s - 2))).backward()
     torch.testing.assert_close(loss, main, rtol=1e-12, atol=0)
     assert model.mtp is not None
     torch.testing.assert_close(model.mtp.tally[:, 0], torch.stack(further).detach(), rtol=1e-12, atol=0)
     for name, (parameter, _) in model.named_metas().items():
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-12, msg=name)
     assert {f"mtp.layers.{depth}.eh_proj.weight" for depth in (0, 1)} <= weights.keys()
+
+
+@pytest.mark.parametrize(("kind", "full"), [("own_number", (False, True)), ("last_layer", (False, False))])
+def test_modules_see_and_rotate_by_their_own_number_or_as_the_last_layer(kind: str, full: tuple[bool, ...]) -> None:
+    config = replace(LLAMA, num_layers=3, mtp_num_layers=2, mtp_layer_kind=kind, window_size=4, no_rope_freq="2")
+    config = replace(config, window_attn_skip_freq="2")
+    assert tuple(each.span.window is None for each in config.mtp_layers) == full
+    assert tuple(each.rotation is None for each in config.mtp_layers) == full
+    assert replace(config, no_rope_freq="[0,1,0]", window_attn_skip_freq="[1,0,1]").mtp_layers == config.mtp_layers
+    model = GPTModel(config, FP64)
+    assert model.mtp is not None
+    built: list[Any] = [module.transformer for module in model.mtp.layers]
+    assert tuple(block.layers[0].self_attention.core.span.window is None for block in built) == full
+    assert tuple(not block.rotary for block in built) == full
 
 
 def test_evaluation_is_of_the_main_loss_alone() -> None:

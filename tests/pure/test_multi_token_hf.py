@@ -88,7 +88,8 @@ def test_losses_gradients_and_bytes_of_further_layers(case: str, depths: int) ->
         )
         logits, labels = theirs.lm_head(hidden[:, :-1]), tokens[:, depth + 2 :]
         further.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
-    (main + FACTOR / depths * sum(further)).backward()
+    s = tokens.shape[1]
+    (main + FACTOR / depths * sum(loss * s / (s - k) for k, loss in enumerate(further, 1))).backward()
 
     mine = GPTModel(config, FP64, initialize=False).train()
     copy_shards_(mine.parameters(), read, ParallelState().coords)

@@ -140,6 +140,10 @@ class TransformerConfig(
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
 
+    mtp_layer_kind: str = flag("own_number", choices=("own_number", "last_layer"))
+    """Window and rotary embedding of the layers of multi-token prediction, where layers differ in them: those of the
+    first layers, module k as layer k (own_number, as in Megatron-LM), or of the last layer."""
+
     z_loss_coeff: float = 0.0
     """Coefficient of the z-loss of the output logits, which is part of the cross entropy (PaLM); 1e-4 is common."""
 
@@ -292,7 +296,8 @@ class TransformerConfig(
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """What layer `number` is. ValueError if a pattern of layers cannot be read."""
+        """What layer `number` is; modules of multi-token prediction count on from the layers. ValueError if a pattern
+        cannot be read."""
         return _layer_kinds(self)[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -303,7 +308,12 @@ class TransformerConfig(
     @property
     def layers(self) -> tuple[LayerKind, ...]:
         """What each layer is, by number. ValueError if a pattern of layers cannot be read."""
-        return _layer_kinds(self)
+        return _layer_kinds(self)[: self.num_layers]
+
+    @property
+    def mtp_layers(self) -> tuple[LayerKind, ...]:
+        """What the layers of multi-token prediction are. ValueError if a pattern of layers cannot be read."""
+        return _layer_kinds(self)[self.num_layers :]
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -483,6 +493,16 @@ class TransformerConfig(
 
 @lru_cache(maxsize=64)
 def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
+    """Of all layers, and behind them of the modules of multi-token prediction: these have experts, linear attention and
+    width as the last layer has, but see and rotate by their own numbers unless --mtp-layer-kind says otherwise."""
+    depths, by_number = range(config.mtp_depths), config.mtp_layer_kind == "own_number"
+
+    def as_last(pattern: tuple[Any, ...]) -> tuple[Any, ...]:
+        return pattern + pattern[-1:] * len(depths)
+
+    def numbered(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+        return (*pattern, *(pattern[k % len(pattern)] for k in depths)) if pattern and by_number else as_last(pattern)
+
     return tuple(
         LayerKind(experts, config.experimental_attention_variant, own=_own_width(config, experts, ffn))
         if linear
@@ -495,11 +515,11 @@ def _layer_kinds(config: TransformerConfig) -> tuple[LayerKind, ...]:
             tempered=config.attention_temperature_coeff > 0 and not rotated,
         )
         for experts, linear, local, rotated, ffn in zip(
-            config.expert_pattern,
-            config.linear_pattern,
-            config.local_pattern,
-            config.rope_pattern,
-            config.ffn_sizes,
+            as_last(config.expert_pattern),
+            as_last(config.linear_pattern),
+            numbered(config.local_pattern),
+            numbered(config.rope_pattern),
+            as_last(config.ffn_sizes),
             strict=True,
         )
     )

@@ -114,9 +114,12 @@ class Fp8Context:
     casts: WeightCasts
 
 
-def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts) -> Fp8Context | None:
-    """Builds the fp8 context of a configuration; None without fp8."""
+def build_fp8(config: PrecisionConfig, num_layers: int, casts: WeightCasts, modules: int = 0) -> Fp8Context | None:
+    """Builds the fp8 context of a configuration; None without fp8. The `modules` of multi-token prediction, whose
+    numbers follow those of layers, use it if the last layer does."""
     layers = config.fp8_layers(num_layers)
+    if num_layers - 1 in layers:
+        layers = range(layers.start, num_layers + modules)
     return Fp8Context(config, layers, casts) if layers else None
 
 

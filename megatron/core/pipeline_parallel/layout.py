@@ -100,9 +100,12 @@ def multi_token_cost(config: TransformerConfig) -> float:
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0
-    attention = _attention_cost(config, config.num_layers - 1)
-    module = _matrices([*multi_token_metas(0, config, False)], config) + attention
-    return depths * (module * config.num_layers / layers + end_costs(config)[1])
+    modules = sum(
+        _matrices([*multi_token_metas(depth, config, False)], config)
+        + _attention_cost(config, config.num_layers + depth)
+        for depth in range(depths)
+    )
+    return modules * config.num_layers / layers + depths * end_costs(config)[1]
 
 
 @lru_cache(maxsize=64)

@@ -165,10 +165,10 @@ def delta_net_parameters(name: str, config: TransformerConfig) -> DeltaNetParame
     hidden, groups, channels = config.hidden_size, config.linear_num_key_heads, config.linear_channels
     heads, taps = config.linear_num_value_heads, config.linear_conv_kernel_dim
     init, output_init = (Init("normal", std) for std in (config.init_method_std, config.output_init_std))
-    fused, by_heads = Fused("delta_net", 1, channels), {"tp": 0}
+    by_heads = {"tp": 0}
     within = Init("uniform", low=-(taps**-0.5), high=taps**-0.5)
     return DeltaNetParameters(
-        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init, fused=fused),
+        ColumnLinear(f"{name}.in_proj", hidden, (groups, sum(channels)), False, init),
         ParamMeta(f"{name}.conv1d.weight", (groups, sum(channels[:3]), taps), by_heads, within, role="convolution"),
         ParamMeta(f"{name}.dt_bias", (heads,), by_heads, Init("ones")),
         ParamMeta(f"{name}.A_log", (heads,), by_heads, Init("log_of_uniform", low=1.0, high=16.0)),

@@ -53,6 +53,22 @@ def _several_micro_batches(c: RunConfig) -> bool:
     return (c.training.global_batch_size or 1) > c.training.micro_batch_size
 
 
+def _masks_tokens(c: RunConfig) -> bool:
+    """Whether some tokens do not count in the main loss."""
+    return c.data.eod_mask_loss or c.model.loss_func == "goldfish"
+
+
+def _balances(c: RunConfig, *types: str) -> bool:
+    """Whether a loss of one of these types balances experts."""
+    m = c.model
+    return m.num_experts is not None and m.moe_aux_loss_coeff > 0 and m.moe_router_load_balancing_type in types
+
+
+def _samples_at_once(c: RunConfig) -> int:
+    """Samples of a micro-batch on all ranks."""
+    return c.training.micro_batch_size * (c.parallel.data_parallel_size or 1)
+
+
 def _pads_vocabulary(c: RunConfig) -> bool:
     """Whether Megatron-LM pads the vocabulary, as it does almost any that is not known yet."""
     size, padded = c.model.vocab_size, c.model.pad_vocab_size_to
@@ -66,13 +82,77 @@ DIFFERENCES = (
         "sum over tokens, divided once by the valid tokens of the global batch, as with `--calculate-per-token-loss`; "
         "both agree if all tokens count",
         "by default a mean of means over micro-batches and ranks",
-        lambda c, given: c.data.eod_mask_loss and _several_micro_batches(c) and not _per_token(given),
+        lambda c, given: _masks_tokens(c) and _several_micro_batches(c) and not _per_token(given),
     ),
     Difference(
         "padded vocabulary",
         "outside the softmax: the loss does not depend on the padding",
         "takes part in the softmax",
         lambda c, given: _pads_vocabulary(c),
+    ),
+    Difference(
+        "multi-token prediction across documents and loss masks",
+        "a label counts if those of all tokens before it, from the token that predicts it, count, and if it is in that "
+        "token's document; at depth k all have the factor s / (s - k)",
+        "shifts the loss mask: `--eod-mask-loss` masks the token behind the end of a document, and not those after it; "
+        "each depth is a mean over its own tokens of a micro-batch on a rank",
+        lambda c, given: c.model.mtp_depths > 0 and (_masks_tokens(c) or c.data.reset_attention_mask),
+        page="multi_token_prediction",
+    ),
+    Difference(
+        "`--window-size` with `--reset-attention-mask`",
+        "attention sees neither beyond its window nor beyond its document",
+        "without Transformer Engine the window replaces the mask of documents",
+        lambda c, given: c.model.window_size is not None and c.data.reset_attention_mask,
+    ),
+    Difference(
+        "`--no-rope-freq` with `--multi-latent-attention`",
+        "layers without rotary embedding have none",
+        "never read: every layer rotates",
+        lambda c, given: c.model.no_rope_freq is not None and c.model.latent,
+    ),
+    Difference(
+        "`--mscale-all-dim` with `--rope-type rope`",
+        "no effect: it is a setting of YaRN",
+        "attention scores are scaled as under YaRN, by `--rotary-scaling-factor` and this",
+        lambda c, given: c.model.latent and c.model.rope_type == "rope" and c.model.mscale_all_dim != 0,
+    ),
+    Difference(
+        "`global_aux_loss` of experts",
+        "loads are a running mean over the samples of the step; no layout or micro-batch size changes it. Equal to "
+        "Megatron-LM's if a micro-batch of all ranks has one sample",
+        "a running mean over the micro-batches of the step",
+        lambda c, given: _balances(c, "global_aux_loss") and _samples_at_once(c) > 1,
+        page="mixture_of_experts",
+    ),
+    Difference(
+        "`aux_loss` of experts",
+        "the same as `global_aux_loss`",
+        "loads of one micro-batch of one rank; with one sample in it, use `seq_aux_loss` here",
+        lambda c, given: _balances(c, "aux_loss") and (c.training.global_batch_size or 1) > 1,
+    ),
+    Difference(
+        "balancing losses under loss masks",
+        "means over all tokens of the global batch",
+        "with `--calculate-per-token-loss` larger by the ratio of all tokens to valid ones",
+        lambda c, given: (
+            _balances(c, "aux_loss", "seq_aux_loss", "global_aux_loss") and _masks_tokens(c) and _per_token(given)
+        ),
+    ),
+    Difference(
+        "capacity of experts (`--moe-expert-capacity-factor`)",
+        "counted in each sequence",
+        "counted in the tokens of a micro-batch on a rank",
+        lambda c, given: (
+            c.model.num_experts is not None and c.model.moe_drops_tokens and c.training.micro_batch_size > 1
+        ),
+    ),
+    Difference(
+        "Muon, gated MLPs",
+        "orthogonalizes gate and up apart, unless `--muon-no-split-gate-up` is given",
+        "orthogonalizes them as one matrix",
+        lambda c, given: c.optimizer.optimizer == "muon" and c.model.gated and c.optimizer.muon_split_gate_up,
+        page="optimizers",
     ),
     Difference(
         "`--rope-scaling-factor`",

@@ -31,19 +31,20 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     Raises ValueError if the checkpoint cannot be read.
     """
+    config, notes = _with_saved_modules(config)
     options = config.checkpoint
     wanted = options.use_checkpoint_args, options.use_checkpoint_opt_param_scheduler
     if not any(wanted):
-        return config, []
+        return config, notes
     flag = "--use-checkpoint-args" if wanted[0] else "--use-checkpoint-opt_param-scheduler"
     if options.load is None:
-        return config, [f"{flag}: has no effect without --load"]
+        return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(Path(options.load))
     if saved is None and is_hf_folder(Path(options.load)) and flag == "--use-checkpoint-args":
-        return config, []  # the model's flags are taken from its config.json anyway
+        return config, notes  # the model's flags are taken from its config.json anyway
     if saved is None:
-        return config, [f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
-    before, notes = config_of_sections(saved), []
+        return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags hold"]
+    before = config_of_sections(saved)
     for use, section, values in (
         (wanted[0], "model", dict(_model_fields(before))),
         (wanted[1], "optimizer", dict(_schedule_fields(before))),
@@ -60,6 +61,21 @@ def with_saved_flags(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return config, notes
 
 
+def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with modules of multi-token prediction of the kind that they have in the checkpoint that a run
+    resumes from, where layers differ: what trained as the last layer goes on so."""
+    model, load = config.model, config.checkpoint.load
+    differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
+    if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
+        return config, []
+    before = (saved_sections(Path(load)) or {}).get("model", {}).get("mtp_layer_kind")
+    if before != "last_layer" or model.mtp_layer_kind == before:
+        return config, []
+    return replace(config, model=replace(model, mtp_layer_kind=before)), [
+        f"--mtp-layer-kind is {before}, as in the checkpoint, not {model.mtp_layer_kind}"
+    ]
+
+
 def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     """The sections of the configuration that the latest checkpoint in a folder was saved under; None if it has none.
 
@@ -68,7 +84,19 @@ def saved_sections(load: Path) -> dict[str, dict[str, Any]] | None:
     if metadata is None:
         return None
     sections: dict[str, dict[str, Any]] = metadata["config"]
-    return sections | {"model": sections["model"] | metadata.get("model_of_run", {})}
+    return of_earlier_versions(sections | {"model": sections["model"] | metadata.get("model_of_run", {})})
+
+
+def of_earlier_versions(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Saved sections with the values that fields have had before there were flags for them: GeLU was always its tanh
+    approximation, and modules of multi-token prediction saw and rotated as the last layer does."""
+    model = sections.get("model", {})
+    other = model.get("swiglu") or model.get("squared_relu") or model.get("activation_func") not in (None, "gelu")
+    if "bias_gelu_fusion" not in model and not other:
+        model = model | {"activation_func": "gelu_tanh"}
+    if "mtp_layer_kind" not in model and model.get("mtp_num_layers"):
+        model = model | {"mtp_layer_kind": "last_layer"}
+    return sections | {"model": model}
 
 
 def saved_metadata(load: Path) -> dict[str, Any] | None:

@@ -80,7 +80,7 @@ class GPTModel(nn.Module):
             attention_backend=parallel.attention_backend,
             compiled=parallel.compiles(torch.device(device).type),
             comm_overlap=(parallel.tp_comm_overlap_method or "ring") if parallel.tp_comm_overlap else None,
-            fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts()),
+            fp8=build_fp8(parallel, config.num_layers, casts or WeightCasts(), config.mtp_depths),
             seed=seed,
             lazy=lazy,
             experts=ExpertAxes.of(state),

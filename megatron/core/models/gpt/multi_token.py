@@ -9,8 +9,9 @@ own embedding and head:
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
 The paper writes the hidden states first; the order here is that of its published weights and of Megatron-LM. All losses
-are sums over tokens and share one division, by the number of tokens whose main loss counts, which the paper's mean over
-the tokens of a sequence is; so layouts and micro-batch sizes cannot change their gradients.
+are sums over tokens and share one division, by the number of tokens whose main loss counts, so layouts and micro-batch
+sizes cannot change their gradients. At depth k only s - k tokens of a sample of s have a label: the factor s / (s - k),
+as in Megatron-LM, makes the loss a mean over these, which the paper divides by s.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from megatron.core.transformer.norm import build_norm
 
 
 class MultiTokenLayer(nn.Module):
-    """The module of one depth, from 0. Its layer is of the kind of the model's last one: dense, or of experts."""
+    """The module of one depth, from 0. Its layer is of the kind of the model's last one, dense or of experts, with the
+    window and rotary embedding of --mtp-layer-kind."""
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        name, size, last = f"{MULTI_TOKEN}.{depth}", config.hidden_size, config.num_layers - 1
+        name, size, self.number = f"{MULTI_TOKEN}.{depth}", config.hidden_size, config.num_layers + depth
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.enorm = build_norm(f"{name}.enorm", size, config, ctx)
         self.hnorm = build_norm(f"{name}.hnorm", size, config, ctx)
-        self.eh_proj = ColumnParallelLinear(multi_token_projection(name, config), ctx.of_layer(last))
+        self.eh_proj = ColumnParallelLinear(multi_token_projection(name, config), ctx.of_layer(self.number))
         self.transformer = TransformerBlock(
             config,
             ctx,
-            [last],
+            [self.number],
             final_norm=True,
             layer=f"{name}.transformer_layer",
             norm=f"{name}.final_layernorm",
         )
-        self.number = config.num_layers + depth
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: BatchContext) -> Tensor:
         """hidden, embedded [s, b, h] -> [s, b, h]; all [s/tp, b, h] under sequence parallelism"""
@@ -68,6 +69,7 @@ class MultiTokenPrediction(nn.Module):
         self.layers = nn.ModuleList(MultiTokenLayer(depth, config, ctx) for depth in depths)
         names = (f"{MULTI_TOKEN}.{depth}.embedding.dropout" for depth in depths)
         self.dropouts = nn.ModuleList(HiddenDropout(name, config.hidden_dropout, ctx) for name in names)
+        self.cp_size = ctx.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
         """[N, 2]: loss sum and number of tokens that count, by depth, of the step's micro-batches so far."""
@@ -86,4 +88,5 @@ class MultiTokenPrediction(nn.Module):
             sums.append(masked_sum(loss(head(hidden), labels[..., k].t()), mask[..., k]))
         losses = torch.stack(sums)
         self.tally.add_(torch.stack((losses.detach(), mask.sum((0, 1))), dim=1))
-        return self.weight * losses.sum()
+        s = tokens.shape[1] * self.cp_size
+        return self.weight * torch.stack([each * (s / (s - k)) for k, each in enumerate(sums, 1)]).sum()

@@ -100,12 +100,12 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 
 
 def multi_token_metas(depth: int, config: TransformerConfig, sequence_parallel: bool) -> Iterator[ParamMeta]:
-    """The parameters of one module of multi-token prediction: its layer is one of the last layer's kind."""
+    """The parameters of one module of multi-token prediction: its layer counts on from the model's."""
     name, partial_over = f"{MULTI_TOKEN}.{depth}", sequence_partial(sequence_parallel)
     for norm in ("enorm", "hnorm"):
         yield from _norm(f"{name}.{norm}", config.hidden_size, config, partial_over)
     yield from multi_token_projection(name, config).metas()
-    yield from _layer(f"{name}.transformer_layer", config.num_layers - 1, config, sequence_parallel)
+    yield from _layer(f"{name}.transformer_layer", config.num_layers + depth, config, sequence_parallel)
     yield from _norm(f"{name}.final_layernorm", config.hidden_size, config, partial_over)
 
 

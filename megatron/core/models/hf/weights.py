@@ -199,7 +199,7 @@ def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
             raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
         rule = rules[pattern]
         layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
-        own = config.of_layer(config.num_layers - 1 if module else int(layer)) if layer else config
+        own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config
         found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
     return found
 

@@ -34,6 +34,7 @@ TRAINING_ONLY = (
     "z_loss_coeff",
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
+    "mtp_layer_kind",
     "make_vocab_size_divisible_by",
     "pad_vocab_size_to",
     "seq_length",

@@ -18,6 +18,8 @@ def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if depths < 1:
         if m.mtp_loss_scaling_factor != TransformerConfig.mtp_loss_scaling_factor:
             yield Problem.no_effect("--mtp-loss-scaling-factor", m.mtp_loss_scaling_factor, DEPTHS)
+        if m.mtp_layer_kind != TransformerConfig.mtp_layer_kind:
+            yield Problem.no_effect("--mtp-layer-kind", m.mtp_layer_kind, DEPTHS)
         return
     if 0 < s <= depths:
         rule = f"must be below --seq-length {s}: beyond it no token of a sample has a label at the last depth"
