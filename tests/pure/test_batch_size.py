@@ -102,6 +102,19 @@ def test_a_schedule_by_tokens() -> None:
     assert schedule("0:4") == BatchSizes(4)
 
 
+@pytest.mark.parametrize(
+    "flags", ["--step-batch-size-schedule 0:4,80:8", "--global-batch-size 8 --rampup-batch-size 4 4 5"]
+)
+def test_lengths_in_iterations_become_samples_where_the_batch_varies(flags: str) -> None:
+    """4 and 4 samples, then 8 at a time."""
+    flags += " --seq-length 16 --train-iters 9 --lr-warmup-iters 1 --lr-decay-iters 5 --lr-wsd-decay-iters 3"
+    config = resolve(parse_args(flags.split()), 1)
+    assert (config.training.train_samples, iterations_of_run(config)) == (64, 9)
+    o = config.optimizer
+    assert (o.lr_warmup_samples, o.lr_decay_samples, o.lr_wsd_decay_samples) == (4, 32, 16)
+    assert (o.lr_warmup_iters, o.lr_decay_iters, o.lr_wsd_decay_iters) == (0, None, None)
+
+
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), max_size=5), st.integers(1, 9), st.integers(0, 120))
 def test_a_schedule_is_walked_like_a_ramp(parts: list[tuple[int, int]], final: int, iterations: int) -> None:
     ends = [sum(length for length, _ in parts[: k + 1]) for k in range(len(parts))]

@@ -70,6 +70,10 @@ MEETING = {
     ),
     "`--optimizer lion`": (["--optimizer lion"], ["--optimizer muon --muon-scalar-optimizer lion"]),
     "`--rampup-batch-size`": (["--rampup-batch-size 1 1 4"], []),
+    "`--step-batch-size-schedule` with lengths in iterations": (
+        ["--step-batch-size-schedule 0:1 --train-iters 9"],
+        ["--step-batch-size-schedule 0:1 --train-samples 9", "--train-iters 9"],
+    ),
     "`--step-batch-size-schedule`, validation": (
         ["--step-batch-size-schedule 0:1"],
         [f"--step-batch-size-schedule 0:1 {more}" for more in ("--eval-iters 0", "--eval-global-batch-size 1")],

@@ -328,11 +328,6 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ),
         ("--global-batch-size 8 --num-microbatches 3", 1, "--num-microbatches 3: must be --global-batch-size 8"),
         ("--rampup-batch-size 2 2", 1, "--rampup-batch-size 2 2: must be three numbers"),
-        (
-            "--global-batch-size 8 --rampup-batch-size 2 2 9",
-            1,
-            "--rampup-batch-size 2 2 9: cannot be combined with --train-iters",
-        ),
         ("--global-batch-size 8 --rampup-batch-size 3 2 9", 2, "START 3 must be a multiple of"),
         ("--global-batch-size 8 --rampup-batch-size 2 3 9", 2, "INCREMENT 3 must be a multiple of"),
         ("--global-batch-size 8 --rampup-batch-size 9 1 9", 1, "START 9 must be at most --global-batch-size 8"),
@@ -465,6 +460,8 @@ def test_nothing_follows_from_a_negative_number_of_tokens() -> None:
 def test_sample_based_schedules() -> None:
     flags = "--train-samples 100 --lr-warmup-samples 10 --lr-decay-samples 50 --global-batch-size 4"
     assert problems(f"{flags} --rampup-batch-size 2 2 20", without="train-iters") == []
+    for sizes in "--step-batch-size-schedule 0:2,1K:8", "--global-batch-size 8 --rampup-batch-size 2 2 9":
+        assert problems(f"{sizes} --train-iters 1", without="train-iters") == []
     found = problems("--train-samples 100 --lr-warmup-iters 3 --lr-decay-iters 5", without="train-iters")
     assert [problem.split(":")[0] for problem in found] == ["--lr-decay-iters 5", "--lr-warmup-iters 3"]
     found = problems("--train-samples 100 --lr-warmup-iters 3 --global-batch-size 8", without="train-iters")

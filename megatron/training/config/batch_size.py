@@ -83,6 +83,14 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
     return steps
 
 
+def legal_sizes(config: RunConfig) -> BatchSizes:
+    """The batch sizes of a configuration that may break rules: constant if its schedule or ramp does."""
+    try:
+        return BatchSizes.from_config(config)
+    except (ValueError, TypeError, ArithmeticError):
+        return BatchSizes(config.training.global_batch_size or 1)
+
+
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
     """Forward passes of each replica in one step."""
     assert global_batch_size % (micro_batch_size * data_parallel_size) == 0, "validate() checks divisibility"

@@ -195,4 +195,10 @@ DIFFERENCES = (
         lambda c, given: c.optimizer.optimizer == "lion",
         page="optimizers",
     ),
+    Difference(
+        "`--step-batch-size-schedule` with lengths in iterations",
+        "they become the samples of as many iterations of the schedule",
+        "data and learning rate are sized for batches of micro-batch size x data-parallel size, and end early",
+        lambda c, given: c.training.step_batch_size_schedule is not None and "--train-iters" in given,
+    ),
 )

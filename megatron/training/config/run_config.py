@@ -39,7 +39,7 @@ class TrainingConfig:
     on."""
 
     train_iters: int | None = None
-    """Iterations to train."""
+    """Iterations to train. Where the batch size varies, this and other lengths in iterations become samples."""
 
     train_samples: int | None = None
     """Samples to train, instead of train-iters."""
@@ -98,6 +98,11 @@ class TrainingConfig:
 
     deterministic: bool = flag(False, "--deterministic-mode")
     """Use deterministic kernels only; an operation without one is an error."""
+
+    @property
+    def batch_size_varies(self) -> bool:
+        """Whether the batch size changes during a run."""
+        return self.rampup_batch_size is not None or self.step_batch_size_schedule is not None
 
     @property
     def eval_batch_size(self) -> int:

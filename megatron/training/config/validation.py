@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from megatron.training.config.batch_size import BatchSizes, parse_batch_schedule, samples_of_run
+from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.flags import flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
@@ -175,25 +175,22 @@ def _resolve_training(config: RunConfig, world_size: int) -> Any:
             training = replace(training, global_batch_size=training.global_batch_size // step * step)
         if training.global_batch_size % step == 0:
             training = _filled(training, num_microbatches=training.global_batch_size // step)
-    if (
-        training.train_tokens is None
-        or training.train_tokens < 1
-        or config.model.seq_length < 1
-        or config.data.data_stages is not None
-    ):
+    by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
+    by_iters = training.train_iters is not None and training.global_batch_size
+    if config.data.data_stages is not None or not (by_tokens or (by_iters and training.batch_size_varies)):
         return training  # where stages differ in length, their plan converts tokens
     # The shorter of two lengths holds, in samples: tokens and iterations of a ramp do not compare otherwise.
     samples = samples_of_run(config)
-    if training.train_iters is not None and training.global_batch_size:
-        sized = replace(config, training=training)
-        with suppress(ValueError, TypeError, ArithmeticError):  # of a schedule or ramp that a rule reports
-            samples = min(samples or 0, BatchSizes.from_config(sized).samples(training.train_iters))
+    if training.train_iters is not None and by_iters:
+        of_iters = legal_sizes(replace(config, training=training)).samples(training.train_iters)
+        samples = of_iters if samples is None else min(samples, of_iters)
         training = replace(training, train_iters=None)
     return replace(training, train_samples=samples or None)
 
 
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
-    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in."""
+    """Lengths in tokens become those in samples, or in iterations if that is what the run's length is given in. Where
+    iterations vary in samples, lengths in them become those in samples too."""
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":
         optimizer = replace(optimizer, use_distributed_optimizer=False)
@@ -202,6 +199,12 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
     by_samples = training.train_samples is not None
     unit, size = ("samples", sequence) if by_samples else ("iters", sequence * training.global_batch_size)
     other = "iters" if by_samples else "samples"
+    if training.batch_size_varies and by_samples and config.training.train_iters is not None:
+        sizes = legal_sizes(replace(config, training=training))
+        for stem, none in (("lr_decay", None), ("lr_warmup", 0), ("lr_wsd_decay", None)):
+            if iters := getattr(optimizer, f"{stem}_iters"):
+                values = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
+                optimizer = replace(optimizer, **values)
     for stem, default in (("lr_decay", None), ("lr_warmup", 0)):
         tokens = getattr(optimizer, f"{stem}_tokens")
         if tokens is not None and tokens >= 0:

@@ -65,7 +65,7 @@ def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:
     for stage in stages.stages:
         where = f"stage {stage.name}: " if len(stages.stages) > 1 else ""
         yield f"{where}global batch {batch_line(stage.config, dims)}"
-    if config.training.rampup_batch_size or config.training.step_batch_size_schedule:
+    if config.training.batch_size_varies:
         first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
         yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
     if dims.pp > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.batch_size import parse_batch_schedule, samples_of_run
+from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.problem import Problem, divides, multiples
 from megatron.training.config.run_config import RunConfig
 
@@ -51,9 +51,6 @@ def _batch_schedule(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
         yield Problem(name, text, rule, "remove --global-batch-size: the schedule says it")
     if t.rampup_batch_size is not None:
         yield Problem.exclusive(name, text, "--rampup-batch-size")
-    if t.train_iters is not None:
-        rule = "cannot be combined with --train-iters: iterations differ in their number of samples"
-        yield Problem(name, text, rule, "use --train-samples or --train-tokens instead")
 
 
 def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
@@ -65,9 +62,6 @@ def _rampup(c: RunConfig, step: int, shown: str) -> Iterator[Problem]:
     start, increment, _ = values
     if min(values) < 1 or final < 1:
         return
-    if c.training.train_iters is not None:
-        rule = "cannot be combined with --train-iters: iterations differ in their number of samples"
-        yield Problem(name, values, rule, "use --train-samples or --train-tokens instead")
     if start % step:
         yield Problem(name, values, f"START {start} must be a multiple of {shown}", multiples(start, step))
     if increment % step:
@@ -96,8 +90,8 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
         remedy = "raise --eval-iters, or add --eval-tasks"
         yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
-    if t.rampup_batch_size and len(t.rampup_batch_size) == 3:
-        size = t.rampup_batch_size[0]
+    if t.batch_size_varies and size:
+        size = legal_sizes(c).at(0)
     if names and samples is not None and size and 0 <= samples < size:
         by_tokens = t.train_tokens is not None and (own_samples is None or samples < own_samples)
         name, unit = ("--train-tokens", c.model.seq_length) if by_tokens else ("--train-samples", 1)
@@ -137,7 +131,7 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
     """A number of iterations in samples, or of samples in iterations, behind its flag. Empty where the batch varies."""
     size, t = c.training.global_batch_size, c.training
-    if not size or size < 0 or t.rampup_batch_size is not None or t.step_batch_size_schedule is not None:
+    if not size or size < 0 or t.batch_size_varies:
         return ""
     return f" {value * size if to_samples else -(-value // size)}"
 

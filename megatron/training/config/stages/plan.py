@@ -323,7 +323,10 @@ def stage_rules(config: RunConfig, plan: StagePlan | None) -> Iterator[Problem]:
             "--data-stages", path, f"{where}: synthetic data has no files", "remove data-path, or --mock-data"
         )
     ramp = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
-    if training.rampup_batch_size or training.step_batch_size_schedule:
+    if training.batch_size_varies:
+        if training.train_iters is not None:
+            rule = "cannot be combined with --train-iters in a run of stages: iterations differ in samples"
+            yield Problem(ramp, None, rule, "use --train-samples or --train-tokens instead")
         if where := those_with("global_batch_size"):
             yield Problem(ramp, None, f"{where} set global-batch-size too", "keep one of them")
         if training.step_batch_size_schedule and (where := those_with("seq_length")):
