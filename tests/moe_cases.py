@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,7 @@ CASES: dict[str, TransformerConfig] = {
     ),
     "mixtral": MIXTRAL,
     "latent": replace(DEEPSEEK, moe_latent_size=12),
+    "latent, biases": replace(DEEPSEEK, moe_latent_size=12, add_bias_linear=True),
     "deepseek": DEEPSEEK,
     "sqrtsoftplus": replace(DEEPSEEK, moe_router_score_function="sqrtsoftplus"),
     "switch": SWITCH,
@@ -117,6 +119,10 @@ def context(samples: int, aux_scale: float | None = None, number: int = 0) -> Ba
     return BatchContext(torch.arange(samples), aux_scale=scale, number=number)
 
 
+def projected(layer: Any, x: Any) -> Tensor:
+    return x if isinstance(layer, nn.Identity) else F.linear(x, layer.weight, layer.bias)
+
+
 def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, auxiliary loss per token, kept [s, b, E]) of x [s, b, h], one token and one expert at a time."""
     s, b, _ = x.shape
@@ -156,12 +162,12 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
                 if config.moe_token_drop_policy == "probs":
                     takers.sort(key=lambda i: (-weights[i, j, e].item(), i))
                 kept[takers[int(capacity) :], j, e] = 0
-    x, hidden = layer.fc1_latent_proj(x), x
+    x, hidden = projected(layer.fc1_latent_proj, x), x
     if config.moe_apply_probs_on_input:
         of_experts = [mlp(config, layer.experts, weights[..., e, None] * x, e) for e in range(count)]
     else:
         of_experts = [weights[..., e, None] * mlp(config, layer.experts, x, e) for e in range(count)]
-    out, x = layer.fc2_latent_proj(sum(kept[..., e, None] * y for e, y in enumerate(of_experts))), hidden
+    out, x = projected(layer.fc2_latent_proj, sum(kept[..., e, None] * y for e, y in enumerate(of_experts))), hidden
     shared = layer.shared_experts
     if shared is not None:
         of_shared = mlp(config, shared, x)

@@ -158,7 +158,7 @@ class Checkpointer:
             ddp.drop_params()
             sharded = ddp.sharded_params()
             targets = load_targets(stages, pieces, self.state, checkpoint.tensors, load_optimizer, sharded)
-            targets = _without_new_histories(targets, checkpoint)
+            targets = _without_new_tensors(targets, checkpoint)
             if load_optimizer:
                 _tell_of_other_groups(saved_config(checkpoint), config, say)
                 targets = _without_states_of_thawed(targets, checkpoint, config.optimizer, say)
@@ -243,6 +243,10 @@ def load_stages(
         for stage in pipeline.stages_of(state.pp.rank)
     }
     targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
+    targets = _without_new_tensors(targets, checkpoint)
+    for name, (parameter, _) in {k: v for stage in stages.values() for k, v in stage.named_metas().items()}.items():
+        if name.endswith(LATENT_BIASES):
+            parameter.data.zero_()
     unused = _unused(checkpoint, load_optimizer=False)
     checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
     return stages, config
@@ -364,14 +368,19 @@ def changed_fields(
     return changed
 
 
-def _without_new_histories(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
+LATENT_BIASES = ("fc1_latent_proj.bias", "fc2_latent_proj.bias")
+"""Ends of names of parameters that checkpoints of former versions lack: they are 0 there."""
+
+
+def _without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
     """The targets without histories of fp8 scaling that the checkpoint has not, or of another length: they begin anew,
-    as a run may take up fp8, or another recipe, at any time."""
+    as a run may take up fp8, or another recipe, at any time. So do `LATENT_BIASES` that it has not."""
 
     def saved(key: str) -> bool:
         return key in checkpoint.tensors and checkpoint.tensors[key].shape == tuple(targets[key].shape)
 
-    return {key: target for key, target in targets.items() if not key.endswith(AMAX_HISTORY) or saved(key)}
+    new = (AMAX_HISTORY, *LATENT_BIASES)
+    return {key: target for key, target in targets.items() if not key.endswith(new) or saved(key)}
 
 
 def _without_states_of_thawed(

@@ -270,6 +270,21 @@ def test_loads_of_experts_in_older_checkpoints_are_left_out(tmp_path: Path) -> N
     assert run.load().iteration == 1
 
 
+def test_biases_of_latents_that_older_checkpoints_lack_begin_at_0(tmp_path: Path) -> None:
+    model = replace(DEEPSEEK, moe_latent_size=12, add_bias_linear=True)
+    run = Run(config(tmp_path, model=model))
+    tensors, payload = Checkpointer(run.config, STATE, run.stages, run.optimizer).contents(Progress(1, 8))
+    left = {key: tensor for key, tensor in tensors.items() if "latent_proj.bias" not in key}
+    assert len(tensors) - len(left) >= 2
+    save(tmp_path, 1, left, payload, STATE.world)
+    resumed = Run(config(tmp_path, model=model))
+    assert resumed.load().iteration == 1
+    assert_same(run, resumed)
+    loaded = load_model_for_inference(tmp_path)[0]
+    biases = [p for p in loaded.parameters() if "latent_proj.bias" in p.meta.name]  # type: ignore[attr-defined]
+    assert biases and not any(bias.any() for bias in biases)
+
+
 def changed_models(saved: TransformerConfig, run: TransformerConfig) -> list[str]:
     return changed_fields(RunConfig(model=saved), RunConfig(model=run), ["model"])
 

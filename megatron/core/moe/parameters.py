@@ -27,13 +27,14 @@ def shared_gate_meta(name: str, config: TransformerConfig, sequence_parallel: bo
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], with Megatron-LM's names; None without a latent."""
+    """fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], with Megatron-LM's names, and with biases if linear
+    layers have them; None without a latent."""
     if config.moe_latent_size is None:
         return None
-    hidden, latent = config.hidden_size, config.moe_latent_size
+    hidden, latent, bias = config.hidden_size, config.moe_latent_size, config.add_bias_linear
     return (
-        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, Init("normal", config.init_method_std)),
-        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, Init("normal", config.output_init_std)),
+        ReplicatedLinear(f"{name}.fc1_latent_proj", hidden, latent, Init("normal", config.init_method_std), bias),
+        ReplicatedLinear(f"{name}.fc2_latent_proj", latent, hidden, Init("normal", config.output_init_std), bias),
     )
 
 

@@ -325,9 +325,10 @@ class RowParallelLinear(ParallelLinear):
 
 
 class ReplicatedParallelLinear(ParallelLinear):
-    """Linear layer with a whole weight on every rank: y = x Wᵀ, on the tokens that a rank has, without a collective.
+    """Linear layer with a whole weight on every rank: y = x Wᵀ + bias, on the tokens that a rank has, without a
+    collective.
 
-    Under sequence parallelism its weight gradient is a partial sum, as those of norms are.
+    Under sequence parallelism its gradients are partial sums, as those of norms are.
     """
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]

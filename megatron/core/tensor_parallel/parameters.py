@@ -61,7 +61,7 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class ReplicatedLinear:
-    """A linear layer without a bias that every rank holds whole: weight [out_size, in_size].
+    """A linear layer that every rank holds whole: weight [out_size, in_size].
 
     It acts between the sharded linear layers, on the tokens that a rank has there.
     """
@@ -70,9 +70,11 @@ class ReplicatedLinear:
     in_size: int
     out_size: int
     init: Init
+    bias: bool = False
 
     def metas(self, sequence_parallel: bool) -> list[ParamMeta]:
-        """The weight."""
-        partial_over = sequence_partial(sequence_parallel)
-        shape = (self.out_size, self.in_size)
-        return [ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over, linear=True)]
+        """The weight, and the bias if there is one."""
+        partial_over, shape = sequence_partial(sequence_parallel), (self.out_size, self.in_size)
+        weight = ParamMeta(f"{self.name}.weight", shape, init=self.init, partial_over=partial_over, linear=True)
+        bias = ParamMeta(f"{self.name}.bias", (self.out_size,), init=Init("zeros"), partial_over=partial_over)
+        return [weight, bias] if self.bias else [weight]
