@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.training.config.arguments import config_of, read_flags
@@ -12,6 +14,7 @@ from tools.translate_flags import main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 TWO = "--global-batch-size 2"
+ROPE = "--position-embedding-type rope"
 LATENT = "--multi-latent-attention"
 BALANCED = "--num-experts 2 --moe-aux-loss-coeff 1e-2"
 MEETING = {
@@ -29,7 +32,7 @@ MEETING = {
     ),
     "`--no-rope-freq` with `--multi-latent-attention`": (
         [f"{LATENT} --no-rope-freq 2"],
-        [LATENT, "--position-embedding-type rope --no-rope-freq 2"],
+        [LATENT, f"{ROPE} --no-rope-freq 2"],
     ),
     "`--mscale-all-dim` with `--rope-type rope`": (
         [f"{LATENT} --rope-type rope --mscale-all-dim 1"],
@@ -50,6 +53,30 @@ MEETING = {
     "capacity of experts (`--moe-expert-capacity-factor`)": (
         ["--num-experts 2 --moe-expert-capacity-factor 1 --micro-batch-size 2"],
         ["--num-experts 2 --moe-expert-capacity-factor 1", "--num-experts 2 --micro-batch-size 2"],
+    ),
+    "multi-token prediction, dropout of the embedding": (
+        ["--mtp-num-layers 1"],
+        ["--mtp-num-layers 1 --hidden-dropout 0", "--hidden-dropout 0.2"],
+    ),
+    "sinkhorn routing": (
+        ["--num-experts 2 --moe-router-load-balancing-type sinkhorn"],
+        ["--num-experts 2", "--moe-router-load-balancing-type sinkhorn"],
+    ),
+    "forced load balancing": (
+        ["--num-experts 2 --moe-router-force-load-balancing"],
+        ["--num-experts 2", "--moe-router-force-load-balancing"],
+    ),
+    "`--qk-l2-norm`": (
+        [f"{ROPE} --qk-l2-norm --no-rope-freq 2", "--qk-l2-norm"],
+        [f"{ROPE} --qk-l2-norm", f"{ROPE} --no-rope-freq 2"],
+    ),
+    "default width of a gated MLP": (
+        ["--quick-geglu", "--activation-func geglu"],
+        ["--quick-geglu --ffn-hidden-size 64", "--swiglu", "--squared-relu"],
+    ),
+    "Muon, learned position embeddings": (
+        ["--optimizer muon"],
+        [f"--optimizer muon {ROPE}", "--optimizer adam"],
     ),
     "Muon, gated MLPs": (
         ["--optimizer muon --swiglu"],
@@ -102,6 +129,13 @@ def test_flags_meet_a_difference(subject: str) -> None:
     meet, others = MEETING[subject]
     assert [flags for flags in meet if subject not in subjects_met(flags)] == []
     assert [flags for flags in others if subject in subjects_met(flags)] == []
+
+
+def test_flags_of_a_file_count_as_given(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("calculate_per_token_loss: true\ntrain-iters: 5\neod-mask-loss: false\n")
+    assert read_flags(["--config", str(file)]).spelled >= {"--calculate-per-token-loss", "--train-iters"}
+    assert "--eod-mask-loss" not in read_flags(["--config", str(file)]).spelled
 
 
 def test_a_translation_tells_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,45 @@ DIFFERENCES = (
         ),
     ),
     Difference(
+        "multi-token prediction, dropout of the embedding",
+        "masks of its own at each depth",
+        "drawn anew",
+        lambda c, given: c.model.mtp_depths > 0 and c.model.hidden_dropout > 0,
+    ),
+    Difference(
+        "sinkhorn routing",
+        "scales the logits of each sequence together, with a fixed number of iterations; can be combined with capacity "
+        "and `--moe-router-topk-scaling-factor`",
+        "scales those of all tokens of a rank's micro-batch until changes fall below a tolerance, so its choice "
+        "depends on layout and micro-batch size",
+        lambda c, given: bool(c.model.num_experts) and c.model.moe_router_load_balancing_type == "sinkhorn",
+    ),
+    Difference(
+        "forced load balancing",
+        "random logits by sample and position, in training only",
+        "drawn on each rank, in evaluation too",
+        lambda c, given: bool(c.model.num_experts) and c.model.moe_router_force_load_balancing,
+    ),
+    Difference(
+        "`--qk-l2-norm`",
+        "in layers with rotary embedding",
+        "in all layers",
+        lambda c, given: c.model.qk_l2_norm and (c.model.no_rope_freq is not None or not c.model.rotary),
+    ),
+    Difference(
+        "default width of a gated MLP",
+        "8h/3 rounded down to a multiple of 64, but at least 64, for every gated activation function",
+        "rounded down, 0 below h = 24; for `--swiglu` only",
+        lambda c, given: "ffn_hidden_size" in dict(c.given) and c.model.gated and not c.model.swiglu,
+    ),
+    Difference(
+        "Muon, learned position embeddings",
+        "belong to `--muon-scalar-optimizer`",
+        "orthogonalized as the matrix of a hidden layer",
+        lambda c, given: c.optimizer.optimizer == "muon" and c.model.position_embedding_type == "learned_absolute",
+        page="optimizers",
+    ),
+    Difference(
         "Muon, gated MLPs",
         "orthogonalizes gate and up apart, unless `--muon-no-split-gate-up` is given",
         "orthogonalizes them as one matrix",

@@ -335,6 +335,8 @@ class FlagReader:
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))
+        if value not in (None, False):
+            self.spelled.add(name)
         if name in OPTIONS:
             self.problems.append(Problem(where, None, "is not configuration", "give it on the command line"))
         elif isinstance(value, dict):
