@@ -68,7 +68,7 @@ run "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 50
 
 step "6/7 Loss curve and report"
-run "$PYTHON" tools/plot_loss.py "$OUT/checkpoints/metrics.jsonl" --output "$OUT/loss.png"
+run "$PYTHON" tools/plot_loss.py "$OUT/checkpoints" --output "$OUT/loss.png"
 run "$PYTHON" tools/report.py "$OUT/checkpoints" --output "$OUT/report.html"
 
 step "7/7 Generated text"

@@ -149,19 +149,21 @@ def test_corpus_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
 def test_loss_plot(tmp_path: Path) -> None:
     metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
     records = [{"iteration": i, "lm_loss": 8.0 / i} for i in range(1, 20)]
-    records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "lm_loss": 0.25}]
+    records += [{"iteration": 10, "valid_loss": 2.0}, {"iteration": 19, "valid_loss": 1.0}]
+    records += [{"iteration": 19, "eval/sums/acc": 0.5}, {"iteration": 19, "lm_loss": 0.25}]
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 20, "lm_')
-    done = run_program("tools/plot_loss.py", metrics, "--output", picture)
-    assert done.returncode == 0, done.stderr
-    assert "8.000 -> 0.250" in done.stdout
+    for run in (metrics, tmp_path):
+        done = run_program("tools/plot_loss.py", run, "--output", picture)
+        assert done.returncode == 0, done.stderr
+        assert "8.000 -> 0.250, 2 validation points" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_runs_in_one_picture_have_labels_of_their_own() -> None:
-    paths = [Path(f"/r/{run}/checkpoints/metrics.jsonl") for run in ("a", "b")]
-    assert list(labels_of(paths).values()) == ["a/checkpoints", "b/checkpoints"]
-    assert list(labels_of(paths[:1]).values()) == ["checkpoints"]
-    assert list(labels_of([Path("/r/m.jsonl"), Path("/r/s/m.jsonl")]).values()) == ["r", "r/s"]
+    folders = [Path(f"/r/{run}/checkpoints") for run in ("a", "b")]
+    assert labels_of(folders) == ["a/checkpoints", "b/checkpoints"]
+    assert labels_of(folders[:1]) == ["checkpoints"]
+    assert labels_of([Path("/r"), Path("/r/s")]) == ["r", "r/s"]
 
 
 def test_a_reader_that_has_enough_ends_a_tool_without_a_word() -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.side_by_side import machine, write_figures
-from tools.plot_loss import TRAIN_KEY, VALID_KEY, read_records, series
+from tools.pictures.run_folder import read_metrics
+from tools.plot_loss import TRAIN_KEY, VALID_KEY
 
 ROOT = Path(__file__).parents[2]
 MEAN_OVER = 20
@@ -80,8 +81,8 @@ def run(log: Path, command: list[str]) -> float:
 
 def losses(metrics: Path) -> tuple[list[float], float]:
     """(training loss of every iteration, validation loss at the end)"""
-    records = read_records(metrics)
-    return series(records, TRAIN_KEY)[1], series(records, VALID_KEY)[1][-1]
+    run = read_metrics(metrics)
+    return [loss for _, loss in run.values(TRAIN_KEY)], run.values(VALID_KEY)[-1][1]
 
 
 def mean_before(values: list[float], iteration: int) -> float:

@@ -109,10 +109,9 @@ def number(value: Any) -> float | None:
         return None
 
 
-def read_run(
-    path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
-) -> RunFolder:
-    """Reads a --save folder, or the folder of a metrics file. Raises ValueError if there is no such folder."""
+def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
+    """Reads the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if a run has left
+    nothing there."""
     if path.is_file():
         path, metrics = path.parent, metrics or path
     if not path.is_dir():
@@ -124,6 +123,15 @@ def read_run(
         raise ValueError(f"{path}: no run has left anything in it ({known}); {remedy}")
     run = RunFolder(path)
     _read_metrics(run, metrics or path / METRICS)
+    return run
+
+
+def read_run(
+    path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
+) -> RunFolder:
+    """Reads all that a run has left. Raises ValueError as `read_metrics`."""
+    run = read_metrics(path, metrics)
+    path = run.path
     _read_config(run)
     run.events = list(_json_lines(run, path / EVENTS, required=False))
     for file in [outcome] if outcome is not None else [path / "outcome", path.parent / "outcome"]:
@@ -163,11 +171,14 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
+    """One record for each iteration: what training, validation and tasks have logged of it, and of what a resumed run
+    has logged twice the later."""
+    by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
         at = record.get("iteration")
         if isinstance(at, int) and not isinstance(at, bool) and abs(at) < MOST:
-            run.records.append(record)
-    run.records.sort(key=lambda record: record["iteration"])
+            by_iteration[at] = by_iteration.get(at, {}) | record
+    run.records = [by_iteration[at] for at in sorted(by_iteration)]
     if path.is_file() and not run.records:
         run.notes.append(f"{path.name}: has no record with an iteration; the first comes after --log-interval steps")
     if older := sorted(path.parent.glob(f"{path.stem}.[0-9]*{path.suffix}")):
