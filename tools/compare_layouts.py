@@ -29,7 +29,9 @@ from torch import Tensor
 
 from megatron.testing.snapshot import Snapshot, differences, kind_of, train_in_world
 from megatron.training.config.arguments import parse_args
+from megatron.training.config.prepare import tokenizer_vocabulary
 from megatron.training.config.run_config import RunConfig
+from megatron.training.config.saved_flags import with_saved_flags
 from megatron.training.config.validation import resolve, validate
 
 from .common import run_tool
@@ -45,16 +47,12 @@ effect of a mistake, as Adam divides small gradients, rounding error included, b
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two layouts: its name, its own flags, all its flags and its ranks."""
+    """One of the two layouts: its name, its own flags, what they and those of both make, and its ranks."""
 
     name: str
     flags: str
-    argv: tuple[str, ...]
+    config: RunConfig
     world_size: int
-
-    @property
-    def config(self) -> RunConfig:
-        return resolve(parse_args(self.argv), self.world_size)
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,10 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
     for name, own, world in (("a", args.a, args.world_a), ("b", args.b, args.world_b)):
         argv = (*common, *batch, *shlex.split(own))
         try:
-            side = Side(name, own, argv, world or parse_args(argv).parallel.smallest_world_size)
+            config, _ = with_saved_flags(parse_args(argv))
+            world_size = world or config.parallel.smallest_world_size
+            vocab_size = tokenizer_vocabulary(resolve(config, world_size))
+            side = Side(name, own, resolve(config, world_size, vocab_size), world_size)
         except ValueError as error:
             problems += [f"--{name}: {line}" for line in str(error).split("\n")]
             continue
@@ -176,8 +177,6 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 def _not_for_here(config: RunConfig, steps: int) -> Iterator[str]:
     """Problems of flags that are legal in training but not in a comparison."""
-    if config.checkpoint.load is not None:
-        yield f"--load {config.checkpoint.load}: does not apply here: both sides start anew; leave it out"
     iterations = config.training.train_iters
     if iterations is not None and 0 < iterations < steps:
         yield f"--train-iters {iterations}: must be at least --steps {steps}; leave it out"
@@ -217,7 +216,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 def run_side(side: Side, steps: int) -> Snapshot:
     """Trains a side and prints how long it took."""
     start = time.perf_counter()
-    snapshot = train_in_world(side.world_size, side.argv, steps, activations=True)
+    snapshot = train_in_world(side.world_size, side.config, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"
     seconds = time.perf_counter() - start
     length = f"{steps} step{'s' if steps > 1 else ''}"

@@ -163,7 +163,7 @@ def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defau
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_extension_flag(parser, argv)
-    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
     parser.add_argument("--prompt", nargs="+", action="extend", default=[], help="texts to continue")
     parser.add_argument("--jsonl", metavar="FILE", help="requests, one JSON object a line; - for standard input")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the answers to --jsonl go (default: screen)")

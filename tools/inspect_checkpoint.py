@@ -1,18 +1,24 @@
-"""List the contents of a checkpoint, or compare two checkpoints.
+"""List the contents of a checkpoint or of a model of another format, or compare two of them.
 
     python tools/inspect_checkpoint.py checkpoints/
     python tools/inspect_checkpoint.py checkpoints/iter_0000100 other/iter_0000100
+    python tools/inspect_checkpoint.py Qwen3-0.6B checkpoints/
 
 For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
-reads every file and verifies its checksum. The two checkpoints may come from different layouts: whole tensors are
-compared bit by bit, one at a time. Exit code 0: equal; 1: different; 2: not a checkpoint, or damaged.
+reads every file and verifies its checksum. Of Hugging Face folders and Megatron-LM's checkpoints it shows the
+parameters, under this program's names. The two may come from different layouts: whole tensors are compared bit by bit,
+one at a time. Each that differs is printed; if there are more than 40, one line for all layers. Exit code 0: equal;
+1: different; 2: not a checkpoint, or damaged.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +29,17 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.dist_checkpointing.integrity import read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
-from megatron.core.dist_checkpointing.state_dict import MODEL
-from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
+from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
+from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
+from megatron.training.conversion.convert import recognize
+from megatron.training.conversion.formats import Options
 
 from .common import run_tool
+
+MOST_LINES = 40
+"""Tensors of which each gets a line of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,68 +48,139 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", help="a checkpoint to compare with")
     args = parser.parse_args(argv)
     try:
-        checkpoint = open_or_complain(args.checkpoint)
+        one = open_or_complain(args.checkpoint)
         if args.other is None:
-            print(describe(checkpoint))
+            print(describe(one))
             return 0
-        difference = first_difference(checkpoint, open_or_complain(args.other))
+        two = open_or_complain(args.other)
+        found = differences(one, two)
     except (OSError, ValueError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(difference or f"equal: {len(checkpoint.tensors)} tensors, bit for bit")
-    return 1 if difference else 0
+    print(comparison(one, two, found))
+    return 1 if found else 0
 
 
-def open_or_complain(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, its files verified. Raises ValueError if there is none that is whole."""
+class ForeignWeights:
+    """The parameters of a model of another format, with what this tool asks of a `Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder, self.format = path, recognize(path)
+        self.source = self.format.open(path, Options())
+        metas = self.source.metas.items()
+        self.tensors = {
+            model_key(name): TensorInfo(meta.global_shape, self.source.dtype(name, None), 1) for name, meta in metas
+        }
+
+    def read(self, key: str) -> torch.Tensor:
+        return self.source.read(key.removeprefix(MODEL), None)
+
+
+Contents = Checkpoint | ForeignWeights
+
+
+def open_or_complain(path: Path) -> Contents:
+    """What is at `path`: a checkpoint, its files verified, or the weights of a model. Raises ValueError if there is
+    nothing that is whole."""
+    if kind_of(path) in (Kind.HUGGING_FACE, Kind.MEGATRON):
+        return ForeignWeights(path)
     checkpoint = choose_checkpoint(path, Axis(), lambda line: print(line, file=sys.stderr))
     if checkpoint is None:
-        raise ValueError(f"{path} is no checkpoint and holds none")
+        raise ValueError(refusal(path))
     return checkpoint
 
 
-def describe(checkpoint: Checkpoint) -> str:
+def describe(found: Contents) -> str:
     """Where the run stood, the layout it had, and every tensor; parameters first, each part in order of names."""
-    payload, tensors = checkpoint.payload, checkpoint.tensors
-    layout = " ".join(f"{name}={value}" for name, value in payload.get("layout", {}).items())
-    names = sorted(tensors, key=lambda key: (not key.startswith(MODEL), key))
+    tensors = found.tensors
+    names = in_order(tensors)
     width = max(map(len, names), default=0)
-    sums = read_manifest(checkpoint.folder)
     lines = [
-        str(checkpoint.folder),
-        f"iteration          {payload.get('iteration')}",
-        f"consumed samples   {payload.get('consumed_samples')}",
-        f"saved at           {layout}",
-        f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}",
+        str(found.folder),
+        *(about_checkpoint(found) if isinstance(found, Checkpoint) else about_weights(found)),
         f"tensors            {len(tensors)}, {sum(info.nbytes for info in tensors.values()):,} bytes",
         f"parameters         {sum(tensors[key].numel for key in names if key.startswith(MODEL)):,}",
-        f"files              {len(sums)}, {sum(entry['bytes'] for entry in sums.values()):,} bytes, checksums verified",
         "",
     ]
     for key in names:
         info = tensors[key]
-        boxes = f"{info.boxes} box{'es' if info.boxes > 1 else ''}"
-        lines.append(f"{key:{width}}  {info.dtype_name:9} {info.nbytes:>15,} bytes  {info.shape}  in {boxes}")
+        boxes = f"  in {info.boxes} box{'es' if info.boxes > 1 else ''}" if isinstance(found, Checkpoint) else ""
+        lines.append(f"{key:{width}}  {info.dtype_name:9} {info.nbytes:>15,} bytes  {info.shape}{boxes}")
     return "\n".join(lines)
 
 
-def first_difference(one: Checkpoint, two: Checkpoint) -> str | None:
-    """The first tensor, parameters before optimizer state, in which two checkpoints differ, and how; else None."""
-    for here, there in ((one, two), (two, one)):
-        only = sorted(here.tensors.keys() - there.tensors.keys())
-        if only:
-            return f"only in {here.folder}: {only[0]}" + (f" and {len(only) - 1} more" if len(only) > 1 else "")
-    for key in sorted(one.tensors, key=lambda key: (not key.startswith(MODEL), key)):
+def about_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+    payload, sums = checkpoint.payload, read_manifest(checkpoint.folder)
+    layout = " ".join(f"{name}={value}" for name, value in payload.get("layout", {}).items())
+    yield f"iteration          {payload.get('iteration')}"
+    yield f"consumed samples   {payload.get('consumed_samples')}"
+    yield f"saved at           {layout}"
+    yield f"format, torch      {payload.get('format_version')}, {payload.get('torch_version')}"
+    size = sum(entry["bytes"] for entry in sums.values())
+    yield f"files              {len(sums)}, {size:,} bytes, checksums verified"
+
+
+def about_weights(weights: ForeignWeights) -> Iterator[str]:
+    kind = weights.source.model_type or "the optimizer's state is not listed"
+    yield f"format             {weights.format.name} ({kind}); names of this program"
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """Parameters before the optimizer's state."""
+    return sorted(keys, key=lambda key: (not key.startswith(MODEL), key))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs between two checkpoints."""
+
+    key: str
+    how: str
+    """In words, where it is not that values differ."""
+
+    count: int = 0
+    of: int = 0
+    largest: float = 0.0
+    first: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}  {self.how or f'{self.amount}; {self.first}'}"
+
+    @property
+    def amount(self) -> str:
+        return f"{self.count:,} of {self.of:,} elements differ, by {self.largest:.3g} at most"
+
+
+def differences(one: Contents, two: Contents) -> list[Difference]:
+    """Every tensor in which two checkpoints differ; of models of another format their parameters."""
+    found = []
+    alone = {one: "first", two: "second"}
+    for key in in_order(compared(one, two)):
+        if missing := [name for each, name in alone.items() if key not in each.tensors]:
+            found.append(Difference(key, f"is missing from the {missing[0]}"))
+            continue
         a, b = one.tensors[key], two.tensors[key]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"{key} is {a.dtype_name} {a.shape} in {one.folder} and {b.dtype_name} {b.shape} in {two.folder}"
-        if difference := compare(key, one.read(key), two.read(key)):
-            return difference
-    return None
+        if a.shape != b.shape:
+            found.append(Difference(key, f"has the shape {a.shape} in the first, {b.shape} in the second"))
+        elif a.dtype != b.dtype:
+            values = compare(key, one.read(key).double(), two.read(key).double())
+            how = f"is {a.dtype_name} in the first, {b.dtype_name} in the second"
+            found.append(Difference(key, f"{how}, with {values.amount if values else 'equal values'}"))
+        elif difference := compare(key, one.read(key), two.read(key)):
+            found.append(difference)
+    return found
 
 
-def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> str | None:
-    """How two tensors of one shape differ, or None. Equal bits are equal, NaN too."""
+def compared(one: Contents, two: Contents) -> set[str]:
+    """Keys of all tensors that both formats can have."""
+    keys = one.tensors.keys() | two.tensors.keys()
+    if isinstance(one, Checkpoint) and isinstance(two, Checkpoint):
+        return keys
+    return {key for key in keys if key.startswith(MODEL)}
+
+
+def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None:
+    """How two tensors of one shape and dtype differ, or None. Equal bits are equal, NaN too."""
     flat_one, flat_two = one.reshape(-1), two.reshape(-1)
     bits_one, bits_two = (flat.view(torch.uint8).view(flat.numel(), -1) for flat in (flat_one, flat_two))
     differs = (bits_one != bits_two).any(dim=1)
@@ -107,10 +190,40 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> str | None:
     first = int(differs.nonzero()[0])
     place = [int(index) for index in torch.unravel_index(torch.tensor(first), one.shape)] if one.dim() else []
     distance = (flat_one.double() - flat_two.double()).abs().max().item()
-    return (
-        f"{key} differs in {count} of {one.numel()} elements, by {distance:.3g} at most; "
-        f"first at {place}: {flat_one[first].item()!r} and {flat_two[first].item()!r}"
-    )
+    values = f"first at {place}: {flat_one[first].item()!r} and {flat_two[first].item()!r}"
+    return Difference(key, "", count, one.numel(), distance, values)
+
+
+def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
+    """What is printed: a line for each tensor that differs, or, where they are many, for each name without numbers."""
+    keys = compared(one, two)
+    left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
+    note = f"; {left_out} of the optimizer's state not compared" if left_out else ""
+    if not found:
+        return f"equal: {len(keys)} tensors, bit for bit{note}"
+    head = f"first: {one.folder}\nsecond: {two.folder}\n{len(found)} of {len(keys)} tensors differ{note}:"
+    if len(found) <= MOST_LINES:
+        return "\n".join([head, *(f"  {each}" for each in found)])
+    groups: dict[tuple[str, bool], list[Difference]] = {}
+    for each in found:
+        groups.setdefault((without_numbers(each.key), bool(each.how)), []).append(each)
+    counts = Counter(map(without_numbers, keys))
+    return "\n".join([head, *(f"  {group_line(name, counts[name], group)}" for (name, _), group in groups.items())])
+
+
+def without_numbers(key: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", key)
+
+
+def group_line(name: str, count: int, group: Sequence[Difference]) -> str:
+    """A line for the tensors of one name in several layers."""
+    if len(group) == 1:
+        return str(group[0])
+    most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN is most
+    whole = replace(most, count=sum(each.count for each in group), of=sum(each.of for each in group))
+    where = f"layer {' '.join(re.findall(r'[.]([0-9]+)[.]', most.key))}"
+    example = f"{where} {most.how}" if most.how else f"{whole.amount}, in {where}"
+    return f"{name}  {len(group)} of {count} layers: {example}"
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def give_up(launch: Launch, error: Exception) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_extension_flag(parser, argv)
-    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints, or one checkpoint in it")
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint, folder of them, or Hugging Face folder")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
     )

@@ -19,7 +19,6 @@ from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.training.checkpointing import load_stages
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules.latent_attention import latent_attention
 from megatron.training.config.rules.linear_attention import linear_attention
@@ -29,6 +28,7 @@ from megatron.training.config.rules.pipeline import pipeline
 from megatron.training.config.rules.world import world
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve
+from megatron.training.conversion.start import load_trained_stages
 from megatron.training.initialize import StartupPhases, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
@@ -44,7 +44,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     tokenizer_config: TokenizerConfig
     config: RunConfig
-    """Of the run that saved the checkpoint."""
+    """Of the run that saved the checkpoint; of a Hugging Face folder its model, tokenizer and number format."""
 
     layout: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     """How the model is cut here, whatever its number format."""
@@ -77,7 +77,8 @@ class LoadedModel:
 def loaded_model(
     path: Path | str, layout: ModelParallelConfig, device: str, launch: Launch, tokenizer: TokenizerConfig | None = None
 ) -> Iterator[LoadedModel]:
-    """The model of a checkpoint, saved at any layout, over the ranks of this launch. Collective.
+    """The model of a checkpoint, saved at any layout, or of a Hugging Face folder, over the ranks of this launch.
+    Collective.
 
     `tokenizer` replaces that of the run, whose copy beside the checkpoints is taken if its files are gone. Raises
     ValueError if there is no readable checkpoint, or if the layout does not fit its model or the ranks.
@@ -88,7 +89,7 @@ def loaded_model(
     try:
         found = torch.device(device) if launch.world_size == 1 else runtime.device
         layout_of = partial(fitting_layout, layout, launch.world_size)
-        stages, config = load_stages(path, layout_of, runtime.state, found)
+        stages, config = load_trained_stages(Path(path), layout_of, runtime.state, found)
         pipeline = pipeline_layout(config.model, layout)
         ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
         runner = StageRunner(stages, runtime.state, ranks, control_axis(runtime.state.world))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import LM
@@ -12,6 +11,7 @@ from lm_eval.api.registry import register_model
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import MODELS, kind_of, refusal
 from megatron.inference.model import LoadedModel, loaded_model
 from megatron.training.eval_tasks.cached_generation import CachedGeneration
 from megatron.training.eval_tasks.generation import Limits, prompt_tokens
@@ -26,10 +26,11 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 class CheckpointLM(LM):
     """A checkpoint, saved at any layout, over the ranks that torchrun or srun started, or in one process.
 
-    `checkpoint` is a folder of checkpoints or one of them. `tp`, `pp` and `ep` cut the model over the ranks.
-    `max_length` is the number of tokens that the model reads, by default --seq-length of its run; `batch_tokens` those
-    of a forward pass. The tokenizer's fields (`tokenizer_type` and so on) replace those of the run. `batch_size` and
-    `max_batch_size`, which the harness passes, have no meaning for batches that are counted in tokens.
+    `checkpoint` is a folder of checkpoints, one of them, or the folder of a Hugging Face model. `tp`, `pp` and `ep` cut
+    the model over the ranks. `max_length` is the number of tokens that the model reads, by default --seq-length of its
+    run; `batch_tokens` those of a forward pass. The tokenizer's fields (`tokenizer_type` and so on) replace those of
+    the run. `batch_size` and `max_batch_size`, which the harness passes, have no meaning for batches that are counted
+    in tokens.
     Raises ValueError with what is wrong with them.
     """
 
@@ -51,9 +52,8 @@ class CheckpointLM(LM):
         super().__init__()
         unknown = [name for name in fields if name not in TOKENIZER]
         problems = [f"--model_args {name}: is unknown; use checkpoint, tp, pp, ep or {TOKENIZER}" for name in unknown]
-        if checkpoint is None or not Path(checkpoint).exists():
-            rule = "there is no such folder; give that of a run's --save"
-            problems.append(f"--model_args checkpoint={checkpoint}: {rule}")
+        if checkpoint is None or kind_of(checkpoint) not in MODELS:
+            problems.append(f"--model_args checkpoint={refusal(checkpoint or '')}")
         if problems:
             raise ValueError("\n".join(problems))
         from torch.cuda import is_available

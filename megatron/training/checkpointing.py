@@ -22,6 +22,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
 from megatron.core.dist_checkpointing.folders import LATEST
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import refusal
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.state_dict import (
     MAIN_PARAM,
@@ -222,15 +223,33 @@ def load_stages(
     """
     checkpoint = choose_checkpoint(Path(path), state.world)
     if checkpoint is None:
-        raise ValueError(f"--load {path} holds no checkpoint: there is neither {LATEST} nor a metadata.json in it")
+        raise ValueError(f"--load {refusal(path)}")
     load_saved_extensions(checkpoint.payload["config"].get("extensions", {}).get("extension") or ())
     config = saved_config(checkpoint)
-    layout = layout_of(config)
+    stages = stages_without_weights(config, layout_of(config), state, device, number_format)
+    targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
+    targets = _without_new_tensors(targets, checkpoint)
+    for name, (parameter, _) in {k: v for stage in stages.values() for k, v in stage.named_metas().items()}.items():
+        if name.endswith(LATENT_BIASES):
+            parameter.data.zero_()
+    unused = _unused(checkpoint, load_optimizer=False)
+    checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
+    return stages, config
+
+
+def stages_without_weights(
+    config: RunConfig,
+    layout: ModelParallelConfig,
+    state: ParallelState,
+    device: torch.device | str,
+    number_format: str | None = None,
+) -> dict[int, GPTModel]:
+    """This rank's pipeline stages of a model that is not trained further, their weights yet to be loaded."""
     dtypes = {name: getattr(config.parallel, name) for name in ("fp16", "bf16", "fp32", "fp64")}
     parallel = replace(layout, **(dtypes if number_format is None else {number_format: True}))
     model = replace(config.model, mtp_num_layers=None)
     pipeline, holds = pipeline_layout(model, parallel), pipeline_stages(model, parallel)
-    stages = {
+    return {
         stage: GPTModel(
             model,
             parallel,
@@ -242,14 +261,6 @@ def load_stages(
         ).eval()
         for stage in pipeline.stages_of(state.pp.rank)
     }
-    targets = load_targets(stages.values(), [], state, checkpoint.tensors, load_optimizer=False)
-    targets = _without_new_tensors(targets, checkpoint)
-    for name, (parameter, _) in {k: v for stage in stages.values() for k, v in stage.named_metas().items()}.items():
-        if name.endswith(LATENT_BIASES):
-            parameter.data.zero_()
-    unused = _unused(checkpoint, load_optimizer=False)
-    checkpoint.load(targets, state.world, ignore=lambda key: unused(key) or key.startswith(MODEL + MULTI_TOKEN))
-    return stages, config
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:

@@ -19,11 +19,12 @@ from megatron.core.datasets.samplers import DataIterator, MicroBatch
 from megatron.core.datasets.sources import source_lines
 from megatron.core.datasets.staged import From, Renumbered, StagedDataset
 from megatron.core.datasets.whole_batches import WholeBatches
+from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
 from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.core.text_files.tokenized import TextData, is_text
+from megatron.core.text_files.tokenized import TextData
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
@@ -262,7 +263,7 @@ def with_tokens(config: RunConfig) -> DatasetConfig:
         words = list(getattr(config.data, name) or ())
         for place, word in enumerate(words):
             path, share = split_share(word)
-            if is_text(path):
+            if kind_of(path) in TEXTS:
                 try:
                     words[place] = made.prefix(dashed(name), path)
                 except ValueError as error:

@@ -113,7 +113,6 @@ def test_an_error_is_no_difference(
         ("", "--pp 2 --pipeline-schedule zb", "--b: --pipeline-schedule zb: must be one of"),
         ("", "--swiglu", "give both one model"),
         ("", "--hidden-size 32", "initial weight embedding.word_embeddings.weight is (52, 16) in a and (52, 32) in b"),
-        ("", "--load elsewhere", "--b: --load elsewhere: does not apply here"),
         ("--train-iters 1", "--tp 2 --train-iters 0", "--b: --train-iters 0: must be above 0"),
         ("", '--tp "2', '--b --tp "2: cannot be split into flags'),
     ],

@@ -296,7 +296,7 @@ def test_an_input_that_cannot_be_trusted_is_refused_in_one_line(
 def test_errors_of_usage(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert "is missing" in refused(capsys, "--input", tmp_path / "absent", "--output", out)
-    assert "holds neither" in refused(capsys, "--input", tmp_path, "--output", out)
+    assert "is an empty folder; give the folder" in refused(capsys, "--input", tmp_path, "--output", out)
     assert "'2 TB' must be a size" in refused(capsys, "--input", llama, "--output", out, "--max-shard-size", "2 TB")
     assert "'int8' must be one of" in refused(capsys, "--input", llama, "--output", out, "--dtype", "int8")
     assert "contains the input" in refused(capsys, "--input", llama, "--output", llama, "--force")

@@ -66,7 +66,10 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         (["--prompt", "x" * 60], "has 60 tokens, and the model reads at most 48"),
         (["--prompt", "x", "--top-p", "2"], "--top-p 2.0 must be above 0"),
         (["--prompt", "x", "--tokenizer-model", "x.model"], "--tokenizer-model needs --tokenizer-type"),
-        (["--prompt", "x", "--load", "/nowhere"], "/nowhere holds no checkpoint"),
+        (
+            ["--prompt", "x", "--load", "/nowhere"],
+            "--load /nowhere is missing: there is no such file or folder; give",
+        ),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
     ],
 )

@@ -17,7 +17,7 @@ from megatron.training.conversion.export import HFExporter
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
 from tests.hf_models import assert_same_weights, save_model, weights_in
-from tools import convert_checkpoint
+from tools import compare_layouts, convert_checkpoint, generate_text, inspect_checkpoint
 
 pytest.importorskip("transformers")
 
@@ -45,6 +45,25 @@ def test_training_starts_at_a_layout_exports_and_resumes(mixtral: Path, tmp_path
     screen = run_forked(1, [*flags, "3"], tmp_path / "again")
     assert f"--save {run} holds checkpoints: the run resumes from them" in screen
     assert len(re.findall(r"^ *iteration .*3/", screen, re.MULTILINE)) == 1, screen
+
+
+def test_tools_take_the_folder(mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text is that of the converted model, whose tensors are equal; layouts agree on it."""
+    ours = tmp_path / "ours"
+    convert_checkpoint.main(["--input", str(mixtral), "--output", str(ours)])
+    capsys.readouterr()
+    texts = []
+    for load in (mixtral, ours):
+        flags = ["--load", str(load), "--device", "cpu", "--tokenizer-type", "NullTokenizer", "--max-new-tokens", "9"]
+        assert generate_text.main([*flags, "--prompt", "5 7 11"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+    assert inspect_checkpoint.main([str(mixtral)]) == 0
+    assert "format             hf (mixtral)" in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(mixtral), str(ours)]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+    flags = ["--load", str(mixtral), "--lr", "1e-3", "--seq-length", "8"]
+    assert compare_layouts.main(["--a", "", "--b", "--tp 2 --sequence-parallel", "--steps", "1", "--", *flags]) == 0
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
@@ -103,7 +122,7 @@ def test_an_export_that_fails_or_must_end_is_said(tmp_path: Path) -> None:
     exporter.add(2, tmp_path / "iter_0000002")
     assert held == [tmp_path / "iter_0000002"] and exporter.poll() == []
     (line,) = exporter.poll(wait=True)
-    assert "iter_0000002 was not exported: " in line and "holds neither" in line and held == []
+    assert "iter_0000002 was not exported: " in line and "is an empty folder" in line and held == []
     exporter.add(6, tmp_path / "iter_0000006")
     exporter.poll()
     assert exporter.abandon() == [f"{tmp_path}/hf/iter_0000006 was not exported: the run stops"]

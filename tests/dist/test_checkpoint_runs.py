@@ -22,7 +22,7 @@ from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.progress import Progress
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
-from tools.inspect_checkpoint import first_difference
+from tools.inspect_checkpoint import differences
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ def test_a_chain_of_layouts_keeps_every_bit(tmp_path: Path, style: str, bf16: bo
         before = name
     for name in LAYOUTS:
         found, expected = candidates(tmp_path / name).folders[0], candidates(tmp_path / "trained").folders[0]
-        assert first_difference(Checkpoint(found), Checkpoint(expected)) is None, name
+        assert not differences(Checkpoint(found), Checkpoint(expected)), name

@@ -31,7 +31,7 @@ from megatron.core.parallel_state import Axis
 from megatron.training import training
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
-from tools.inspect_checkpoint import first_difference
+from tools.inspect_checkpoint import differences
 
 MODEL = (
     "--cpu --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --lr 1e-2 --tp 2 "
@@ -156,7 +156,7 @@ class Bench:
             return outcome
         ends = [choose_checkpoint(folder, Axis()) for folder in (save, self.undisturbed)]
         assert ends[0] is not None and ends[1] is not None
-        same = ends[0].payload["iteration"] == 8 and first_difference(ends[0], ends[1]) is None
+        same = ends[0].payload["iteration"] == 8 and not differences(ends[0], ends[1])
         return Outcome(outcome.code, outcome.loaded, outcome.said, same)
 
     def fill_disk(self, disk: Path) -> tuple[Outcome, Outcome]:

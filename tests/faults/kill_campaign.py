@@ -47,7 +47,7 @@ from megatron.core.parallel_state import Axis
 from megatron.training import checkpointing, training
 from tests.forked import forked_ranks, join
 from tests.limits import HANG
-from tools.inspect_checkpoint import first_difference
+from tools import inspect_checkpoint
 
 WORLD = 8
 MODEL = (
@@ -197,8 +197,7 @@ def differences(save: Path, undisturbed: Path, keys: Sequence[str] = LOGGED) -> 
         if checkpoint is None:
             return [f"{folder} holds no checkpoint"]
         found.append(checkpoint)
-    if difference := first_difference(*found):
-        problems.append(difference)
+    problems += map(str, inspect_checkpoint.differences(*found))
     for key in ("iteration", "consumed_samples", "skipped_iterations", "data_fingerprint", "optimizer", "rng"):
         if found[0].payload[key] != found[1].payload[key]:
             problems.append(f"{key}: {found[0].payload[key]} and {found[1].payload[key]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.faults.runs import MODEL, run_with_fault
 from tests.forked import forked_ranks, run_forked
-from tools.inspect_checkpoint import first_difference, open_or_complain
+from tools.inspect_checkpoint import differences, open_or_complain
 
 FLAGS = ("--pp 1 --train-iters 8 --log-interval 1 --save-interval 2 --no-async-save --hidden-dropout 0.1").split()
 
@@ -22,7 +22,7 @@ def test_a_restart_by_torchrun_ends_like_the_undisturbed_run(tmp_path: Path) -> 
     assert "loaded checkpoint of iteration 4" in ended.screen
     one, other = open_or_complain(undisturbed), open_or_complain(tmp_path / "save")
     assert one.payload["iteration"] == other.payload["iteration"] == 8
-    assert first_difference(one, other) is None
+    assert not differences(one, other)
 
 
 def test_a_second_run_on_this_machine_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.folders import read_latest
 from megatron.core.dist_checkpointing.integrity import MANIFEST, write_manifest
-from megatron.core.dist_checkpointing.storage import read_latest, save
+from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -323,7 +324,7 @@ def test_inference_needs_the_folder_alone(tmp_path: Path, parallel: ModelParalle
         batch = random_batch(GPT)
         run.stages[0].eval()
         assert torch.equal(model.logits(None, batch), run.stages[0].logits(None, batch))
-    with pytest.raises(ValueError, match="holds no checkpoint"):
+    with pytest.raises(ValueError, match="elsewhere is missing"):
         load_model_for_inference(tmp_path / "elsewhere")
 
 
@@ -391,12 +392,13 @@ def test_a_damaged_index_is_an_error_that_names_the_checkpoint(tmp_path: Path, d
         Run(config(tmp_path)).load()
 
 
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, other = (Run(config(tmp_path / name)) for name in ("one", "two", "other"))
     for run in (one, two, other):
         run.step(0)
     with torch.no_grad():
         other.stages[0].decoder.layers[1].mlp.linear_fc1.weight[1, 5, 3] += 1
+        other.stages[0].decoder.layers[0].mlp.linear_fc1.weight[0, :2] += 2
     for run in (one, two, other):
         run.save(Progress(1, 8))
     assert inspect_checkpoint.main([str(tmp_path / "one")]) == 0
@@ -406,5 +408,12 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_checkpoint.main([str(tmp_path / "one"), str(tmp_path / "two" / "iter_0000001")]) == 0
     assert "equal" in capsys.readouterr().out
     assert inspect_checkpoint.main([str(tmp_path / "one"), str(tmp_path / "other")]) == 1
-    assert "model.decoder.layers.1.mlp.linear_fc1.weight differs in 1 of" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "model.decoder.layers.0.mlp.linear_fc1.weight  64 of 3,072 elements differ, by 2 at most" in shown
+    assert "model.decoder.layers.1.mlp.linear_fc1.weight  1 of 3,072 elements differ, by 1 at most" in shown
+    assert f"2 of {len(Checkpoint(tmp_path / 'one' / 'iter_0000001').tensors)} tensors differ:" in shown
+    monkeypatch.setattr(inspect_checkpoint, "MOST_LINES", 1)
+    assert inspect_checkpoint.main([str(tmp_path / "one"), str(tmp_path / "other")]) == 1
+    line = "layers.*.mlp.linear_fc1.weight  2 of 2 layers: 65 of 6,144 elements differ, by 2 at most, in layer 0"
+    assert line in capsys.readouterr().out
     assert inspect_checkpoint.main([str(tmp_path / "none")]) == 2

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.folders import LATEST
+from megatron.core.dist_checkpointing.folders import LATEST, read_latest
 from megatron.core.dist_checkpointing.integrity import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention, retain
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
-from megatron.core.dist_checkpointing.storage import CheckpointError, read_latest, save
+from megatron.core.dist_checkpointing.storage import CheckpointError, save
 from megatron.core.parallel_state import Axis
 from megatron.training.metrics.sinks import JsonLinesSink
 from tools import inspect_checkpoint

@@ -10,7 +10,7 @@ import pytest
 
 from tests.forked import run_forked
 from tests.slurm.cluster import MISSING, MODEL, Cluster, Job, command, running_cluster
-from tools.inspect_checkpoint import first_difference, open_or_complain
+from tools.inspect_checkpoint import differences, open_or_complain
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}")
 
@@ -43,7 +43,7 @@ def undisturbed(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) 
 def assert_same_end(job: Job, undisturbed: Path) -> None:
     one, other = (open_or_complain(save) for save in (undisturbed, job.save))
     assert other.payload["iteration"] == 8
-    assert first_difference(one, other) is None
+    assert not differences(one, other)
 
 
 def test_a_signal_saves_and_the_job_goes_on_by_itself(jobs: dict[str, Job], undisturbed: Path) -> None:

@@ -12,15 +12,14 @@ from typing import Any
 import yaml
 
 from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
+from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
+from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.reliability.run_events import FILE as EVENTS
 from megatron.training.trace.trace_file import MOST, Trace, read_trace
 
-CONFIG, METRICS = "run_config.yaml", "metrics.jsonl"
 SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
 AXES = ("tp", "cp", "dp", "pp", "ep")
 MOST_RANKS = 2**20
-LEFT_BY_RUNS = (METRICS, CONFIG, EVENTS, "iter_*", "outcome", "trace", "stacks")
 Record = dict[str, Any]
 
 
@@ -114,15 +113,12 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
     nothing there."""
     if path.is_file():
         path, metrics = path.parent, metrics or path
-    if not path.is_dir():
-        raise ValueError(f"{path}: there is no such folder; name the --save folder of a run")
-    if metrics is None and not any(next(path.glob(each), None) for each in LEFT_BY_RUNS):
-        known = ", ".join(LEFT_BY_RUNS)
-        found = next(iter(sorted(path.glob(f"*/{METRICS}"))), None)
-        remedy = f"did you mean {found.parent}?" if found else "name the --save folder of a run, or --metrics-file"
-        raise ValueError(f"{path}: no run has left anything in it ({known}); {remedy}")
+    if not (path.is_dir() if metrics else kind_of(path) in RUNS):
+        found = next(iter(sorted(path.glob(f"*/{METRICS_FILE}"))), None)
+        remedy = f"did you mean {found.parent}?" if found else "name the --save folder of a run, or its metrics.jsonl"
+        raise ValueError(refusal(path, remedy))
     run = RunFolder(path)
-    _read_metrics(run, metrics or path / METRICS)
+    _read_metrics(run, metrics or path / METRICS_FILE)
     return run
 
 

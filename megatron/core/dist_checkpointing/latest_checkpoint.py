@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA, saved_folders
+from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
 from megatron.core.dist_checkpointing.integrity import MANIFEST, damages, read_manifest
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
 from megatron.core.dist_checkpointing.shared_folder import REMEDY, ranks_without
-from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint, read_latest
+from megatron.core.dist_checkpointing.storage import INDEX, Checkpoint, on_first_rank, open_checkpoint
 from megatron.core.dist_checkpointing.storage import gather as gather_over
 from megatron.core.parallel_state import Axis
 
@@ -26,9 +27,11 @@ def candidates(path: Path) -> Candidates:
     """Lists the checkpoints that `path` may mean: itself, or, of a folder of checkpoints, the latest and earlier ones.
 
     The latest is the one that the text file names, or the newest where that file is missing or damaged. Raises
-    ValueError if the file is damaged and there is no checkpoint.
+    ValueError if the file is damaged and there is no checkpoint, or if the checkpoints are Megatron-LM's.
     """
-    if (path / METADATA).exists() or (path / MANIFEST).exists():
+    if kind_of(path) is Kind.MEGATRON:
+        raise ValueError(refusal(path))
+    if is_checkpoint(path):
         return Candidates((path,))
     saved = saved_folders(path)
     try:

@@ -84,21 +84,6 @@ def save(
     return final
 
 
-def read_latest(root: Path) -> int | None:
-    """Iteration of the newest complete checkpoint in `root`, from its text file; None without that file. Raises
-    ValueError if the file holds no number."""
-    path = root / LATEST
-    if not path.exists():
-        return None
-    text = path.read_text(errors="replace").strip() if path.is_file() else "something else than a file"
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise ValueError(
-            f"{path} must hold the number of an iteration, not {text[:40]!a}; write the number of one of "
-            f"{sorted(found.name for found in root.glob('iter_*'))} into it, or delete it"
-        )
-    return int(text)
-
-
 @dataclass(frozen=True)
 class TensorInfo:
     """Shape, dtype and number of boxes of a tensor in a checkpoint."""

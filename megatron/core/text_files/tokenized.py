@@ -22,7 +22,7 @@ from megatron.core.datasets.index_cache import content_hash, folder_lock
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
 from megatron.core.text_files.encoding import CHUNK_BYTES, Job, encode_all
 from megatron.core.text_files.formats import Reading, read_chunks
-from megatron.core.text_files.inputs import TextFile, by_name, find_inputs
+from megatron.core.text_files.inputs import TextFile, find_inputs
 from megatron.core.tokenizers import build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,15 +33,6 @@ REPORT_EVERY = 10.0
 
 SHOWN_BAD = 5
 """Bad records that an error quotes."""
-
-
-def is_text(value: str) -> bool:
-    """Whether a word of --data-path names text files and not an indexed dataset."""
-    if "://" in value:
-        return True
-    if os.path.exists(value + ".idx") or value.endswith((".bin", ".idx")):
-        return False
-    return by_name(value)[0] is not None or os.path.isdir(value)
 
 
 @dataclass(frozen=True)

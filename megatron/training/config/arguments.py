@@ -267,7 +267,10 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
     """The configuration that `argv` says, not validated. Raises ValueError with every problem, one a line."""
-    return config_of(_legal_values(argv))
+    reader = read_flags(argv)
+    config = with_pretrained_flags(config_of(reader.values), reader)
+    reader.raise_problems()
+    return config
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
@@ -277,8 +280,7 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 def _legal_values(argv: Sequence[str]) -> dict[str, Any]:
     reader = read_flags(argv)
-    if reader.problems:
-        raise ValueError("\n".join(str(problem) for problem in reader.problems))
+    reader.raise_problems()
     return reader.values
 
 

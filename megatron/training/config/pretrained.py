@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
-from megatron.core.models.hf.files import CONFIG, is_hf_folder, read_json, tokenizer_files
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
+from megatron.core.models.hf.files import CONFIG, read_json, tokenizer_files
 from megatron.core.models.hf.read_config import config_from_hf, text_model
 from megatron.core.models.hf.write_config import settings_of
 from megatron.training.config.flags import all_flags
@@ -24,7 +25,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     Flags of the model that were given hold if they change no output; the others are added to the reader's problems.
     """
     load = config.checkpoint.load
-    if load is None or not is_hf_folder(Path(load)):
+    if load is None or kind_of(load) is not Kind.HUGGING_FACE:
         return config
     try:
         theirs, _ = text_model(read_json(Path(load) / CONFIG))

@@ -93,6 +93,11 @@ class FlagReader:
     _settings: list[tuple[str, list[str], NotBuilt]] = field(default_factory=list)
     """Settings of features that are not built, judged once it is known whether the feature is asked for."""
 
+    def raise_problems(self) -> None:
+        """Raises ValueError with every problem, one a line."""
+        if self.problems:
+            raise ValueError("\n".join(map(str, self.problems)))
+
     def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
         """Reads a whole command line, as (flag, its values)."""
         for name, texts in tokens:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-COMMON = "common.pt"
-
 
 class _Plain:
     """Stands for a class of another program. Holds its attributes, and has no behaviour."""

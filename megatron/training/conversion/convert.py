@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis
 from megatron.testing.local_world import run_world
@@ -25,14 +26,11 @@ WEEK = 7 * 24 * 3600.0
 
 def recognize(path: Path) -> Format:
     """The format of the checkpoint in a folder. Raises ValueError if it has none."""
-    if not path.is_dir():
-        raise ValueError(f"--input {path} is {'not a folder' if path.exists() else 'missing'}")
-    found = [each for each in FORMATS.values() if each.recognizes(path)]
+    kind = kind_of(path)
+    found = [each for each in FORMATS.values() if kind in each.kinds]
     if not found:
-        raise ValueError(
-            f"--input {path} holds neither a Hugging Face model (config.json) nor a checkpoint "
-            "(latest_checkpointed_iteration.txt, metadata.json)"
-        )
+        remedy = "give the folder of a Hugging Face model (config.json) or of a checkpoint"
+        raise ValueError(f"--input {refusal(path, remedy)}")
     return found[0]
 
 

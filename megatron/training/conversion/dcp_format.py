@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.latest_checkpoint import candidates, choose_checkpoint
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import OURS, RUN_CONFIG
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
 from megatron.core.dist_checkpointing.storage import save
@@ -32,14 +33,6 @@ from megatron.training.progress import Progress
 
 TOKENIZER_FOLDER = "tokenizer"
 STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
-def holds_checkpoint(path: Path) -> bool:
-    """Whether a folder is one of our checkpoints, or holds some."""
-    try:
-        return bool(candidates(path).folders)
-    except (OSError, ValueError):
-        return False
 
 
 class DCPSource(Source):
@@ -189,10 +182,10 @@ class DCPTarget(Target):
                 yield name
 
     def finish(self, folder: Path) -> None:
-        save_config(self.config, folder / "run_config.yaml")
+        save_config(self.config, folder / RUN_CONFIG)
         for name, path in self.source.side_files.items():
             (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / name)
 
 
-DCP_FORMAT = Format("dcp", holds_checkpoint, DCPSource, DCPTarget)
+DCP_FORMAT = Format("dcp", OURS, DCPSource, DCPTarget)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.path_kind import Kind
 from megatron.core.parallel_state import Axis
 from megatron.core.param_meta import ParamMeta
 from megatron.training.config.run_config import RunConfig
@@ -126,8 +127,8 @@ class Format:
     """A format by name."""
 
     name: str
-    recognizes: Callable[[Path], bool]
-    """Whether a folder holds a checkpoint of this format."""
+    kinds: tuple[Kind, ...]
+    """What a folder with a checkpoint of this format is."""
 
     open: Callable[[Path, Options], Source]
     plan: Callable[[Source, Path, Options], Target] | None

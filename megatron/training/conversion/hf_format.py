@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import Kind
 from megatron.core.dist_checkpointing.streaming import made_ahead
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
-from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, is_hf_folder, tokenizer_files
+from megatron.core.models.hf.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, tokenizer_files
 from megatron.core.models.hf.folder import HFFolder, index_of, plan_shards
 from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
@@ -177,4 +178,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-HF_FORMAT = Format("hf", is_hf_folder, HFSource, HFTarget)
+HF_FORMAT = Format("hf", (Kind.HUGGING_FACE,), HFSource, HFTarget)

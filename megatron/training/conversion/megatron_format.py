@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.model import TransformerConfig
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA
-from megatron.core.dist_checkpointing.storage import Checkpoint, read_latest
+from megatron.core.dist_checkpointing.path_kind import COMMON, Kind, iteration_folder
+from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.models.gpt.parameters import model_states, parameter_metas
-from megatron.training.conversion.common_state import COMMON, args_of, load_pickle, loss_scaler_of, update_count
+from megatron.training.conversion.common_state import args_of, load_pickle, loss_scaler_of, update_count
 from megatron.training.conversion.formats import Format, Options, Source, TrainingState
 from megatron.training.conversion.hf_format import side_files_of
 from megatron.training.conversion.legacy_folder import LegacyTensors
@@ -33,27 +33,6 @@ KINDS = {
     "momentum_buffer": ("momentum_buffer",),
 }
 """Our kinds of optimizer state -> theirs."""
-
-
-def iteration_folder(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the latest of a folder."""
-    text = (path / LATEST).read_text(errors="replace").strip() if (path / LATEST).is_file() else ""
-    if text == "release":
-        return path / text
-    if text:
-        return path / f"iter_{read_latest(path) or 0:07d}"
-    return path
-
-
-def of_megatron(path: Path) -> bool:
-    """Whether a folder is a checkpoint of Megatron-LM, or holds some."""
-    try:
-        folder = iteration_folder(path)
-        if any(folder.glob("mp_rank_*")) or (folder / COMMON).exists():
-            return True
-        return '"sharded_backend"' in (folder / METADATA).read_text(errors="replace")
-    except (OSError, ValueError):
-        return False
 
 
 class TorchDistFolder:
@@ -279,4 +258,4 @@ def _sharding(common: Mapping[str, Any]) -> str | None:
     return next((kind for kind in (*kinds, found) if isinstance(kind, str)), None)
 
 
-MEGATRON_FORMAT = Format("megatron", of_megatron, MegatronSource, TorchDistTarget)
+MEGATRON_FORMAT = Format("megatron", (Kind.MEGATRON,), MegatronSource, TorchDistTarget)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.dist_checkpointing.folders import LATEST, checkpoint_folder
+from megatron.core.dist_checkpointing.path_kind import COMMON
 from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
 from megatron.core.dist_checkpointing.storage import save
 from megatron.core.models.gpt.parameters import model_states
@@ -20,7 +21,7 @@ from megatron.core.optimizer.param_scheduler import ScheduleLength
 from megatron.core.parallel_state import Axis
 from megatron.training.config.flags import flat_values
 from megatron.training.config.run_config import RunConfig
-from megatron.training.conversion.common_state import COMMON, scaler_state
+from megatron.training.conversion.common_state import scaler_state
 from megatron.training.conversion.formats import Options, Source, Target, TrainingState, Written
 from megatron.training.conversion.megatron_args import refuse_inexpressible
 from megatron.training.conversion.megatron_names import EXTRA_STATE, LAYERS, names_in, their_shape

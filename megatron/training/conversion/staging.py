@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.folders import LATEST, METADATA
+from megatron.core.dist_checkpointing.path_kind import MODELS, Kind, kind_of
 from megatron.core.fsync import sync_folder
-from megatron.core.models.hf.files import CONFIG
 from megatron.training.config.output_paths import why_unwritable
 
 
@@ -54,7 +53,7 @@ def refuse(final: Path, force: bool) -> None:
         return
     if not force:
         raise ValueError(f"--output {final} exists already; choose another folder, or replace it with --force")
-    if not final.is_dir() or not any((final / name).exists() for name in (CONFIG, LATEST, METADATA)):
+    if kind_of(final) not in (*MODELS, Kind.MEGATRON):
         raise ValueError(f"--output {final} holds no model, so that --force does not replace it; choose another folder")
 
 

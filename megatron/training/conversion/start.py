@@ -1,4 +1,4 @@
-"""Start of a run from --load: a checkpoint of ours, or a Hugging Face folder of which each rank reads its own part."""
+"""Loads what --load names: a checkpoint of ours, or a Hugging Face folder of which each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.state_dict import MODEL, load_targets
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import OURS, Kind, kind_of
+from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_targets
 from megatron.core.dist_checkpointing.storage import on_first_rank
-from megatron.core.models.hf.files import is_hf_folder
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.models.hf.weights import HFWeights
-from megatron.training.checkpointing import Checkpointer, Fingerprint, no_fingerprint
-from megatron.training.conversion.dcp_format import holds_checkpoint
+from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpointing import (
+    Checkpointer,
+    Fingerprint,
+    load_stages,
+    no_fingerprint,
+    stages_without_weights,
+)
+from megatron.training.config.run_config import RunConfig
+from megatron.training.conversion.formats import Options
+from megatron.training.conversion.hf_format import HFSource
 from megatron.training.progress import Progress
 
 
@@ -29,10 +40,10 @@ def load_start(
     """
     config, world = checkpointer.config, checkpointer.state.world
     options, load = config.checkpoint, config.checkpoint.load
-    if load is None or not on_first_rank(lambda: is_hf_folder(Path(load)), world):
+    if load is None or not on_first_rank(lambda: kind_of(load) is Kind.HUGGING_FACE, world):
         return checkpointer.load(say, data)
     save = options.save
-    if save and not options.finetune and on_first_rank(lambda: holds_checkpoint(Path(save)), world):
+    if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
         say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
         resumed = replace(config, checkpoint=replace(options, load=save))
         return replace(checkpointer, config=resumed).load(say, data)
@@ -59,10 +70,34 @@ def load_hf_weights(checkpointer: Checkpointer, path: Path) -> int:
     weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
     on_first_rank(weights.check_copies, state.world)
     with checkpointer.optimizer.loading_state() as pieces:
-        targets = load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False)
-        for key, target in targets.items():
-            name = key.removeprefix(MODEL)
-            for offset, data in target.boxes if name in weights.placements else ():
-                box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
-                data.copy_(weights.read(name, box, data.dtype))
+        _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False))
     return weights.depths
+
+
+def _read_boxes(weights: HFWeights, targets: StateDict) -> None:
+    for key, target in targets.items():
+        name = key.removeprefix(MODEL)
+        for offset, data in target.boxes if name in weights.placements else ():
+            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            data.copy_(weights.read(name, box, data.dtype))
+
+
+@torch.no_grad()
+def load_trained_stages(
+    path: Path,
+    layout_of: Callable[[RunConfig], ModelParallelConfig],
+    state: ParallelState,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[int, GPTModel], RunConfig]:
+    """This rank's pipeline stages of a model to use as it is, from whatever --load takes, and its configuration.
+    Collective.
+
+    `layout_of` as in `load_stages`. Raises ValueError if the path holds no model that can be read.
+    """
+    if on_first_rank(lambda: kind_of(path), state.world) is not Kind.HUGGING_FACE:
+        return load_stages(path, layout_of, state, device)
+    source = HFSource(path, Options())
+    on_first_rank(source.check_data, state.world)
+    stages = stages_without_weights(source.config, layout_of(source.config), state, device)
+    _read_boxes(source.weights, load_targets(stages.values(), [], state, (), load_optimizer=False))
+    return stages, source.config

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.tokenizers.kept_files import keep_tokenizer
 from megatron.training.config.arguments import flat_values, save_config
@@ -22,8 +23,6 @@ from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_events import record_event
 from megatron.training.run import TrainingRun
-
-CONFIG_FILE = "run_config.yaml"
 
 SCHEMA = 1
 """Version of the keys and units of records, documented in docs/getting_started.md. Higher where one changes its meaning
@@ -51,7 +50,7 @@ class RunLog:
         save = config.checkpoint.save
         if save:
             Path(save).mkdir(parents=True, exist_ok=True)
-            save_config(config, Path(save) / CONFIG_FILE)
+            save_config(config, Path(save) / RUN_CONFIG)
             keep_tokenizer(config.tokenizer, Path(save))
             record_event(save, "start", iteration=iteration, world_size=runtime.launch.world_size)
         self._sinks = open_sinks(config.logging, save, iteration, flat_values(config))

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.core.dist_checkpointing.path_kind import METRICS_FILE
 from megatron.training.config.run_config import LoggingConfig
 from megatron.training.metrics.megatron_tags import Record, scalars
 
@@ -198,7 +199,7 @@ class WandbSink:
 def open_sinks(config: LoggingConfig, save: str | None, resume_iteration: int, run_config: Record) -> list[Sink]:
     """Opens every sink that the configuration asks for. Call it on one rank only."""
     sinks: list[Sink] = []
-    path = config.metrics_file or (str(Path(save) / "metrics.jsonl") if save else "metrics.jsonl")
+    path = config.metrics_file or str(Path(save or ".") / METRICS_FILE)
     sinks.append(JsonLinesSink(Path(path), resume_iteration))
     if config.tensorboard_dir:
         history = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from megatron.core.dist_checkpointing.folders import LATEST
-from megatron.core.models.hf.files import is_hf_folder
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
 from megatron.training.config.run_config import CheckpointConfig
 from megatron.training.extensions import place_in_extension
 from megatron.training.reliability.run_status import ExitCode
@@ -101,7 +101,7 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig) -> str:
     """How the run continues after a failure: from the checkpoint that the same command loads, from one that it has
     saved and does not load, or from the start."""
-    from_hf = options.load is not None and is_hf_folder(Path(options.load))
+    from_hf = options.load is not None and kind_of(options.load) is Kind.HUGGING_FACE
     flag, folder = ("--save", options.save) if from_hf else ("--load", options.load)
     said, anew = "start the same command again", options.finetune or options.reset_iteration
     if folder and not anew and (Path(folder) / LATEST).is_file():

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FILE = "run_events.jsonl"
+from megatron.core.dist_checkpointing.path_kind import EVENTS
 
 
 def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
@@ -25,5 +25,5 @@ def record_event(save: str | Path | None, event: str, **facts: Any) -> None:
     if not save or not Path(save).is_dir():
         return
     line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
-    with suppress(OSError), (Path(save) / FILE).open("a", encoding="utf-8") as file:
+    with suppress(OSError), (Path(save) / EVENTS).open("a", encoding="utf-8") as file:
         file.write(line + "\n")

@@ -11,7 +11,6 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-OURS = ("latest_checkpointed_iteration.txt", "metadata.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,11 +22,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether a folder holds a Hugging Face model, and not a checkpoint of ours."""
-    return (path / CONFIG).is_file() and not any((path / name).exists() for name in OURS)
 
 
 def read_json(path: Path) -> dict[str, Any]:

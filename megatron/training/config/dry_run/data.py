@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.config.data import DatasetConfig
-from megatron.core.models.hf.files import is_hf_folder
+from megatron.core.dist_checkpointing.path_kind import TEXTS, Kind, kind_of
 from megatron.training.config.flags import dashed
 from megatron.training.config.output_paths import unwritable
 from megatron.training.config.problem import Problem
@@ -43,7 +43,7 @@ def missing_inputs(config: RunConfig) -> Iterator[Problem]:
     yield from dict.fromkeys(problem for data in sets for problem in _missing_data(data))
     for field in ("finetune", "exit_on_missing_checkpoint"):
         load = Path(options.load) if options.load and getattr(options, field) else None
-        if load is not None and saved_metadata(load) is None and not is_hf_folder(load):
+        if load is not None and saved_metadata(load) is None and kind_of(load) is not Kind.HUGGING_FACE:
             rule, remedy = (
                 f"holds no checkpoint, and {dashed(field)} needs one",
                 f"correct the path, or drop {dashed(field)}",
@@ -55,7 +55,6 @@ def _missing_data(data: DatasetConfig) -> Iterator[Problem]:
     from megatron.core.datasets.build import parse_blend, split_share
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.text_files.inputs import find_inputs
-    from megatron.core.text_files.tokenized import is_text
 
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid"):
         flag, words = dashed(field), getattr(data, field) or ()
@@ -66,7 +65,7 @@ def _missing_data(data: DatasetConfig) -> Iterator[Problem]:
             continue
         for path in paths if data.dataset == "gpt" else ():
             try:
-                find_inputs([path], flag) if is_text(path) else IndexedDataset(path)
+                find_inputs([path], flag) if kind_of(path) in TEXTS else IndexedDataset(path)
             except ValueError as error:
                 yield Problem.of_message(flag, path, str(error))
             except OSError as error:
@@ -76,9 +75,8 @@ def _missing_data(data: DatasetConfig) -> Iterator[Problem]:
 def _text_line(path: str) -> str | None:
     """What is said of text files, which have no tokens yet; None for an indexed dataset."""
     from megatron.core.text_files.inputs import find_inputs
-    from megatron.core.text_files.tokenized import is_text
 
-    if not is_text(path):
+    if kind_of(path) not in TEXTS:
         return None
     try:
         files = find_inputs([path], "--data-path")

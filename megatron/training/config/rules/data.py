@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megatron.core.config.data import FillInMiddleConfig
+from megatron.core.dist_checkpointing.path_kind import TEXTS, kind_of
 from megatron.core.parts import TOKENIZERS
 from megatron.training.config.flags import dashed
 from megatron.training.config.problem import Problem
@@ -122,12 +123,10 @@ def fill_in_middle(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _text_files(c: RunConfig) -> Iterator[Problem]:
-    from megatron.core.text_files.tokenized import is_text  # numpy and the tokenizers
-
     if c.data.dataset != "gpt":
         return
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for word in filter(is_text, getattr(c.data, field) or ()):
+        for word in (word for word in getattr(c.data, field) or () if kind_of(word) in TEXTS):
             rule = "is text, whose tokens need a tokenizer"
             remedy = "add --tokenizer-type and its files, or give the prefix of an indexed dataset"
             yield Problem(dashed(field), word, rule, remedy)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.models.hf.files import is_hf_folder
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
 from megatron.training.config.batch_size import BatchSizes, samples_of_run
 from megatron.training.config.flags import config_of_sections, field_table
 from megatron.training.config.run_config import CheckpointConfig
@@ -31,7 +31,7 @@ def read_history(options: CheckpointConfig) -> History | None:
     if options.load is None or options.finetune or options.reset_iteration or options.override_data_fingerprint:
         return None
     load = Path(options.load)
-    if is_hf_folder(load):
+    if kind_of(load) is Kind.HUGGING_FACE:
         load = Path(options.save or options.load)
     metadata = saved_metadata(load)
     if metadata is None or not metadata.get("consumed_samples"):
