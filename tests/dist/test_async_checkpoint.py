@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import threading
 from contextlib import ExitStack
@@ -120,6 +121,9 @@ def test_failures_are_tried_again_and_known_on_every_rank(tmp_path: Path, failur
     failed = [report for report in first if not report[1]]
     assert [report[2] for report in failed] == [2, 1, 0][:failures]
     assert all(report[0] == 2 and "on rank 1" in report[3] and "No space left" in report[3] for report in failed)
+    size = sum(file.stat().st_size for file in (tmp_path / "iter_0000003").iterdir())
+    needed = {int(re.search(r"it takes ([\d,]+) bytes", report[3])[1].replace(",", "")) for report in failed}  # type: ignore[index]
+    assert len(needed) == 1 and 0 < min(needed) < size and f" bytes are free in {tmp_path}" in failed[0][3]
     assert [report[0] for report in first if report[1]] == ([1, 3] if failures == 3 else [1, 2, 3])
     assert read_latest(tmp_path) == 3 and not list(tmp_path.glob("*.tmp"))
 

@@ -304,7 +304,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run_world(2, save_model_only, Layout(dp=2), tmp_path)
     messages = run_world(2, fail_to_write, tmp_path)
     assert all("on rank 1" in message and "No space left" in message for message in messages)
-    assert storage.read_latest(tmp_path) == 1
+    assert storage.read_latest(tmp_path) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
 def save_below_a_file(rank: int, world_size: int, root: Path) -> str:

@@ -14,7 +14,9 @@ names only, and tensors are read with `weights_only`.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -36,7 +38,7 @@ from megatron.core.dist_checkpointing.folders import LATEST, METADATA, checkpoin
 from megatron.core.dist_checkpointing.integrity import Sums, write_manifest, write_summed
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
 from megatron.core.dist_checkpointing.state_dict import StateDict
-from megatron.core.dist_checkpointing.streaming import StreamingWriter
+from megatron.core.dist_checkpointing.streaming import StreamingWriter, item_bytes
 from megatron.core.dist_checkpointing.summed_files import SummedFiles
 from megatron.core.fsync import sync_folder
 from megatron.core.parallel_state import Axis
@@ -61,10 +63,36 @@ def save(
     `streamed`: tensors are made as they are written, one at a time (`StreamedTensor`).
 
     When it returns, on any rank, the checkpoint is complete on disk. When it raises CheckpointError, it raises on every
-    live rank, and the latest checkpoint is still the previous one.
+    live rank, the latest checkpoint is still the previous one, and what was written is deleted.
     """
+    try:
+        return _save(root, iteration, tensors, payload, world, streamed)
+    except CheckpointError as error:
+        if world.first:
+            with suppress(OSError):
+                remove(_scratch(root, iteration))
+        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+            raise CheckpointError(f"{error}; {_space(root, tensors, world)}") from error.__cause__
+        raise
+
+
+def _space(root: Path, tensors: StateDict, world: Axis) -> str:
+    """What a checkpoint takes and the disk has. Collective over `world`."""
+    boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
+    items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
+    needed = sum(gather(sum(map(item_bytes, items)), world))
+    free = on_first_rank(lambda: shutil.disk_usage(root).free, world)
+    return f"it takes {needed:,} bytes, and {free:,} bytes are free in {root}"
+
+
+def _scratch(root: Path, iteration: int) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return checkpoint_folder(root, iteration).with_suffix(".tmp")
+
+
+def _save(root: Path, iteration: int, tensors: StateDict, payload: dict[str, Any], world: Axis, streamed: bool) -> Path:
     final = checkpoint_folder(root, iteration)
-    scratch = final.with_suffix(".tmp")
+    scratch = _scratch(root, iteration)
     on_first_rank(lambda: _clear(root, scratch), world)
     # SummedFiles syncs the files: DCP would sync them before Python's buffer is flushed. Without copying ahead DCP
     # makes no CUDA stream; on a thread without a current device it would make one on device 0.

@@ -54,7 +54,7 @@ class StreamingWriter(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         results: list[WriteResult] = []
         items, number = list(plan.items), 0
-        made = made_ahead([(_bytes(item), partial(planner.resolve_data, item)) for item in items])
+        made = made_ahead([(item_bytes(item), partial(planner.resolve_data, item)) for item in items])
         while items:
             name = f"{plan.storage_data.prefix}{number}.distcp"
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
@@ -74,6 +74,7 @@ class StreamingWriter(dcp.FileSystemWriter):
         return done
 
 
-def _bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of the data of an item to write."""
     data = item.tensor_data
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
