@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 
-from tests.faults.runs import run_with_fault
+from tests.faults.runs import Ended, run_with_fault
+
+
+def root_cause_at(ended: Ended) -> float:
+    """The time that torchrun prints of the root cause."""
+    found = re.search(r"Root Cause \(first observed failure\):\s+\[\d\]:\s+time\s+: (\S+)", ended.screen)
+    assert found is not None, ended.screen
+    return datetime.fromisoformat(found[1].replace("_", "T")).timestamp()
 
 
 def test_one_report_ends_the_screen(tmp_path: Path) -> None:
@@ -15,6 +23,7 @@ def test_one_report_ends_the_screen(tmp_path: Path) -> None:
     assert ended.screen.count("RUN FAILED") == 1
     assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\s+phase: step 3, micro-batch \d+, action F", report)
     assert "RuntimeError: injected: this rank's own error" in report
+    assert -2 < root_cause_at(ended) - float((tmp_path / "fault").read_text()) <= ended.seconds
     assert "what to do: " in report
     stacks = sorted(path.name for path in (tmp_path / "save" / "stacks").glob("rank-*"))
     assert stacks == [f"rank-{rank:05d}.txt" for rank in range(2)]
@@ -24,5 +33,5 @@ def test_one_report_ends_the_screen(tmp_path: Path) -> None:
 def test_a_rank_that_dies_without_a_word_is_named(tmp_path: Path) -> None:
     ended = run_with_fault("kill", tmp_path, "--pp", "1", rank=1, processes=2)
     assert ended.code != 0 and not ended.left
-    assert re.search(r"RUN FAILED: rank 1 of 2", ended.screen)
-    assert "SIGKILL" in ended.screen
+    assert "RUN FAILED: rank 1 of 2" in ended.screen.partition("Root Cause")[2]
+    assert "SIGKILL" in ended.screen and "the same command goes on from the latest checkpoint" in ended.screen

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -66,13 +67,13 @@ def test_tags_are_megatron_s() -> None:
 def test_a_resumed_run_hides_what_it_writes_again_and_nothing_else(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(tmp_path, 1, 6, tensorboard_dir=str(tmp_path / "board"))
-    run(tmp_path, 4, 8, tensorboard_dir=str(tmp_path / "board"))
+    for first, last in ((1, 6), (4, 12), (11, 14)):  # what lies at 8 samples the second run hides, the third does not
+        run(tmp_path, first, last, tensorboard_dir=str(tmp_path / "board"))
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 9))
-    assert [event.step for event in events.Scalars("lm loss vs samples")] == list(range(8, 72, 8))
-    assert [event.wall_time for event in events.Scalars("learning-rate vs samples")] == [1e9 + n for n in range(1, 9)]
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 15))
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == list(range(8, 120, 8))
+    assert [event.wall_time for event in events.Scalars("learning-rate vs samples")] == [1e9 + n for n in range(1, 15)]
     (text,) = events.Tensors("config/text_summary")[-1].tensor_proto.string_val
     assert "| hidden_size | 64 |" in text.decode()
 
@@ -108,6 +109,27 @@ def test_a_full_disk_costs_tensorboard_no_record(
     events.Reload()
     assert {event.step for event in events.Scalars("lm loss")} == set(range(1, 9))
     assert capsys.readouterr().err.count("cannot write events to") == 1
+
+
+@pytest.mark.parametrize("save", ["save", None])
+def test_weights_and_biases_has_its_files_in_the_folder_of_the_run_or_none(
+    save: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TMPDIR": str(tmp_path / "tmp")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("tmp", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    folder = None if save is None else str(tmp_path / save)
+    for sink in open_sinks(LoggingConfig(wandb_project="p"), folder, 0, {}):
+        sink.close()
+    wandb.teardown()
+    (place,) = (tmp_path / save,) if save else (tmp_path / "tmp").glob("wandb-*")
+    assert (place / "wandb_run_id.txt").exists() and list((place / "wandb").glob("offline-run-*"))
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ([] if save else ["metrics.jsonl"])
 
 
 def test_a_run_that_is_requeued_five_times_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,16 +40,17 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
     for flag, folder in (
         ("--save", checkpoint.save),
         ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--wandb-save-dir", logging.wandb_save_dir),
         ("--data-cache-path", config.data.data_cache_path),
         ("--export-hf-dir", checkpoint.export_hf_dir),
         ("--eval-tasks-samples", config.eval_tasks.eval_tasks_samples),
     ):
         if folder and (why := why_unwritable(Path(folder))):
             yield Problem(flag, folder, why, "use a folder that can be written")
-    metrics = logging.metrics_file
-    if metrics and Path(metrics).is_dir():
-        yield Problem("--metrics-file", metrics, "is a folder", "use a file in it")
-    elif metrics and (why := why_unwritable(Path(metrics).parent)):
-        yield Problem("--metrics-file", metrics, why, "use a file in a folder that can be written")
+    for flag, file in (("--metrics-file", logging.metrics_file), ("--sample-log", logging.sample_log)):
+        if file and Path(file).is_dir():
+            yield Problem(flag, file, "is a folder", "use a file in it")
+        elif file and (why := why_unwritable(Path(file).parent)):
+            yield Problem(flag, file, why, "use a file in a folder that can be written")
     if checkpoint.load and Path(checkpoint.load).is_file():
         yield Problem("--load", checkpoint.load, "is a file", "use the folder of the checkpoints, or one checkpoint")

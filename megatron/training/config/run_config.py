@@ -190,7 +190,7 @@ class LoggingConfig:
     """Weights & Biases team or user; default: that of the login."""
 
     wandb_save_dir: str | None = flag(None, path="local")
-    """Folder for the files of Weights & Biases; default: wandb in the present folder."""
+    """Folder for the files of Weights & Biases; default: WANDB_DIR, else --save, else a temporary folder."""
 
     log_straggler: bool = False
     """Report the slowest ranks of each phase of a step."""

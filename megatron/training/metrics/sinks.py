@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -107,7 +108,7 @@ class TensorBoardSink:
     """Writes the numbers of each record as TensorBoard scalars with Megatron-LM's tags, and the configuration as text.
 
     A resumed run hides what earlier ones wrote of later iterations. TensorBoard hides by step whatever the tag, so the
-    curves over samples would lose more than that: they are written anew from the `history` of records.
+    curves over samples lose more than that: what was hidden is written anew from the `history` of records.
 
     If a write fails, for example on a full disk, one warning is printed, and a later file gets all records of the last
     `FLUSHED_SECONDS` and since. `metrics.jsonl` has every record."""
@@ -124,7 +125,7 @@ class TensorBoardSink:
             self._writer.add_text("config", f"| field | value |\n| --- | --- |\n{rows}", resume_iteration)
             for record in history:
                 for tag, value, step in scalars(record):
-                    if tag.endswith(" vs samples"):
+                    if tag.endswith(" vs samples") and step > resume_iteration:
                         self._writer.add_scalar(tag, value, step, walltime=record.get("time"))
 
     def write(self, record: Record) -> None:
@@ -167,9 +168,12 @@ class TensorBoardSink:
 class WandbSink:
     """Logs records to Weights & Biases with Megatron-LM's names. Raises ValueError if the package is not installed.
 
-    A run that resumes goes on in the run of Weights & Biases whose id stands in `id_file`."""
+    Its files go into `folder`. A run that resumes goes on in the run of Weights & Biases whose id stands in `id_file`.
+    """
 
-    def __init__(self, config: LoggingConfig, run_config: Record, id_file: Path, resume_iteration: int) -> None:
+    def __init__(
+        self, config: LoggingConfig, run_config: Record, folder: str, id_file: Path, resume_iteration: int
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -180,7 +184,7 @@ class WandbSink:
             project=config.wandb_project,
             name=config.wandb_exp_name,
             entity=config.wandb_entity,
-            dir=config.wandb_save_dir,
+            dir=folder,
             config=run_config,
             id=id_file.read_text().strip() if resume_iteration and id_file.exists() else None,
             resume="allow",
@@ -205,5 +209,7 @@ def open_sinks(config: LoggingConfig, save: str | None, resume_iteration: int, r
         history = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
         sinks.append(TensorBoardSink(config.tensorboard_dir, resume_iteration, run_config, list(history)))
     if config.wandb_project:
-        sinks.append(WandbSink(config, run_config, Path(path).with_name("wandb_run_id.txt"), resume_iteration))
+        folder = config.wandb_save_dir or os.environ.get("WANDB_DIR") or save or tempfile.mkdtemp(prefix="wandb-")
+        beside = Path(path).parent if save or config.metrics_file else Path(folder)
+        sinks.append(WandbSink(config, run_config, folder, beside / "wandb_run_id.txt", resume_iteration))
     return sinks

@@ -85,15 +85,15 @@ class FailureHandler:
         if self._store is None:
             raise error
         end_within(LAST_RESORT)
-        status.error = error
+        status.error, at = error, time.time()
         silent = self._await_cause(error) if is_consequence(error) else []
         with self._only_once():
             who, phase = self._board.name(rank), status.phase_and_action()
             failure = Failure.of(error, rank, who, phase, self.checkpoints)
-            self._end(failure, silent, waited=is_consequence(error))
+            self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
-    def report_gone(self, rank: int) -> NoReturn:
-        """Ends all ranks because the process of another rank is gone."""
+    def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
+        """Ends all ranks because the process of another rank is gone, which was last `seen` at that time."""
         with self._only_once():
             board, phase = self._board, ""
             with suppress(RuntimeError):  # the store may be gone with it
@@ -102,7 +102,8 @@ class FailureHandler:
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
             last_words = self._stacks.last_words(rank)
             what = f"process{pid} is gone and left no traceback{last_words}"
-            self._end(Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"]))
+            failure = Failure(self._launch.rank, board.name(rank), phase, "process is gone", what, ADVICE["died"])
+            self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
         """Ends because `ranks` of other hosts cannot be reached, and with them perhaps the store and who reports."""
@@ -158,9 +159,9 @@ class FailureHandler:
         """Reports for this host and ends, without a word to or from other hosts. Files may lie with them."""
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
-            tell_last(failure.text(), now=True)
+            tell_last(failure.text(), now=True, at=failure.at)
         else:
-            write_error_file(failure.line(), 1)
+            write_error_file(failure.line(), time.time() + 1)
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
@@ -274,13 +275,13 @@ class FailureHandler:
                 self._echo(cause)
             elif self._launch.local_rank == 0:
                 print(cause.text(), file=sys.stderr, flush=True)
-            write_error_file(cause.line(), 1)
+            write_error_file(cause.line(), time.time() + 1)
             self._kill_silent(cause)
             self.left = True
             board.say("left")
             time.sleep(0.5)  # the launcher hears of the failed rank first
         except RuntimeError:
-            write_error_file(cause.line(), 1)
+            write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)
 
     def _echo(self, cause: Failure) -> None:
@@ -302,7 +303,8 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Prints the report last."""
         # torchrun sends a signal to the others when a process is gone, and prints what they have said of that.
-        tell_last(text, now=self._signals.first_at is not None and failure.advice != ADVICE["died"])
+        now = self._signals.first_at is not None and failure.advice != ADVICE["died"]
+        tell_last(text, now, failure.at)
 
     def _exit(self, code: int) -> NoReturn:
         end_within(LAST_RESORT)

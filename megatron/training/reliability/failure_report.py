@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import tomllib
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -50,6 +51,8 @@ class Failure:
 
     advice: str
     code: int = ExitCode.FAILED
+    at: float = field(default_factory=time.time)
+    """Time of the failure, or a little before it, in seconds since 1970."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, who: str, phase: str, options: CheckpointConfig) -> Failure:

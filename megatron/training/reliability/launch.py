@@ -107,15 +107,14 @@ def hold_ignored_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
 
-def write_error_file(text: str, later: int = 0) -> bool:
+def write_error_file(text: str, at: float | None = None) -> bool:
     """Writes torchrun's error file, whose text torchrun prints last. Returns False without torchrun.
 
-    torchrun takes the earliest failure as the root cause, in whole seconds: `later` seconds are added to this one.
-    """
+    torchrun takes the earliest failure as the root cause, in whole seconds: this one is `at`, by default now."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + later)}
+    extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
     except OSError:  # a full disk, of which the text may tell
@@ -123,10 +122,14 @@ def write_error_file(text: str, later: int = 0) -> bool:
     return True
 
 
-def tell_last(text: str, now: bool = False) -> None:
-    """Makes the root cause the last text on the screen: through torchrun, which prints a worker's error file when all
-    workers have ended, or directly if torchrun will restart them. `now`: directly too, as torchrun itself is ending."""
-    written = write_error_file(text, -10)
+def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
+    """Makes the root cause, of the time `at` or just now, the last text on the screen: through torchrun, which prints a
+    worker's error file when all workers have ended, or directly if torchrun will restart them. `now`: directly too, as
+    torchrun itself is ending.
+
+    torchrun shows a time one to two seconds before: a process that died without an error file has the second in which
+    torchrun noticed it, and this cause must be earlier."""
+    written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:
         print(text, file=sys.stderr, flush=True)
 

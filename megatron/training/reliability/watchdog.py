@@ -45,6 +45,7 @@ class Watchdog:
         self._lease: SaveLease | None = None
         self._conditions = StopConditions({}, [])
         self._meetings = 0
+        self._looked = time.time()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -150,12 +151,13 @@ class Watchdog:
     def _look(self, board: Board) -> None:
         board.beat(self.status.phase_and_action())
         self.hosts.look()
+        seen, self._looked = self._looked, time.time()
         cause = board.cause()
         if cause is not None and cause.reporter != self.launch.rank:
             self.failures.follow(cause)
         for rank, peer in board.neighbours().items():
             if not peer.state() and rank not in board.get_all("over"):
-                self.failures.report_gone(rank)
+                self.failures.report_gone(rank, seen)
         if self.launch.rank == 0 and not self.requests.pending:
             for request in self._conditions.due():
                 self.requests.ask(request)
