@@ -68,16 +68,16 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
             problems += Problem.of_errors("--tokenizer-type", config.tokenizer.tokenizer_type, error)
     config = resolve(config, world_size, vocab_size)
     problems += validate(config, world_size)
-    if command.dry_run:
+    if command.trains:
+        problems += too_short_a_job(config, os.environ)
+    if command.dry_run or (command.trains and problems and launch.rank == 0):  # a run that can start says it itself
         inputs += missing_inputs(config)
     if command.rehearsal is not None:
         problems += _wrong_ranks(command.rehearsal.ranks, config, world_size)
-    if command.trains:
-        problems += too_short_a_job(config, os.environ)
     if command.suggest is not None and config.training.global_batch_size:
         _suggest(config, world_size, command, problems, launch)
     if problems:
-        _refuse([*problems, *inputs] if command.dry_run else problems, launch, command.plan_file)
+        _refuse([*problems, *inputs], launch, command.plan_file)
     if command.dry_run:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
