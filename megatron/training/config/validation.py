@@ -203,7 +203,7 @@ def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> Any:
         sizes = legal_sizes(replace(config, training=training))
         for stem, none in (("lr_decay", None), ("lr_warmup", 0), ("lr_wsd_decay", None)):
             if iters := getattr(optimizer, f"{stem}_iters"):
-                values = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
+                values: dict[str, Any] = {f"{stem}_samples": sizes.samples(iters), f"{stem}_iters": none}
                 optimizer = replace(optimizer, **values)
     for stem, default in (("lr_decay", None), ("lr_warmup", 0)):
         tokens = getattr(optimizer, f"{stem}_tokens")
