@@ -17,11 +17,11 @@ import torch
 
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.async_saver import CheckpointSaver
-from megatron.core.dist_checkpointing.folders import saved_folders
+from megatron.core.dist_checkpointing.folders import read_latest, saved_folders
 from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedBoxes
-from megatron.core.dist_checkpointing.storage import CheckpointError, read_latest
+from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parallel_state import Axis, initialize_model_parallel
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing import storage
+from megatron.core.dist_checkpointing.folders import read_latest
 from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.state_dict import load_targets, model_state, optimizer_key, optimizer_state
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, open_checkpoint, save
@@ -277,7 +278,7 @@ def test_a_killed_save_leaves_the_latest_loadable(
     run_world(2, save_model_only, Layout(dp=2), tmp_path)
     with pytest.raises(RuntimeError):
         run_world(2, save_and_die, tmp_path, method, suffix, iteration)
-    assert storage.read_latest(tmp_path) == left
+    assert read_latest(tmp_path) == left
     folder = candidates(tmp_path).folders[0]
     assert json.loads((folder / "metadata.json").read_text()) == {}
     run_world(1, load_weights_alone, Layout(), tmp_path)
@@ -304,7 +305,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     run_world(2, save_model_only, Layout(dp=2), tmp_path)
     messages = run_world(2, fail_to_write, tmp_path)
     assert all("on rank 1" in message and "No space left" in message for message in messages)
-    assert storage.read_latest(tmp_path) == 1 and not list(tmp_path.glob("*.tmp"))
+    assert read_latest(tmp_path) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
 def save_below_a_file(rank: int, world_size: int, root: Path) -> str:
