@@ -166,7 +166,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--num-layer 30 --hidden-size x --mtp-detach-heads --moe-input-jitter-eps 1 --padded-vocab-size 8 "
         "--dataloader-type cyclic --pipeline-schedule 1f1 "
         "--swiglu yes --gibberish --tp 3 --world-size 8 --dry-run --seed 1 2 "
-        "--cp-comm-type ring --onnx-safe --lr 3",
+        "--cp-comm-type ring --onnx-safe --lr 3 --num-experts 64 128",
         capsys,
     )
     for line in (
@@ -182,6 +182,7 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
+        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one value",
         "--onnx-safe: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines

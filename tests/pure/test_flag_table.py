@@ -56,6 +56,8 @@ def sections(tables: dict) -> Iterator[str]:
     for flag, values in tables["values_not_built"].items():
         for value, feature in values.items():
             features.setdefault(feature, ([], [], []))[0].append(f"`{flag} {value}`")
+    for flag, feature in tables["several_not_built"].items():
+        features.setdefault(feature, ([], [], ["give one value"]))[0].append(f"`{flag}` with several values")
     for feature, (asked, settings, remedies) in sorted(features.items()):
         yield f"| {feature} | {' '.join(asked)} | {' '.join(settings)} | {'; '.join(dict.fromkeys(remedies))} |"
 

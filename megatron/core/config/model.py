@@ -485,6 +485,11 @@ class TransformerConfig(
         return ACTIVATIONS.facts(self.activation).gated
 
     @property
+    def embedding_init_std(self) -> float:
+        """Standard deviation of initial embeddings."""
+        return self.init_method_std if self.embedding_init_method_std is None else self.embedding_init_method_std
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of initial weights whose product is added to the residual stream: smaller, so that the
         stream's variance does not grow with depth."""

@@ -85,6 +85,9 @@ class ForeignFlags:
     values_not_built: dict[str, dict[str, str]]
     """Flag -> its value -> the feature that it asks for."""
 
+    several_not_built: dict[str, str]
+    """Flag of one value -> the feature that several values ask for."""
+
     examples: dict[str, str]
     """Flag and value -> the file of examples/ that registers the value."""
 
@@ -127,4 +130,5 @@ def foreign_flags() -> ForeignFlags:
         entry = NotBuilt(**settings, switch=tuple(group.get("switch", ())))
         entries |= dict.fromkeys(group.get("flags", ()), entry)
         prefixes |= dict.fromkeys(group.get("prefixes", ()), entry)
-    return ForeignFlags(entries, prefixes, tables["same_values"], tables["values_not_built"], tables["examples"])
+    values = (tables[name] for name in ("same_values", "values_not_built", "several_not_built", "examples"))
+    return ForeignFlags(entries, prefixes, *values)

@@ -262,8 +262,10 @@ class FlagReader:
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
         """Converts the text of a field's value, and sets it unless it is not legal."""
         if not texts or (len(texts) > 1 and not flag.takes_several):
-            rule = "takes one or more values" if flag.spec.many else "takes one value"
-            self.wrong(flag, name, texts, rule, f"given: {len(texts)}")
+            rule, remedy = "takes one or more values" if flag.spec.many else "takes one value", f"given: {len(texts)}"
+            if texts and (feature := foreign_flags().several_not_built.get(flag.name)):
+                rule, remedy = f"asks for {feature}, which is not built", "give one value"
+            self.wrong(flag, name, texts, rule, remedy)
             return
         try:
             value = flag.convert(texts)

@@ -131,19 +131,14 @@ def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> Para
 
 
 def _vocabulary(name: str, config: TransformerConfig, shared_stages: tuple[int, ...], role: str) -> ParamMeta:
-    init = _embedding_init(config) if role == "embedding" else Init("normal", config.init_method_std)
-    shape = config.padded_vocab_size, config.hidden_size
+    std = config.embedding_init_std if role == "embedding" else config.init_method_std
+    shape, init = (config.padded_vocab_size, config.hidden_size), Init("normal", std)
     return ParamMeta(name, shape, {"tp": 0}, init, shared_stages=shared_stages, role=role)
-
-
-def _embedding_init(config: TransformerConfig) -> Init:
-    own = config.embedding_init_method_std
-    return Init("normal", config.init_method_std if own is None else own)
 
 
 def position_embedding_meta(config: TransformerConfig, sequence_parallel: bool) -> ParamMeta:
     """Learned positions, whole on every rank. Under sequence parallelism a rank looks up those of its own tokens."""
-    shape, init = (config.max_positions, config.hidden_size), _embedding_init(config)
+    shape, init = (config.max_positions, config.hidden_size), Init("normal", config.embedding_init_std)
     partial_over = sequence_partial(sequence_parallel)
     name = "embedding.position_embeddings.weight"
     return ParamMeta(name, shape, init=init, partial_over=partial_over, role="embedding")
