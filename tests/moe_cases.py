@@ -29,11 +29,16 @@ DEEPSEEK = replace(
     moe_router_enable_expert_bias=True,
     moe_router_topk_scaling_factor=2.5,
     moe_shared_expert_intermediate_size=16,
-    moe_router_load_balancing_type="seq_aux_loss",
-    moe_aux_loss_coeff=0.1,
+    moe_router_load_balancing_type=("seq_aux_loss",),
+    moe_aux_loss_coeff=(0.1,),
 )
 SWITCH = replace(
-    MIXTRAL, moe_router_topk=1, moe_router_pre_softmax=True, swiglu=False, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.0
+    MIXTRAL,
+    moe_router_topk=1,
+    moe_router_pre_softmax=True,
+    swiglu=False,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.0,
 )
 GPT_OSS = replace(
     MIXTRAL,
@@ -56,18 +61,21 @@ CASES: dict[str, TransformerConfig] = {
     "llama4, biases": replace(LLAMA4, moe_router_topk=2, add_bias_linear=True, moe_expert_capacity_factor=0.7),
     "gpt-oss": GPT_OSS,
     "gpt-oss drop": replace(
-        GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1, moe_shared_expert_intermediate_size=16
+        GPT_OSS, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=(0.1,), moe_shared_expert_intermediate_size=16
     ),
     "mixtral": MIXTRAL,
     "latent": replace(DEEPSEEK, moe_latent_size=12),
     "latent, biases": replace(DEEPSEEK, moe_latent_size=12, add_bias_linear=True),
     "deepseek": DEEPSEEK,
     "sqrtsoftplus": replace(DEEPSEEK, moe_router_score_function="sqrtsoftplus"),
+    "two losses": replace(
+        DEEPSEEK, moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"), moe_aux_loss_coeff=(0.1, 0.3)
+    ),
     "switch": SWITCH,
-    "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=0.1),
-    "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn"),
-    "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1),
-    "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.1),
+    "drop": replace(MIXTRAL, moe_expert_capacity_factor=0.7, moe_aux_loss_coeff=(0.1,)),
+    "sinkhorn": replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",)),
+    "sinkhorn-one": replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=1),
+    "forced": replace(MIXTRAL, moe_router_force_load_balancing=True, moe_aux_loss_coeff=(0.1,)),
     "drop-least": replace(MIXTRAL, moe_expert_capacity_factor=0.1, moe_min_capacity=3),
     "groups": replace(DEEPSEEK, moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2),
     "groups, softmax": replace(MIXTRAL, moe_router_num_groups=4, moe_router_group_topk=1),
@@ -131,7 +139,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     if layer.router.random_logits is not None:
         random = layer.router.random_logits(logits.detach(), torch.arange(s), context(b))
         logits = random + (logits - logits.detach())
-    sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
+    sinkhorn = config.moe_sinkhorn
     functions = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda logits: logits.exp().log1p().sqrt()}
     own = "sigmoid" if sinkhorn and k == 1 else config.moe_router_score_function
     scores = functions.get(own, lambda logits: logits.softmax(-1))(logits)
@@ -173,15 +181,15 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
         of_shared = mlp(config, shared, x)
         out = out + (of_shared * (x @ shared.gate_weight.T).sigmoid() if config.moe_shared_expert_gate else of_shared)
     probabilities = scores / scores.sum(-1, keepdim=True)
-    if config.moe_router_load_balancing_type == "seq_aux_loss":
-        share = unbiased.sum(0) / (k * s)
-        auxiliary = count * (share * probabilities.mean(0)).sum(-1).mean()
-    else:
+    auxiliary = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
+    for kind, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
         counts = unbiased.sum(0)
         shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # of the samples up to j
-        auxiliary = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
-    z = logits.logsumexp(-1).square().mean()
-    return out, config.moe_aux_loss_coeff * auxiliary + config.moe_z_loss_coeff * z, kept
+        if kind == "seq_aux_loss":
+            shares = counts / (k * s)
+        loss = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
+        auxiliary = auxiliary + coefficient * loss
+    return out, auxiliary, kept
 
 
 def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:

@@ -273,8 +273,7 @@ def may_repeat(rehearsal: Rehearsal) -> bool:
     its calls, and where what one micro-batch does is not ended before the next one begins."""
     config, parallel = rehearsal.config, rehearsal.config.parallel
     model = config.model
-    summed = bool(model.num_experts and model.moe_aux_loss_coeff) and "aux" in model.moe_router_load_balancing_type
-    summed = summed and model.moe_router_load_balancing_type != "seq_aux_loss"  # loads of all samples so far
+    summed = bool(model.num_experts and model.moe_running_loss_coeff)  # loads of all samples so far
     mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config) or summed
     return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
 

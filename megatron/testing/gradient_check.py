@@ -36,7 +36,9 @@ def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, f
     config = resolve(config, 1)
     batch = config.training.global_batch_size
     assert batch is not None and config.parallel.fp64
-    model = replace(config.model, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+    model = replace(
+        config.model, moe_aux_loss_coeff=(0.0,) * len(config.model.moe_aux_loss_coeff), moe_z_loss_coeff=0.0
+    )
     training = replace(config.training, micro_batch_size=batch, num_microbatches=1)
     config = replace(config, model=model, training=training)
     return run_world(1, _gradient_differences, config, timeout=timeout)[0]

@@ -201,7 +201,7 @@ def test_experts_in_one_process(stride: int) -> None:
         "shared": replace(even, moe_shared_expert_intermediate_size=64, swiglu=False, squared_relu=True),
         "every second layer": replace(even, moe_layer_freq="2"),
         "gated": replace(even, moe_shared_expert_intermediate_size=64, moe_shared_expert_gate=True),
-        "groups": replace(even, moe_router_num_groups=4, moe_router_group_topk=1, moe_aux_loss_coeff=0.1),
+        "groups": replace(even, moe_router_num_groups=4, moe_router_group_topk=1, moe_aux_loss_coeff=(0.1,)),
         "biased": replace(even, swiglu=False, quick_geglu=True, activation_func_clamp_value=1.0, add_bias_linear=True),
         "weights on inputs": replace(even, moe_router_topk=1, moe_apply_probs_on_input=True),
     }

@@ -28,6 +28,8 @@ MODELS = {
     "groups": "--swiglu --num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-aux-loss-coeff 0.1",
+    "two losses": "--swiglu --num-experts 8 --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+    "--moe-aux-loss-coeff 0.1 0.3",
     "switch": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq 2 "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
     "drop": "--swiglu --num-experts 8 --moe-expert-capacity-factor 0.6 --moe-router-load-balancing-type none",
@@ -98,6 +100,7 @@ DEEPSEEK = (
 PAIRS += [("deepseek", name) for name in DEEPSEEK]
 PAIRS += [("deepseek", "zb-h2-in-turns")]
 PAIRS += [("groups", name) for name in ("ep4", "cp2-tp2", "zb-h1", "recomputed-act")]
+PAIRS += [("two losses", name) for name in ("ep4", "cp2-tp2", "zb-h1")]
 PAIRS += [("switch", name) for name in ("dp2", "ep4-gather", "tp2-etp1-ep2")]
 DROP = ("dp2", "ep4", "ep8-gather", "tp2-etp2-ep2-dp4", "pp2-mapping", "cp2", "cp2-tp2", "cp2-tp2-etp4")
 DROP += ("padded-cp2",)

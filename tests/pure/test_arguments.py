@@ -182,7 +182,8 @@ def test_every_problem_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--gibberish: unknown flag; neither this program nor Megatron-LM has it; remove it",
         "--seed 1 2: takes one value; given: 2",
         "--cp-comm-type ring: must be one of p2p, all_gather, a2a; pick one of them",
-        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one value",
+        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
+        "value",
         "--onnx-safe: asks for this activation function, which is not built; remove it",
     ):
         assert line in lines

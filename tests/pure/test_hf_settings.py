@@ -242,6 +242,6 @@ def test_tied_head_that_differs_is_refused() -> None:
 
 def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
     """A softmax over all experts in place of one over those chosen."""
-    sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn")
+    sinkhorn = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",))
     with pytest.raises(ValueError, match="moe_router_pre_softmax = True"):
         config_to_hf(sinkhorn, "mixtral")

@@ -166,12 +166,12 @@ def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
     return layer.router.weight.grad.clone()
 
 
-AUXILIARY = replace(MIXTRAL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0)
+AUXILIARY = replace(MIXTRAL, moe_aux_loss_coeff=(1.0,), moe_z_loss_coeff=0.0)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
 def test_the_loss_acts_within_the_step_and_does_not_fade(kind: str) -> None:
-    layer = build_layer(replace(AUXILIARY, moe_router_load_balancing_type=kind))
+    layer = build_layer(replace(AUXILIARY, moe_router_load_balancing_type=(kind,)))
     batches = [random_input(AUXILIARY, seed).detach() for seed in range(2)]
     first, *others = (router_gradient(layer, batches) for _ in range(4))
     assert first.abs().max() > 1e-3
@@ -257,7 +257,7 @@ def test_ties_go_to_the_lower_number() -> None:
 
 
 def test_sinkhorn_evens_the_loads_of_each_sequence_in_training_only() -> None:
-    config = replace(MIXTRAL, moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)
+    config = replace(MIXTRAL, moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=1)
     layer = build_layer(config)
     x = torch.randn(64, B, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) + 1
 

@@ -14,7 +14,7 @@ from megatron.core.parts import PIPELINE_SCHEDULES
 from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.flags import field_table
+from megatron.training.config.flags import config_of_sections, field_table
 from megatron.training.config.validation import notices, resolve, validate
 
 
@@ -76,6 +76,12 @@ def problems(argv: str, world_size: int) -> list[str]:
             "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type none",
             1,
             "--moe-aux-loss-coeff 1.0: cannot be combined",
+        ),
+        (f"{SINKHORN} aux_loss --moe-aux-loss-coeff 1 1", 1, "sinkhorn aux_loss: sinkhorn is no loss to add"),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1",
+            1,
+            "--moe-aux-loss-coeff 1.0: must be as many as the 2 of --moe-router-load-balancing-type",
         ),
         (f"{SINKHORN} --moe-aux-loss-coeff 1", 1, f"--moe-aux-loss-coeff 1.0: cannot be combined with {SINKHORN}"),
         (f"{SINKHORN} --moe-router-enable-expert-bias", 1, f"expert-bias: cannot be combined with {SINKHORN}"),
@@ -192,11 +198,17 @@ def test_one_micro_batch_has_nobody_to_take_turns_with(schedule: str, pp: int) -
         assert turns == (microbatches > 1) == (not found)
 
 
+def test_one_loss_of_an_older_file_is_read() -> None:
+    saved = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    model = config_of_sections({"model": saved}).model
+    assert model.moe_balancing_coeff("seq_aux_loss") == 0.1 and not model.moe_running_loss_coeff
+
+
 def test_flags_of_experts_need_experts() -> None:
     samples: dict[type, str] = {int: "3", float: "0.5", str: "2"}
     for field in fields(MoEConfig):
         flag = field_table()[field.name]
-        other = [choice for choice in flag.spec.choices or () if choice != flag.default]
+        other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
         value = [] if flag.kind is bool else [other[0] if other else samples[flag.kind]]
         found = problems(" ".join([BASE, flag.name, *value]), 1)
         needs = [p for p in found if p.startswith(flag.name) and "has no effect without --num-experts" in p]

@@ -64,15 +64,15 @@ class MoEConfig:
     moe_router_bias_update_rate: float = 1e-3
     """Update step of the expert bias per iteration."""
 
-    moe_router_load_balancing_type: str = flag(
-        "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+    moe_router_load_balancing_type: tuple[str, ...] = flag(
+        ("aux_loss",), many=True, choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
     """Scope of the auxiliary loss: each sequence (seq_aux_loss), or the samples of the global batch up to each one
-    (aux_loss and global_aux_loss, which are the same here). sinkhorn balances the choice of experts within each
-    sequence instead, without a loss."""
+    (aux_loss and global_aux_loss, which are the same here); several losses are added. sinkhorn balances the choice of
+    experts within each sequence instead, without a loss."""
 
-    moe_aux_loss_coeff: float = 0.0
-    """Coefficient of the auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True)
+    """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
 
     moe_z_loss_coeff: float = 0.0
     """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is common."""
@@ -104,6 +104,21 @@ class MoEConfig:
     moe_per_layer_logging: bool = False
     """Log the load of each expert in each layer, in addition to the mean over layers."""
 
+    def moe_balancing_coeff(self, *types: str) -> float:
+        """Sum of the coefficients of auxiliary losses of these types."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)  # a rule counts them
+        return sum(coefficient for kind, coefficient in pairs if kind in types)
+
+    @property
+    def moe_running_loss_coeff(self) -> float:
+        """Coefficient of the auxiliary loss over the samples of the global batch up to each one."""
+        return self.moe_balancing_coeff("aux_loss", "global_aux_loss")
+
+    @property
+    def moe_sinkhorn(self) -> bool:
+        """Whether the choice of experts is balanced, without a loss."""
+        return "sinkhorn" in self.moe_router_load_balancing_type
+
     @property
     def moe_drops_tokens(self) -> bool:
         """Whether experts have a limited capacity, in training or evaluation."""
@@ -115,7 +130,7 @@ class MoEConfig:
 
         Sinkhorn routing, which balances the choice, fixes them: sigmoid for one expert, pre_softmax for several.
         """
-        if self.moe_router_load_balancing_type == "sinkhorn":
+        if self.moe_sinkhorn:
             return "sigmoid" if self.moe_router_topk == 1 else "pre_softmax"
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
         return softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function

@@ -129,8 +129,14 @@ class Balance(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
-        self.kind = config.moe_router_load_balancing_type
-        self.coefficient = 0.0 if self.kind == "none" else config.moe_aux_loss_coeff
+        self.running_coeff = config.moe_running_loss_coeff
+        self.sequence_coeff = config.moe_balancing_coeff("seq_aux_loss")
+        self.of_sequences = "seq_aux_loss" in config.moe_router_load_balancing_type
+        both = self.running_coeff + self.sequence_coeff
+        self.has_loss, self.running_share = (
+            both > 0,
+            self.running_coeff / both if both else float(not self.of_sequences),
+        )
         self.z_coefficient = config.moe_z_loss_coeff
         self.bias_rate = config.moe_router_bias_update_rate
         self.sequence = ctx.experts.sequence
@@ -158,30 +164,33 @@ class Balance(nn.Module):
         assert context.aux_scale is not None
         assigned = self._assignments(chosen)
         wanted = assigned if unbiased is chosen else self._assignments(unbiased)
-        balancing = self.balancing_loss(probabilities, wanted.sum(0), context.number)
+        balancing, of_sequences = self.balancing_losses(probabilities, wanted.sum(0), context.number)
         z = (logits if self.z_coefficient else logits.detach()).logsumexp(-1).square().sum()
-        loss = self.coefficient * balancing + self.z_coefficient * z
+        loss = balancing + self.z_coefficient * z
         dropped = z.new_zeros(()) if kept is None else (~kept).sum()
-        extra = [value.detach().to(torch.float64) for value in (balancing, z, dropped)]
+        extra = [value.detach().to(torch.float64) for value in (of_sequences, z, dropped)]
         accepted = assigned if kept is None else self._assignments(chosen, kept)
         per_expert = assigned, accepted, wanted, probabilities.detach()
         entries = torch.cat([*(x.sum((0, 1), dtype=torch.float64) for x in per_expert), torch.stack(extra)])
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
-    def balancing_loss(self, probabilities: Tensor, counts: Tensor, number: int) -> Tensor:
-        """Sum over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all.
+    def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Sums over these tokens of E sum_i f_i p_i: 1 a token under even load, E if one expert gets all. Returns all
+        times their coefficients, and the one of sequences.
 
         counts [b, E]: assignments of these tokens, of micro-batch `number`. The value is known for sequences only.
         """
-        if self.kind == "seq_aux_loss":
+        loss = of_sequences = probabilities.new_zeros(())
+        if self.running_coeff:
+            self.loads.start(number, counts)
+            loss = self.running_coeff * _AgainstRunningLoads.apply(probabilities, self.loads, number)
+        if self.of_sequences:
             counts = all_reduce_(counts, self.sequence)
             length = probabilities.shape[0] * self.sequence.size
             share = counts.to(probabilities.dtype) / (self.topk * length)
-            return self.num_experts * (share * probabilities.sum(0)).sum()
-        if not self.coefficient:
-            return probabilities.new_zeros(())
-        self.loads.start(number, counts)
-        return _AgainstRunningLoads.apply(probabilities, self.loads, number)
+            of_sequences = self.num_experts * (share * probabilities.sum(0)).sum()
+            loss = loss + self.sequence_coeff * of_sequences
+        return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
         """One-hot choice: chosen [s, b, k] -> [s, b, E]; of the `kept` [s, b, k] ones only, if given."""
@@ -197,12 +206,12 @@ class Balance(nn.Module):
         """Updates the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
         The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns, with
-        the balancing loss of the batch.
+        the balancing loss of the batch: a mean of both, weighted by their coefficients, where there are two.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert
-        if self.kind != "seq_aux_loss":
-            extra[0] = self.num_experts * (wanted / wanted.sum() * mass).sum()
+        if self.running_share:
+            extra[0].lerp_(self.num_experts * (wanted / wanted.sum() * mass).sum(), self.running_share)
         if self.expert_bias is not None:
             moved = self.expert_bias + self.bias_rate * torch.sign(accepted.mean() - accepted)
             self.expert_bias.copy_(moved if skip is None else torch.where(skip > 0, self.expert_bias, moved))

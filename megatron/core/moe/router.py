@@ -158,7 +158,7 @@ class TopKRouter(nn.Module):
         self.balance = Balance(name, config, ctx)
         self.scores: Scores = SCORES[config.moe_router_scores]
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
-        self.sinkhorn = config.moe_router_load_balancing_type == "sinkhorn"
+        self.sinkhorn = config.moe_sinkhorn
         forced = config.moe_router_force_load_balancing
         self.random_logits = RandomLogits(f"{name}.random_logits", ctx.seed) if forced else None
         self.scaling = config.moe_router_topk_scaling_factor
@@ -193,7 +193,7 @@ class TopKRouter(nn.Module):
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
         if self.training and context.aux_scale is not None:
-            probabilities = self.scores.probabilities(logits if self.balance.coefficient else logits.detach())
+            probabilities = self.scores.probabilities(logits if self.balance.has_loss else logits.detach())
             weights = self.balance(weights, logits, probabilities, chosen, unbiased, kept, context)
         if kept is not None:
             chosen, weights = chosen.masked_fill(~kept, self.num_experts), weights.masked_fill(~kept, 0.0)

@@ -208,11 +208,18 @@ def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     default."""
     built = {}
     for section, cls in sections().items():
-        known = {flag.field for flag in all_flags() if flag.section == section}
+        known = {flag.field: flag for flag in all_flags() if flag.section == section}
         given = {field: value for field, value in values.get(section, {}).items() if field in known}
-        built[section] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        built[section] = cls(**{field: _as_field(known[field], value) for field, value in given.items()})
     options = tuple(built.pop(title) for title in EXTENSION_SECTIONS)
     return RunConfig(**built, extension_options=options)
+
+
+def _as_field(flag: Flag, value: Any) -> Any:
+    """A value as its field has it: several are a tuple, also one alone, which older files have where there was one."""
+    if isinstance(value, list | tuple) or value is None or not flag.takes_several:
+        return tuple(value) if isinstance(value, list) else value
+    return (value,)
 
 
 def _fields_in_order(cls: type) -> list[Field]:

@@ -60,8 +60,7 @@ def _masks_tokens(c: RunConfig) -> bool:
 
 def _balances(c: RunConfig, *types: str) -> bool:
     """Whether a loss of one of these types balances experts."""
-    m = c.model
-    return m.num_experts is not None and m.moe_aux_loss_coeff > 0 and m.moe_router_load_balancing_type in types
+    return c.model.num_experts is not None and c.model.moe_balancing_coeff(*types) > 0
 
 
 def _samples_at_once(c: RunConfig) -> int:

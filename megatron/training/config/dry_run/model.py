@@ -100,5 +100,5 @@ def _experts_line(m: TransformerConfig) -> str:
     return (
         f"{m.num_experts} experts of {m.moe_ffn_size}{latent} in {len(m.moe_layers)} layers, each token to "
         f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
-        f"{m.moe_router_load_balancing_type}"
+        f"{' and '.join(m.moe_router_load_balancing_type)}"
     )

@@ -152,11 +152,17 @@ def _grouped(c: RunConfig) -> Iterator[Problem]:
 
 def _router(c: RunConfig) -> Iterator[Problem]:
     m = c.model
-    yield from _sinkhorn(m) if m.moe_router_load_balancing_type == "sinkhorn" else _scores(m)
+    yield from _sinkhorn(m) if m.moe_sinkhorn else _scores(m)
     yield from _groups(m)
-    if m.moe_aux_loss_coeff and m.moe_router_load_balancing_type == "none":
+    types, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
+    if any(coefficients) and types == ("none",):
         none = "--moe-router-load-balancing-type none"
-        yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, none)
+        yield Problem.exclusive("--moe-aux-loss-coeff", coefficients, none)
+    if len(types) > 1 and (alone := [kind for kind in types if kind in ("sinkhorn", "none")]):
+        yield Problem("--moe-router-load-balancing-type", types, f"{alone[0]} is no loss to add", "give it alone")
+    elif len(types) != len(coefficients):
+        rule = f"must be as many as the {len(types)} of --moe-router-load-balancing-type {' '.join(types)}"
+        yield Problem("--moe-aux-loss-coeff", coefficients, rule, "give one for each")
     if not m.moe_router_enable_expert_bias and m.moe_router_bias_update_rate != MoEConfig.moe_router_bias_update_rate:
         rate = m.moe_router_bias_update_rate
         yield Problem.no_effect("--moe-router-bias-update-rate", rate, "--moe-router-enable-expert-bias")
@@ -194,7 +200,7 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
             remedy = "add --moe-router-num-groups, for example the number of nodes that hold the experts"
             yield Problem("--moe-router-group-topk", best, "needs --moe-router-num-groups", remedy)
         return
-    if m.moe_router_load_balancing_type == "sinkhorn":
+    if m.moe_sinkhorn:
         sinkhorn = "--moe-router-load-balancing-type sinkhorn"
         yield Problem.exclusive("--moe-router-group-topk", best, sinkhorn, "it balances over all experts")
     if not divides(groups, m.num_experts):
@@ -218,7 +224,7 @@ def _groups(m: MoEConfig) -> Iterator[Problem]:
 def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
     """Sinkhorn routing balances by the choice of experts alone, and fixes the scores."""
     sinkhorn = "--moe-router-load-balancing-type sinkhorn"
-    if m.moe_aux_loss_coeff:
+    if any(m.moe_aux_loss_coeff):
         yield Problem.exclusive("--moe-aux-loss-coeff", m.moe_aux_loss_coeff, sinkhorn, "it has no auxiliary loss")
     if m.moe_router_enable_expert_bias:
         yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "each biases the choice of experts")

@@ -35,6 +35,7 @@ MAY_BE_ZERO = {
     "layer_growth_threshold",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",
+    "moe_aux_loss_coeff",
     "mtp_loss_scaling_factor",
     "mtp_num_layers",
     "num_layers_at_end_in_bf16",
