@@ -158,7 +158,7 @@ DIFFERENCES = (
         "and `--moe-router-topk-scaling-factor`",
         "scales those of all tokens of a rank's micro-batch until changes fall below a tolerance, so its choice "
         "depends on layout and micro-batch size",
-        lambda c, given: bool(c.model.num_experts) and c.model.moe_router_load_balancing_type == "sinkhorn",
+        lambda c, given: bool(c.model.num_experts) and c.model.moe_sinkhorn,
     ),
     Difference(
         "forced load balancing",
