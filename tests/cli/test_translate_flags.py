@@ -64,6 +64,12 @@ def test_what_has_no_translation_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert "--optimizer soap" in refused and "the SOAP optimizer" in refused
 
 
+@pytest.mark.usefixtures("forget_extensions_at_once")
+def test_values_of_examples_are_translated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--", *"--optimizer lion --lion-beta1 0.9".split()]) == 0
+    assert "--lion-beta1 0.9" in capsys.readouterr().out
+
+
 def test_neither_script_nor_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main([])
