@@ -63,7 +63,7 @@ def prepared_or_code(argv: list[str], launch: Launch) -> RunConfig | int:
         return config
     if launch.rank > 0:  # one process rehearses all ranks
         return 0
-    from megatron.rehearsal.command import rehearse
+    from megatron.extensions.planner.rehearsal.command import rehearse
 
     options, size = command.rehearsal, command.world_size or launch.world_size
     with ctrl_c_ends_the_process():

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.core.collectives import all_reduce_
+from megatron.extensions.evaluation.in_loop import generation_of, scorer_of
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.eval_tasks.in_loop import generation_of, scorer_of
 from megatron.training.metrics.interval import Interval
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.read_config import config_from_hf
-from megatron.core.models.hf.weights import copy_shards_, from_hf
 from megatron.core.parallel_state import ParallelState
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.weights import copy_shards_, from_hf
 from tests.gpt_cases import FP64
 from tests.hf_models import CASES, weights_in
 

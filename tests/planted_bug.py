@@ -26,11 +26,11 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.extensions.evaluation.in_loop import generation_of, scorer_of
 from megatron.testing.local_run import local_run
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal
-from megatron.training.eval_tasks.in_loop import generation_of, scorer_of
 from megatron.training.metrics.interval import Interval
 from megatron.training.training import train_step
 

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.core.pipeline_parallel.actions import COMPUTE, Lists
 from megatron.core.pipeline_parallel.passes import pipeline_lists
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.training.trace.assembly import RankTrace, assemble
-from megatron.training.trace.trace_file import Trace
+from megatron.extensions.diagnosis.trace.assembly import RankTrace, assemble
+from megatron.extensions.diagnosis.trace.trace_file import Trace
 
 MS = 1_000_000
 

@@ -32,7 +32,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.planner.device_file import DeviceFile, read_device, tile_share
+from megatron.extensions.planner.device_file import DeviceFile, read_device, tile_share
 from megatron.training.config.arguments import command_line
 from megatron.training.config.output_paths import why_not_written
 from megatron.training.config.prepare import prepare
@@ -43,8 +43,8 @@ from .common import run_tool
 if TYPE_CHECKING:
     import torch
 
-    from megatron.planner.calibration.fit import Measured
-    from megatron.planner.calibration.measure import Clock
+    from megatron.extensions.planner.calibration.fit import Measured
+    from megatron.extensions.planner.calibration.measure import Clock
 
 POINTS = 100
 """Measured points, about, among which --seconds are divided."""
@@ -99,7 +99,7 @@ def calibrate(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron.planner.calibration.measure import Clock
+    from megatron.extensions.planner.calibration.measure import Clock
     from megatron.training.initialize import keep_memory
 
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
@@ -139,9 +139,9 @@ def measured_device(
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
     """(the device file, by what was measured the median error of what it says). Collective over all ranks."""
-    from megatron.planner.calibration.fit import errors, links_of
-    from megatron.planner.calibration.measure import CPU, GPU, measure, measure_links
-    from megatron.planner.calibration.reference import fit_steps
+    from megatron.extensions.planner.calibration.fit import errors, links_of
+    from megatron.extensions.planner.calibration.measure import CPU, GPU, measure, measure_links
+    from megatron.extensions.planner.calibration.reference import fit_steps
 
     sizes = CPU if args.cpu else GPU
     points, slowdown = measure_links(clock, sizes, ranks_per_node)
@@ -200,7 +200,7 @@ LAUNCHED = (
 
 def predicted(flags: str, device: DeviceFile) -> float:
     """Predicted seconds of a step of one process."""
-    from megatron.planner.time.step_time import predict_step
+    from megatron.extensions.planner.time.step_time import predict_step
 
     launch = Launch(0, 1)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -212,7 +212,7 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
     """The device file of what was measured on this machine, without its links."""
     import torch
 
-    from megatron.planner.calibration.fit import device_file
+    from megatron.extensions.planner.calibration.fit import device_file
     from megatron.training.metrics.mfu import PEAK_TFLOPS_16BIT
 
     if device.type == "cpu":
@@ -235,9 +235,9 @@ def described(measured: Measured, device: torch.device, ranks_per_node: int) -> 
 
 
 def write(path: Path, device: DeviceFile, how: str, errors: str) -> None:
-    from megatron.planner.calibration.fit import text_of
+    from megatron.extensions.planner.calibration.fit import text_of
 
-    remarks = [f"{device.name}. megatron/planner/device_file.py says what each entry means."]
+    remarks = [f"{device.name}. megatron/extensions/planner/device_file.py says what each entry means."]
     remarks.append(f"Measured by tools/calibrate.py with {how}.")
     remarks += [f"Median errors of the fit: {errors}."] if errors else []
     path.parent.mkdir(parents=True, exist_ok=True)

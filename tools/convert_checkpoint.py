@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.core.parts import HF_FAMILIES
-from megatron.training.conversion.check import compare_logits, require_transformers
-from megatron.training.conversion.convert import FORMATS, Conversion, parse_bytes, parse_dtype
-from megatron.training.conversion.formats import Options
+from megatron.extensions.conversion.convert import FORMATS, Conversion, parse_bytes, parse_dtype
+from megatron.extensions.conversion.formats import Options
+from megatron.extensions.hugging_face.check import compare_logits, require_transformers
 
 from .common import add_config_flags, add_extension_flag, run_tool
 

@@ -33,8 +33,8 @@ from megatron.core.dist_checkpointing.path_kind import Kind, kind_of, refusal
 from megatron.core.dist_checkpointing.state_dict import MODEL, model_key
 from megatron.core.dist_checkpointing.storage import Checkpoint, CheckpointError, TensorInfo
 from megatron.core.parallel_state import Axis
-from megatron.training.conversion.convert import recognize
-from megatron.training.conversion.formats import Options
+from megatron.extensions.conversion.convert import recognize
+from megatron.extensions.conversion.formats import Options
 
 from .common import run_tool
 

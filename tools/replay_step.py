@@ -19,8 +19,8 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.training.diagnosis.step_dump import SavedStep
-from megatron.training.diagnosis.step_replay import replay
+from megatron.extensions.diagnosis.step_dump import SavedStep
+from megatron.extensions.diagnosis.step_replay import replay
 
 from .common import run_tool
 

@@ -28,12 +28,12 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
-from megatron.core.models.gpt.generation import Engine
-from megatron.inference.chat_template import find_chat_template
-from megatron.inference.http_server import ApiServer, HttpLimits
-from megatron.inference.model import LoadedModel
-from megatron.inference.openai_api import Limits, OpenAIApi
-from megatron.inference.serving import EngineLoop
+from megatron.extensions.inference.chat_template import find_chat_template
+from megatron.extensions.inference.generation import Engine
+from megatron.extensions.inference.http_server import ApiServer, HttpLimits
+from megatron.extensions.inference.model import LoadedModel
+from megatron.extensions.inference.openai_api import Limits, OpenAIApi
+from megatron.extensions.inference.serving import EngineLoop
 from megatron.training.reliability.launch import Launch
 
 from .common import add_extension_flag, add_model_flags, model_flag_problems, open_model, run_tool

@@ -21,8 +21,8 @@ from pathlib import Path
 if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
+from megatron.extensions.megatron_flags.megatron_differences import differences_met
 from megatron.training.config.arguments import config_of, read_flags
-from megatron.training.config.megatron_differences import differences_met
 from megatron.training.config.reading import FlagReader, Reading, tokens_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve

@@ -168,7 +168,7 @@ TOKENIZERS.register("NullTokenizer", f"{_TOKENIZERS}:null")
 TOKENIZERS.register("ByteTokenizer", f"{_TOKENIZERS}:byte")
 
 HF_FAMILIES: Registry[Any, NoFacts] = Registry("model_type", NoFacts, attributes=("model_type", "architecture"))
-"""A `megatron.core.models.hf.families.Family` for each `model_type` of Hugging Face."""
+"""A `megatron.extensions.hugging_face.families.Family` for each `model_type` of Hugging Face."""
 
 for _family in (
     *("gpt2", "bloom", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
@@ -178,7 +178,7 @@ for _family in (
     *("exaone4", "mimo_v2_flash", "step3p5"),
     "gpt_oss",
 ):
-    HF_FAMILIES.register(_family, f"megatron.core.models.hf.families:{_family.upper()}")
-HF_FAMILIES.register("gemma2", "megatron.core.models.hf.families:GEMMA2")
-HF_FAMILIES.register("gemma3_text", "megatron.core.models.hf.families:GEMMA3")
-HF_FAMILIES.register("llama4_text", "megatron.core.models.hf.families:LLAMA4")
+    HF_FAMILIES.register(_family, f"megatron.extensions.hugging_face.families:{_family.upper()}")
+HF_FAMILIES.register("gemma2", "megatron.extensions.hugging_face.families:GEMMA2")
+HF_FAMILIES.register("gemma3_text", "megatron.extensions.hugging_face.families:GEMMA3")
+HF_FAMILIES.register("llama4_text", "megatron.extensions.hugging_face.families:LLAMA4")

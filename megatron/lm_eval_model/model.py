@@ -12,11 +12,11 @@ from lm_eval.api.registry import register_model
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dist_checkpointing.path_kind import MODELS, kind_of, refusal
-from megatron.inference.model import LoadedModel, loaded_model
-from megatron.training.eval_tasks.cached_generation import CachedGeneration
-from megatron.training.eval_tasks.generation import Limits, prompt_tokens
-from megatron.training.eval_tasks.scoring import Scorer, lengths_of_batches, stage_scores
-from megatron.training.eval_tasks.tokens import Row, continuation_row, rolling_rows
+from megatron.extensions.evaluation.cached_generation import CachedGeneration
+from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.scoring import Scorer, lengths_of_batches, stage_scores
+from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
+from megatron.extensions.inference.model import LoadedModel, loaded_model
 from megatron.training.reliability.launch import Launch
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")

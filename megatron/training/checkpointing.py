@@ -38,13 +38,14 @@ from megatron.core.dist_checkpointing.storage import Checkpoint, save
 from megatron.core.fp8.recipes import AMAX_HISTORY
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.parameters import MULTI_TOKEN
-from megatron.core.models.hf.write_config import TRAINING_ONLY
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import found_tokenizer
-from megatron.planner.parameters import stage_metas
+from megatron.extensions.hugging_face.write_config import TRAINING_ONLY
+from megatron.extensions.phases.plan import StagePlan
+from megatron.extensions.planner.parameters import stage_metas
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
     MAY_CHANGE,
@@ -55,7 +56,6 @@ from megatron.training.config.flags import (
 )
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import changed_lengths, of_earlier_versions, resumed_fields
-from megatron.training.config.stages.plan import StagePlan
 from megatron.training.extensions import load_saved_extensions
 from megatron.training.progress import Progress
 

@@ -12,7 +12,6 @@ from megatron.core.batch import Batch
 from megatron.core.config.data import DatasetConfig
 from megatron.core.config.model import TransformerConfig
 from megatron.core.datasets.build import Datasets, Demands, TrainingOrder, build_datasets, parse_blend, split_share
-from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.samplers import DataIterator, MicroBatch
@@ -24,12 +23,13 @@ from megatron.core.dist_checkpointing.shared_folder import ranks_without
 from megatron.core.dist_checkpointing.storage import on_first_rank
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
-from megatron.core.text_files.tokenized import TextData
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.phases.plan import StagePlan
+from megatron.extensions.phases.printed import stage_lines
+from megatron.extensions.text_data.fill_in_middle import FillInMiddle
+from megatron.extensions.text_data.tokenized import TextData
 from megatron.training.config.flags import dashed
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.stages.plan import StagePlan
-from megatron.training.config.stages.printed import stage_lines
 from megatron.training.extensions import load_extensions
 from megatron.training.initialize import Runtime
 from megatron.training.metrics.epochs import Epochs

@@ -10,25 +10,25 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
+from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
+from megatron.extensions.diagnosis.straggler import PhaseClock
+from megatron.extensions.phases.plan import StagePlan
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.stages.plan import StagePlan
 from megatron.training.data import TrainingData
-from megatron.training.diagnosis.step_guard import StepGuard
-from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, RunView
 from megatron.training.initialize import Runtime
-from megatron.training.layer_stats.statistics import LayerStatistics
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Progress
 from megatron.training.saving import RunSaver
+from megatron.training.step_guard import StepGuard
 
 if TYPE_CHECKING:
-    from megatron.training.eval_tasks.suite import Suite
+    from megatron.extensions.evaluation.suite import Suite
 
 
 @dataclass

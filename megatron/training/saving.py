@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.async_saver import SaveReport
 from megatron.core.dist_checkpointing.folders import checkpoint_folder, saved_folders
 from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.extensions.hugging_face.export import HFExporter
 from megatron.training.checkpointing import Checkpointer, build_saver
-from megatron.training.conversion.export import HFExporter
 from megatron.training.initialize import Runtime
 from megatron.training.metrics import megatron_format
 from megatron.training.progress import Progress

@@ -28,20 +28,21 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_sta
 from megatron.core.tensor_parallel.residual_choice import choose_additions, keep_additions_in_norms, place_of
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
+from megatron.extensions.diagnosis.profiler import Profiler
+from megatron.extensions.diagnosis.straggler import PhaseClock
+from megatron.extensions.diagnosis.trace.tracer import Tracer
+from megatron.extensions.hugging_face.start import load_start
+from megatron.extensions.phases.change import enter_stage
+from megatron.extensions.phases.history import continued, read_history
+from megatron.extensions.phases.plan import stage_plan
+from megatron.extensions.phases.schedule import whole_schedule
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.stages.history import continued, read_history
-from megatron.training.config.stages.plan import stage_plan
-from megatron.training.config.stages.schedule import whole_schedule
-from megatron.training.conversion.start import load_start
 from megatron.training.data import build_data, check_same_data
-from megatron.training.diagnosis.profiler import Profiler
-from megatron.training.diagnosis.step_guard import StepGuard
-from megatron.training.diagnosis.straggler import PhaseClock
 from megatron.training.forward_backward import ForwardBackward
 from megatron.training.hooks import Callback, Parts, RunView
 from megatron.training.initialize import Runtime
-from megatron.training.layer_stats.statistics import LayerStatistics
 from megatron.training.metrics.expert_load import ExpertLoad
 from megatron.training.metrics.model_sums import ModelSums
 from megatron.training.metrics.multi_token_losses import MultiTokenLosses
@@ -51,11 +52,10 @@ from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
-from megatron.training.stages.change import enter_stage
-from megatron.training.trace.tracer import Tracer
+from megatron.training.step_guard import StepGuard
 
 if TYPE_CHECKING:
-    from megatron.training.eval_tasks.suite import Suite
+    from megatron.extensions.evaluation.suite import Suite
 
 
 def build_stages(
@@ -176,7 +176,7 @@ def load_tasks(config: RunConfig, runtime: Runtime) -> Suite | None:
     options = config.eval_tasks
     if not options.eval_tasks:
         return None
-    from megatron.training.eval_tasks.suite import Suite  # which needs yaml and jinja2
+    from megatron.extensions.evaluation.suite import Suite  # which needs yaml and jinja2
 
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     limit, num_fewshot = options.eval_tasks_limit, options.eval_tasks_num_fewshot

@@ -19,10 +19,11 @@ from megatron.core.batch import Batch
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.executor import StaleForwards
+from megatron.extensions.diagnosis.straggler import GRAD_SYNC
+from megatron.extensions.phases.change import enter_stage_of, stage_is_over
 from megatron.training.bad_steps import settle
+from megatron.training.check_replicas import check_replicas
 from megatron.training.config.run_config import RunConfig
-from megatron.training.diagnosis.check_replicas import check_replicas
-from megatron.training.diagnosis.straggler import GRAD_SYNC
 from megatron.training.evaluation import evaluate
 from megatron.training.forward_backward import Sums
 from megatron.training.garbage_collection import GarbageCollection
@@ -46,7 +47,6 @@ from megatron.training.reliability.run_status import ExitCode
 from megatron.training.reliability.watchdog import Watchdog
 from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
-from megatron.training.stages.change import enter_stage_of, stage_is_over
 
 GIVE_BACK_INTERVAL = 100
 """Iterations between two times that free pages go back to the system, on CPU."""
@@ -77,7 +77,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run, resources)
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
-                from megatron.training.diagnosis.out_of_memory import explain  # plans are made where they are needed
+                from megatron.extensions.planner.out_of_memory import explain  # plans are made where they are needed
 
                 explain(error, config, launch.world_size, runtime.state.pp.rank if runtime else 0, built)
             watchdog.fail(error)  # before resources close: that could wait for ranks that are gone
@@ -198,7 +198,7 @@ def train(run: TrainingRun, resources: ExitStack) -> ExitCode:
 
 def _evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
     """Evaluates --eval-tasks, whose files need yaml and jinja2: runs without tasks do not."""
-    from megatron.training.eval_tasks.in_loop import evaluate_tasks
+    from megatron.extensions.evaluation.in_loop import evaluate_tasks
 
     evaluate_tasks(run, log)
 

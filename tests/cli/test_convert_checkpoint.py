@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing.integrity import SummedFile
-from megatron.core.models.hf.safetensors_file import FileTensor, SafetensorsWriter
-from megatron.training.conversion import check
-from megatron.training.conversion.check import compare_logits
+from megatron.extensions.hugging_face import check
+from megatron.extensions.hugging_face.check import compare_logits
+from megatron.extensions.hugging_face.safetensors_file import FileTensor, SafetensorsWriter
 from tests.forked import run_forked
 from tests.hf_models import CASES, assert_same_weights, change_json, save_model, weights_in
 from tools import convert_checkpoint, inspect_checkpoint

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.text_files import encoding
+from megatron.extensions.text_data import encoding
 from tests.forked import ROOT, run_program
 from tests.limits import HANG
 

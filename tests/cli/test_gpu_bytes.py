@@ -83,7 +83,7 @@ def test_without_the_cuda_build_one_line_says_so() -> None:
 BEYOND_ITS_LIMIT = """
 import torch
 from megatron.core import compiled_regions
-from megatron.planner.device_file import read_device
+from megatron.extensions.planner.device_file import read_device
 from tools.bench.fake_cuda import fake_cuda
 from tools.bench.kernel_trace import KernelCounter, Trace, counted_regions
 
@@ -116,7 +116,7 @@ READS_OF_A_ROTATION = """
 import torch
 from megatron.core import compiled_regions
 from megatron.core.transformer.split_heads import _split_and_rotated
-from megatron.planner.device_file import read_device
+from megatron.extensions.planner.device_file import read_device
 from tools.bench.fake_cuda import fake_cuda
 from tools.bench.kernel_trace import KernelCounter, Trace, counted_regions
 

@@ -134,7 +134,7 @@ def test_figures_of_two_devices_are_told_apart(tmp_path: Path) -> None:
 
 def test_rates_of_another_device_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """device.yaml of a trial on CPU, or of another GPU."""
-    h100 = ROOT / "megatron/planner/devices/h100.yaml"
+    h100 = ROOT / "megatron/extensions/planner/devices/h100.yaml"
     assert of_this_device(h100, "NVIDIA H100 80GB HBM3") == [str(h100)]
     assert capsys.readouterr().out == ""
     assert of_this_device(h100, "NVIDIA H200") == []

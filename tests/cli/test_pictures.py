@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.trace.pipeline_timeline import measured_steps
-from megatron.training.trace.trace_file import problems, read_trace, write_trace
+from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
+from megatron.extensions.diagnosis.trace.trace_file import problems, read_trace, write_trace
 from tests.trace_cases import simulated_trace
 from tools.pictures import plot_memory, plot_ranks, plot_trace
 from tools.pictures.charts import Series, curves, thinned

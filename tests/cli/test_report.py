@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.extensions.diagnosis.trace.trace_file import write_trace
 from megatron.training.reliability.run_events import record_event
-from megatron.training.trace.trace_file import write_trace
 from tests.limits import HANG
 from tests.trace_cases import simulated_trace
 from tools.pictures.charts import MOST_POINTS

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.extensions.hugging_face.export import HFExporter
+from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
 from megatron.training.config.arguments import command_line
-from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.reading import FlagReader
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
-from megatron.training.conversion.export import HFExporter
 from tests.forked import run_forked
 from tests.gpt_cases import GPT
 from tests.hf_models import assert_same_weights, save_model, weights_in

@@ -30,8 +30,8 @@ import torch
 
 import pretrain_gpt
 import tools.calibrate
-from megatron.planner.device_file import read_device
-from megatron.planner.time.step_time import PlannerCache, StepTime, predict_step
+from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import command_line
 from megatron.training.config.prepare import prepare
 from megatron.training.reliability.launch import Launch

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.extensions.resilience import host_watch
 from megatron.training import training
-from megatron.training.reliability.hosts import host_watch
 from tests.cluster.hosts import Box, hosts, missing
 from tests.forked import forked_ranks, join
 from tests.limits import HANG

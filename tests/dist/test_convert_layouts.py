@@ -15,19 +15,19 @@ from megatron.core.dist_checkpointing.latest_checkpoint import candidates
 from megatron.core.dist_checkpointing.storage import Checkpoint
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.folder import HFFolder
-from megatron.core.models.hf.read_config import config_from_hf
-from megatron.core.models.hf.safetensors_file import FileTensor
-from megatron.core.models.hf.weights import HFWeights, shard_of
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel.layout import split_layers
 from megatron.core.pipeline_parallel.stages import pipeline_layout, tied_stages
+from megatron.extensions.conversion.convert import Conversion
+from megatron.extensions.conversion.formats import Options
+from megatron.extensions.hugging_face.folder import HFFolder
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.safetensors_file import FileTensor
+from megatron.extensions.hugging_face.start import load_start
+from megatron.extensions.hugging_face.weights import HFWeights, shard_of
 from megatron.training.checkpointing import Checkpointer, saved_config
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
-from megatron.training.conversion.convert import Conversion
-from megatron.training.conversion.formats import Options
-from megatron.training.conversion.start import load_start
 from megatron.training.progress import Progress
 from tests.harness import run_world
 from tests.hf_models import CASES, assert_same_weights, save_model, weights_in

@@ -287,7 +287,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.distributed import param_layout
-from megatron.planner.device_file import read_device
+from megatron.extensions.planner.device_file import read_device
 from tools.bench.fake_cuda import fake_cuda
 from tools.bench.gpu import SHAPES, config_of
 

@@ -9,10 +9,10 @@ import pytest
 
 from megatron.core.config.model import TransformerConfig
 from megatron.core.config.parallel import ModelParallelConfig
-from megatron.core.models.gpt.generation import Engine, Request, Sampling, StageRunner
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import ParallelState, build_groups
 from megatron.core.pipeline_parallel.stages import pipeline_layout, pipeline_stages, tied_stages
+from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
 from tests.gpt_cases import STYLES
 from tests.harness import run_world
 from tests.moe_cases import MIXTRAL

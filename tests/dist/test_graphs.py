@@ -13,12 +13,12 @@ from torch import Tensor
 from megatron.core.batch import Batch
 from megatron.core.fp8.casts import Scaled
 from megatron.core.fp8.recipes import WeightCasts
+from megatron.extensions.diagnosis.nonfinite_search import search
 from megatron.training.bad_steps import settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.cuda_graphs import GraphedMicrobatches
-from megatron.training.diagnosis.nonfinite_search import search
 from megatron.training.initialize import prepare_graphs
 from megatron.training.training import Interval, train_step
 from tests.harness import local_run, run_world

@@ -15,7 +15,7 @@ from megatron.core.optimizer import matrix_plan
 from megatron.core.optimizer.muon import newton_schulz, scale
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.planner.flops import orthogonalization_flops
+from megatron.extensions.planner.flops import orthogonalization_flops
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve_legal

@@ -23,9 +23,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.offload.saved_activations import build_offload
 from megatron.core.parallel_state import ParallelState, initialize_model_parallel
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.planner.activations import ActivationPlan
-from megatron.planner.fake_stage import MicroBatch
-from megatron.planner.live_memory import LiveMemory
+from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.live_memory import LiveMemory
 from tests.gpt_cases import GPT, LLAMA, STYLES, with_dropout
 from tests.harness import run_world
 

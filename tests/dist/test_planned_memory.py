@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_groups import freeze_parameters
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.parallel_state import build_parallel_state
-from megatron.planner.memory import pipeline_stages, states_of_rank
+from megatron.extensions.planner.memory import pipeline_stages, states_of_rank
 from tests.harness import run_world
 
 GPT = TransformerConfig(num_layers=3, hidden_size=40, num_attention_heads=4, seq_length=24, vocab_size=200)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.planner.memory import states_of_rank
+from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from tests.harness import local_run, run_world

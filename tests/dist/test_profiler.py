@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.extensions.diagnosis.profiler import Profiler
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve, validate
-from megatron.training.diagnosis.profiler import Profiler
 from megatron.training.training import train
 from tests.harness import run_world
 
@@ -75,7 +75,7 @@ def test_a_trace_that_perfetto_opens(tmp_path: Path) -> None:
 def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     made = SimpleNamespace(start=lambda: None)
-    monkeypatch.setattr("megatron.training.diagnosis.profiler.profile", lambda **how: asked.append(how) or made)
+    monkeypatch.setattr("megatron.extensions.diagnosis.profiler.profile", lambda **how: asked.append(how) or made)
     run: Any = SimpleNamespace(optimizer=SimpleNamespace(ddp=SimpleNamespace(device=torch.device("cpu"))))
     for more in ("", " --pytorch-profiler-collect-shapes", " --pytorch-profiler-collect-callstack"):
         Profiler(resolve(parse_args((RUN + more).split()), 1))._start(run)
@@ -104,7 +104,7 @@ def test_ranges_for_nsys_and_a_memory_snapshot(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     observers: list[Any] = []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    monkeypatch.setattr("megatron.training.diagnosis.profiler.emit_nvtx", Ranges)
+    monkeypatch.setattr("megatron.extensions.diagnosis.profiler.emit_nvtx", Ranges)
     flags = RUN + "--profile-step-end 3 --record-shapes --record-memory-history --memory-snapshot-path m"
     profiler = Profiler(resolve(parse_args(flags.split()), 1))
     device = SimpleNamespace(device=torch.device("cuda"))

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from megatron.extensions.diagnosis.straggler import PHASES
 from megatron.training.config.run_config import RunConfig
-from megatron.training.diagnosis.straggler import PHASES
 from megatron.training.metrics.interval import summarize
 from megatron.training.metrics.sinks import Record
 from megatron.training.training import Interval, train_step

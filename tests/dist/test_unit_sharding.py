@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import UnitBucket
 from megatron.core.distributed.param_layout import unit_of
 from megatron.core.distributed.unit_sharding import Order
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.planner.live_memory import LiveMemory
+from megatron.extensions.planner.live_memory import LiveMemory
 from megatron.testing.local_run import local_run
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve_legal, validate

@@ -45,8 +45,8 @@ import zstandard
 from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.text_files.tokenized import TextData
 from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.text_data.tokenized import TextData
 from tests.limits import HANG
 from tools.inspect_dataset import main as inspect_dataset
 from tools.merge_datasets import main as merge_datasets

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.extensions.diagnosis.step_dump import SavedStep
+from megatron.extensions.diagnosis.step_replay import replay
 from megatron.training.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.diagnosis.step_dump import SavedStep
-from megatron.training.diagnosis.step_replay import replay
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, save, train_step
 from tests.harness import local_run, run_world

@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.planner.memory import states_of_rank
+from megatron.extensions.planner.dry_run import batch
+from megatron.extensions.planner.memory import states_of_rank
 from megatron.training import training
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run import batch
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import notices, resolve, validate
 from megatron.training.run import TrainingRun

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron.training.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.diagnosis.check_replicas import ReplicaError, bit_hash, check_replicas
 from megatron.training.run import TrainingRun
 from megatron.training.training import Interval, train_step
 from tests.harness import local_run, run_world

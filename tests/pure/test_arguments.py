@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
-from megatron.training.config.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.reading import OPTIONS
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

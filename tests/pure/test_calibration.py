@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.planner.calibration import fit
-from megatron.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
-from megatron.planner.calibration.reference import fit_steps
-from megatron.planner.device_file import DeviceFile, Link, read_device, tile_share
-from megatron.planner.time.links import Network, Placement
+from megatron.extensions.planner.calibration import fit
+from megatron.extensions.planner.calibration.measure import CPU, KINDS, Clock, Sizes, measure, measure_links
+from megatron.extensions.planner.calibration.reference import fit_steps
+from megatron.extensions.planner.device_file import DeviceFile, Link, read_device, tile_share
+from megatron.extensions.planner.time.links import Network, Placement
 from tests.harness import run_world
 from tools import calibrate
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.data import TokenizerConfig
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
 from megatron.core.tokenizers.kept_files import keep_tokenizer
-from megatron.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
+from megatron.extensions.inference.chat_template import ChatTemplate, chat_tokens, find_chat_template
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}

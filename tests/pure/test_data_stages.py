@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megatron.core.datasets.build import parse_blend
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.phases.history import History, continued
+from megatron.extensions.phases.plan import StagePlan, plan_stages, stage_plan
+from megatron.extensions.phases.schedule import schedule_of
+from megatron.extensions.planner.dry_run.batch import batch_lines
+from megatron.extensions.planner.dry_run.data import data_lines
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run.batch import batch_lines
-from megatron.training.config.dry_run.data import data_lines
 from megatron.training.config.saved_flags import changed_lengths
-from megatron.training.config.stages.history import History, continued
-from megatron.training.config.stages.plan import StagePlan, plan_stages, stage_plan
-from megatron.training.config.stages.schedule import schedule_of
 from megatron.training.config.validation import resolve, validate
 from megatron.training.metrics.epochs import Epochs
 

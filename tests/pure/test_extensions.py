@@ -176,9 +176,9 @@ HF_ROUND_TRIP = """
 import sys, torch
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.read_config import config_from_hf
-from megatron.core.models.hf.write_config import config_to_hf
-from megatron.core.models.hf.weights import from_hf, to_hf
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.hugging_face.weights import from_hf, to_hf
 from megatron.core.parallel_state import ParallelState
 from megatron.training.extensions import load_extensions
 from tests.gpt_cases import LLAMA

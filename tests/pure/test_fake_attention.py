@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron.core.attention.partition import rank_spans
 from megatron.core.attention.tile_kernels import Rows, TorchKernel
 from megatron.core.attention.tiles import Tile, causal_tiles, joined
-from megatron.planner.fake_attention import PlannedKernel, planned_kernels_of
-from megatron.planner.live_memory import LiveMemory
+from megatron.extensions.planner.fake_attention import PlannedKernel, planned_kernels_of
+from megatron.extensions.planner.live_memory import LiveMemory
 
 ROWS, SAMPLES, HEADS, GROUPS, WIDTH = 32, 2, 4, 2, 16
 CPU = torch.device("cpu")

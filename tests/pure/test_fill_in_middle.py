@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.core.config.data import FillInMiddleConfig, TokenizerConfig
-from megatron.core.datasets.fill_in_middle import FillInMiddle
 from megatron.core.datasets.gpt_dataset import SampleFormat, TextDataset
 from megatron.core.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron.extensions.text_data.fill_in_middle import FillInMiddle
 
 LENGTH = 96
 WORDS = ["alpha", "beta", "gamma é", "delta", "# keep epsilon", "ζ eta"]

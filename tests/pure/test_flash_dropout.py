@@ -35,10 +35,10 @@ from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.dropout import attention_dropout
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.stages import Stage
-from megatron.planner.activations import ActivationPlan
-from megatron.planner.fake_stage import MicroBatch
-from megatron.planner.time.events import Attention
-from megatron.planner.time.traces import recorded_stages
+from megatron.extensions.planner.activations import ActivationPlan
+from megatron.extensions.planner.fake_stage import MicroBatch
+from megatron.extensions.planner.time.events import Attention
+from megatron.extensions.planner.time.traces import recorded_stages
 from tests.triton_cases import compiled, run_apart
 
 SCALE = 0.3

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.core.batch import Batch
-from megatron.core.models.gpt.generation import Engine, Generation, Request, Sampling, StageRunner, generate
-from megatron.core.models.gpt.generation.text import TextStream
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer, NullTokenizer, Tokenizer
+from megatron.extensions.inference.generation import Engine, Generation, Request, Sampling, StageRunner, generate
+from megatron.extensions.inference.generation.text import TextStream
 from tests.gpt_cases import FP64, STYLES
 from tests.moe_cases import MIXTRAL
 

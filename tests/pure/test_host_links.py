@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
+from megatron.extensions.resilience import host_watch
+from megatron.extensions.resilience.heartbeat import BEAT, KINDS, LINGER, Links, watched
+from megatron.extensions.resilience.host_watch import HostWatch
 from megatron.training.reliability.failure_report import Failure
-from megatron.training.reliability.hosts import host_watch
-from megatron.training.reliability.hosts.heartbeat import BEAT, KINDS, LINGER, Links, watched
-from megatron.training.reliability.hosts.host_watch import HostWatch
 from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import AskedStore

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from megatron.core.config.data import TokenizerConfig
-from megatron.core.models.gpt.generation import Engine, Request, Sampling, StageRunner
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import ByteTokenizer
-from megatron.inference import serving as engine_loops
-from megatron.inference.chat_template import ChatTemplate
-from megatron.inference.http_server import ApiServer, HttpLimits
-from megatron.inference.model import LoadedModel
-from megatron.inference.openai_api import Limits, OpenAIApi, openai_reason
-from megatron.inference.serving import EngineLoop, Progress
+from megatron.extensions.inference import serving as engine_loops
+from megatron.extensions.inference.chat_template import ChatTemplate
+from megatron.extensions.inference.generation import Engine, Request, Sampling, StageRunner
+from megatron.extensions.inference.http_server import ApiServer, HttpLimits
+from megatron.extensions.inference.model import LoadedModel
+from megatron.extensions.inference.openai_api import Limits, OpenAIApi, openai_reason
+from megatron.extensions.inference.serving import EngineLoop, Progress
 from megatron.training.config.run_config import RunConfig
 from tests.gpt_cases import FP64, LLAMA
 from tests.limits import HANG

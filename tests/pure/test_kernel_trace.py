@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron.core.kernels.norms  # noqa: F401  (its operators)
 from megatron.core.kernels.gemms.residual_gemm import residual_gemm
-from megatron.planner.device_file import read_device
+from megatron.extensions.planner.device_file import read_device
 from tools.bench.gpu_bytes import parts_of, whole_step
 from tools.bench.kernel_groups import (
     GROUPS,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.planner import known_regions
-from megatron.planner.known_regions import run_region
+from megatron.extensions.planner import known_regions
+from megatron.extensions.planner.known_regions import run_region
 
 
 class Pair(NamedTuple):

@@ -17,8 +17,8 @@ from megatron.core.attention.tile_kernels import Causal, TorchKernel
 from megatron.core.attention.varlen import Sequences, packed_attention
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.read_config import config_from_hf
 from megatron.core.transformer.rotary import RotaryEmbedding
+from megatron.extensions.hugging_face.read_config import config_from_hf
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import notices, resolve, validate
 from tests.gpt_cases import FP64, LATENT, STYLES, logits_in_parts, random_batch

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from megatron.training.layer_stats.alarms import LayerAlarms
-from megatron.training.layer_stats.growth import WINDOW, GrowthRule
-from megatron.training.layer_stats.records import LayerRecord, Parameter
+from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
+from megatron.extensions.diagnosis.layer_stats.growth import WINDOW, GrowthRule
+from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
 from megatron.training.metrics.megatron_tags import scalars
 
 

@@ -17,18 +17,18 @@ import pytest
 from megatron.core.pipeline_parallel.layout import PipelineLayout
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
-from megatron.planner.device_file import read_device
-from megatron.planner.search.best_first import Candidate, best_first
-from megatron.planner.search.bounds import PassTimes, step_bound
-from megatron.planner.search.layouts import OFFLOADING, SHARDING, Family, Layout, Saving, ScheduleKind, Space
-from megatron.planner.time.step_time import StepTime, predict_step
+from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.search.best_first import Candidate, best_first
+from megatron.extensions.planner.search.bounds import PassTimes, step_bound
+from megatron.extensions.planner.search.layouts import OFFLOADING, SHARDING, Family, Layout, Saving, ScheduleKind, Space
+from megatron.extensions.planner.suggest import ahead
+from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.search import Effort, Found, LayoutSearch, ranked_with
+from megatron.extensions.planner.suggest.space import SearchedRun
+from megatron.extensions.planner.suggest.verdict import duration
+from megatron.extensions.planner.time.step_time import StepTime, predict_step
 from megatron.training.config.arguments import command_line, parse_args
 from megatron.training.config.prepare import prepare
-from megatron.training.config.suggest import ahead
-from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.search import Effort, Found, LayoutSearch, ranked_with
-from megatron.training.config.suggest.space import SearchedRun
-from megatron.training.config.suggest.verdict import duration
 from megatron.training.config.validation import resolve, validate
 from megatron.training.reliability.launch import Launch
 from tests.limits import HANG

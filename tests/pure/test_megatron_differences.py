@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.extensions.megatron_flags.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.arguments import config_of, read_flags
-from megatron.training.config.megatron_differences import DIFFERENCES, differences_met
 from megatron.training.config.validation import resolve
 from tests.pure.test_flag_table import ROOT
 from tools.translate_flags import main

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.models.gpt.parameters import parameter_metas
-from megatron.training.conversion.megatron_names import find_places, names_in, their_shape
+from megatron.extensions.megatron_checkpoints.megatron_names import find_places, names_in, their_shape
 from tests.gpt_cases import STYLES
 
 

@@ -14,17 +14,17 @@ from megatron.core.batch import FUTURE, Batch
 from megatron.core.config.model import TransformerConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.loss import CrossEntropy
-from megatron.core.models.hf.weights import placements
-from megatron.core.models.hf.write_config import config_to_hf
 from megatron.core.parallel_state import Axis
 from megatron.core.parts import LOSSES
 from megatron.core.pipeline_parallel.layout import multi_token_cost
-from megatron.planner.flops import model_flops
+from megatron.extensions.hugging_face.weights import placements
+from megatron.extensions.hugging_face.write_config import config_to_hf
+from megatron.extensions.megatron_checkpoints.megatron_args import refuse_inexpressible
+from megatron.extensions.planner.flops import model_flops
 from megatron.training.checkpointing import changed_fields
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
-from megatron.training.conversion.megatron_args import refuse_inexpressible
 from tests.gpt_cases import FP64, GPT, LLAMA, STYLES, packed_documents, random_batch
 
 CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.3)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.core.batch import Batch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hf.read_config import config_from_hf
-from megatron.core.models.hf.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
-from megatron.core.models.hf.write_config import config_to_hf
 from megatron.core.parallel_state import ParallelState
-from megatron.training.conversion.convert import Conversion
-from megatron.training.conversion.formats import Options
+from megatron.extensions.conversion.convert import Conversion
+from megatron.extensions.conversion.formats import Options
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.weights import HFWeights, copy_shards_, from_hf, multi_token_depths, to_hf
+from megatron.extensions.hugging_face.write_config import config_to_hf
 from tests.gpt_cases import FP64
 from tests.hf_exact import exact, random_model, weights
 from tests.hf_models import CASES, assert_same_weights, save_model, weights_in

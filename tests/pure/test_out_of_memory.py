@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.extensions.planner import out_of_memory
+from megatron.extensions.planner.out_of_memory import explain, flags_of, planned_bytes, with_change
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
-from megatron.training.diagnosis import out_of_memory
-from megatron.training.diagnosis.out_of_memory import explain, flags_of, planned_bytes, with_change
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 --mock-data "

@@ -11,10 +11,10 @@ from typing import TypeVar
 import pytest
 import yaml
 
-from megatron.planner.parameters import count_parameters
+from megatron.extensions.planner.parameters import count_parameters
+from megatron.extensions.planner.suggest.space import SearchedRun
 from megatron.training.config.arguments import parse_args, read_flags, with_flags
 from megatron.training.config.run_config import RunConfig
-from megatron.training.config.suggest.space import SearchedRun
 from megatron.training.config.validation import notices, resolve, validate
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from megatron.core.config.data import DatasetConfig, TokenizerConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sources import source_lines
-from megatron.core.text_files.formats import Reading, is_blank, read_chunks, texts_of
-from megatron.core.text_files.inputs import find_inputs
-from megatron.core.text_files.tokenized import TextData
+from megatron.extensions.text_data.formats import Reading, is_blank, read_chunks, texts_of
+from megatron.extensions.text_data.inputs import find_inputs
+from megatron.extensions.text_data.tokenized import TextData
 from tools.preprocess_data import main as preprocess
 
 TEXTS = [

@@ -26,11 +26,11 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.core.models.hf.folder import index_of, plan_shards
-from megatron.core.models.hf.read_config import config_from_hf
-from megatron.core.models.hf.safetensors_file import SafetensorsWriter, TensorSpec
-from megatron.core.models.hf.weights import placements
-from megatron.training.conversion.convert import parse_bytes
+from megatron.extensions.conversion.convert import parse_bytes
+from megatron.extensions.hugging_face.folder import index_of, plan_shards
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
+from megatron.extensions.hugging_face.weights import placements
 
 TOOL = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
 BLOCK = 1 << 24

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.planner.device_file import DeviceFile
+from megatron.extensions.planner.device_file import DeviceFile
 
 GUARD = r"""
 #include <ATen/detail/CUDAHooksInterface.h>

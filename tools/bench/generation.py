@@ -52,8 +52,8 @@ def ours(work: Work, rows: int) -> Round:
 
     from megatron.core.config.model import TransformerConfig
     from megatron.core.config.parallel import ModelParallelConfig
-    from megatron.core.models.gpt.generation import generate
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.extensions.inference.generation import generate
 
     config = TransformerConfig(
         num_layers=work.layers,

@@ -30,11 +30,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.planner.activations import activations_of_ranks
-from megatron.planner.flops import flops_per_token
-from megatron.planner.memory import states_of_rank
+from megatron.extensions.planner.activations import activations_of_ranks
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.flops import flops_per_token
+from megatron.extensions.planner.memory import states_of_rank
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from tools.bench.ceilings import Ceiling, ceiling_tokens, ceilings, wait_for
@@ -263,8 +263,8 @@ def measure(
 
 def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float]:
     """By device file, the predicted speed of a step; without those that lack a rate, as one for fp8, which it says."""
-    from megatron.planner.device_file import read_device
-    from megatron.planner.time.step_time import predict_step
+    from megatron.extensions.planner.device_file import read_device
+    from megatron.extensions.planner.time.step_time import predict_step
 
     found = {}
     for name in devices:
@@ -277,7 +277,7 @@ def planner_tflops(config: RunConfig, devices: Sequence[str]) -> dict[str, float
 
 def of_this_device(path: Path, name: str) -> list[str]:
     """The device file `path` if it is of the device `name`; else it says why not."""
-    from megatron.planner.device_file import read_device
+    from megatron.extensions.planner.device_file import read_device
 
     try:
         found = read_device(str(path)).name

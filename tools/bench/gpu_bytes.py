@@ -27,7 +27,7 @@ from unittest import mock
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.planner.device_file import DeviceFile, device_names, read_device
+from megatron.extensions.planner.device_file import DeviceFile, device_names, read_device
 from megatron.training.config.run_config import RunConfig
 from tools.bench.gpu import PRECISIONS, SHAPES, Shape, config_of, largest_that_fits
 from tools.bench.kernel_groups import (
@@ -256,7 +256,7 @@ def predicted_config(args: argparse.Namespace, device: DeviceFile) -> tuple[RunC
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_args()
     args = parser.parse_args(argv)
-    from megatron.planner.flops import model_flops
+    from megatron.extensions.planner.flops import model_flops
     from tools.bench.fake_cuda import unavailable
 
     if (problem := unavailable()) is not None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron.planner.device_file import DeviceFile
+from megatron.extensions.planner.device_file import DeviceFile
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.planner.flops import flops_per_token
+from megatron.extensions.planner.flops import flops_per_token
 from tools.bench.peers import STYLES
 from tools.bench.side_by_side import machine, own_run, positive, say_machine, write_json
 from tools.bench.train_step import flags as flags_of

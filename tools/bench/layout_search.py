@@ -22,14 +22,14 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.planner.device_file import read_device
+from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.dry_run.memory import GIB, fullest
+from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.printed import MOST_PREDICTED, MOST_TIMED, SUGGESTED
+from megatron.extensions.planner.suggest.search import LayoutSearch
+from megatron.extensions.planner.suggest.space import SearchedRun
+from megatron.extensions.planner.suggest.verdict import layout_text
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run.memory import GIB, fullest
-from megatron.training.config.suggest.costs import LayoutCosts
-from megatron.training.config.suggest.printed import MOST_PREDICTED, MOST_TIMED, SUGGESTED
-from megatron.training.config.suggest.search import LayoutSearch
-from megatron.training.config.suggest.space import SearchedRun
-from megatron.training.config.suggest.verdict import layout_text
 from megatron.training.config.validation import resolve
 from tools.bench.published_runs import published_runs
 from tools.bench.side_by_side import machine, say_machine, write_json

@@ -51,12 +51,12 @@ from megatron.core.parallel_state import ParallelState, initialize_model_paralle
 from megatron.core.pipeline_parallel.actions import COMPUTE, Action
 from megatron.core.pipeline_parallel.stages import Stage, pipeline_layout, pipeline_stages
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.planner.activations import ActivationPlan, RankActivations, activations_of_ranks
-from megatron.planner.live_memory import LiveMemory
-from megatron.planner.memory import states_of_rank
+from megatron.extensions.planner.activations import ActivationPlan, RankActivations, activations_of_ranks
+from megatron.extensions.planner.dry_run.batch import micro_batch_of
+from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.memory import states_of_rank
 from megatron.testing.local_world import run_world
 from megatron.training.config.arguments import parse_args
-from megatron.training.config.dry_run.batch import micro_batch_of
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 from megatron.training.forward_backward import count_tokens, loss_and_tokens

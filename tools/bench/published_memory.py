@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.config.dry_run.memory import RankMemory, memory_of_ranks
+from megatron.extensions.planner.dry_run.memory import RankMemory, memory_of_ranks
 from tools.bench.published_runs import PublishedRun, published_runs
 
 MEMORY = Path(__file__).resolve().parents[2] / "tests/fixtures/published_memory.yaml"

@@ -22,9 +22,9 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.planner.device_file import read_device
-from megatron.planner.flops import model_flops
-from megatron.planner.time.step_time import PlannerCache, StepTime, predict_step
+from megatron.extensions.planner.device_file import read_device
+from megatron.extensions.planner.flops import model_flops
+from megatron.extensions.planner.time.step_time import PlannerCache, StepTime, predict_step
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan and validate, no torch": [
         PYTHON,
         "-c",
-        "import megatron.training.config.validation, megatron.planner.memory",
+        "import megatron.training.config.validation, megatron.extensions.planner.memory",
     ],
     "pretrain_gpt.py --help": [PYTHON, "pretrain_gpt.py", "--help"],
     "pretrain_gpt.py --dry-run": [PYTHON, "pretrain_gpt.py", *TINY, "--dry-run", "--world-size", "2"],

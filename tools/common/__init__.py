@@ -22,7 +22,7 @@ from megatron.training.extensions import ExtensionError, load_extensions
 from megatron.training.reliability.launch import Launch
 
 if TYPE_CHECKING:
-    from megatron.inference.model import LoadedModel
+    from megatron.extensions.inference.model import LoadedModel
 
 Config = TypeVar("Config")
 
@@ -85,7 +85,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel | None:
     """The model that the flags of `add_model_flags` and --load name, until `stack` ends. Where it cannot be loaded the
     first rank raises ValueError, and the others have None."""
-    from megatron.inference.model import loaded_model
+    from megatron.extensions.inference.model import loaded_model
 
     tokenizer = config_of(TokenizerConfig, args) if args.tokenizer_type else None
     try:

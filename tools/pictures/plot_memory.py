@@ -22,7 +22,7 @@ if not __package__:  # run as a file of a clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
-from megatron.training.trace.trace_file import read_trace
+from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
 from ..common import refuse_picture, run_tool
 from .svg import Svg, byte_text, ticks, write_svg

@@ -23,7 +23,7 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.config.parallel import ModelParallelConfig
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.trace.trace_file import read_trace
+from megatron.extensions.diagnosis.trace.trace_file import read_trace
 
 from ..common import add_config_flags, config_of, refuse_picture, run_tool
 from .svg import Svg, write_svg

@@ -19,8 +19,8 @@ if not __package__:  # run as a file of a clone
 
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.simulator import Timed
-from megatron.training.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
-from megatron.training.trace.trace_file import PLANNED_TRACK, Trace, read_trace
+from megatron.extensions.diagnosis.trace.pipeline_timeline import MeasuredStep, covered, measured_steps
+from megatron.extensions.diagnosis.trace.trace_file import PLANNED_TRACK, Trace, read_trace
 
 from ..common import refuse_picture, run_tool
 from .svg import Svg, ticks, time_text, write_svg

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from megatron.training.trace.pipeline_timeline import measured_steps
+from megatron.extensions.diagnosis.trace.pipeline_timeline import measured_steps
 
 from .charts import MOST_POINTS, Series, curves
 from .page import bullets, cards, details, figures, paragraph, table

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.integrity import misfits, read_manifest
 from megatron.core.dist_checkpointing.path_kind import EVENTS, METRICS_FILE, RUNS, kind_of, refusal
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG as CONFIG
 from megatron.core.parallel_dims import ParallelDims
-from megatron.training.trace.trace_file import MOST, Trace, read_trace
+from megatron.extensions.diagnosis.trace.trace_file import MOST, Trace, read_trace
 
 SIZES = {"tp": "tensor-model", "pp": "pipeline-model", "cp": "context", "ep": "expert-model"}
 AXES = ("tp", "cp", "dp", "pp", "ep")

@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.folders import LATEST, METADATA, is_checkpoint, read_latest, saved_folders
-from megatron.core.models.hf.files import CONFIG
-from megatron.core.text_files.inputs import by_name
+from megatron.extensions.hugging_face.files import CONFIG
+from megatron.extensions.text_data.inputs import by_name
 
 METRICS_FILE, RUN_CONFIG, EVENTS, OUTCOME = "metrics.jsonl", "run_config.yaml", "run_events.jsonl", "outcome"
 COMMON = "common.pt"

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron import __version__
-from megatron.planner.device_file import device_names, read_device
+from megatron.extensions.hugging_face.pretrained import with_pretrained_flags
+from megatron.extensions.megatron_flags.megatron_flags import foreign_flags
+from megatron.extensions.planner.device_file import device_names, read_device
 from megatron.training.config.flags import (
     Flag,
     all_flags,
@@ -28,8 +30,6 @@ from megatron.training.config.flags import (
     spelling_table,
     value_of,
 )
-from megatron.training.config.megatron_flags import foreign_flags
-from megatron.training.config.pretrained import with_pretrained_flags
 from megatron.training.config.problem import Problem, print_problems
 from megatron.training.config.reading import FlagReader, compose, overridden, plain, texts_of, tokens_of
 from megatron.training.config.rules.single_values import REQUIRED

@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from megatron.core.parallel_dims import ParallelDims
 from megatron.core.tokenizers import build_tokenizer
-from megatron.planner.rehearsal.ranks import chosen_ranks
+from megatron.extensions.planner.dry_run.data import missing_inputs
+from megatron.extensions.planner.dry_run.step import DeviceError
+from megatron.extensions.planner.rehearsal.ranks import chosen_ranks
 from megatron.training.config.arguments import CommandLine, print_problems
 from megatron.training.config.data_lists import with_data_lists
-from megatron.training.config.dry_run.data import missing_inputs
-from megatron.training.config.dry_run.step import DeviceError
 from megatron.training.config.output_files import why_unwritten
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.saved_flags import with_saved_flags
@@ -82,7 +82,7 @@ def _prepared(command: CommandLine, launch: Launch) -> RunConfig:
         if launch.rank == 0:
             if config.optimizer.names_parameters:  # a run finds it out as it builds the model
                 _refuse_wrong_names(config, launch, command.plan_file)
-            from megatron.training.config.dry_run.plan import print_plan
+            from megatron.extensions.planner.dry_run.plan import print_plan
 
             try:
                 asked = command.device, command.gpus_per_node, command.device_memory, command.given
@@ -108,7 +108,7 @@ def _suggest(
 ) -> NoReturn:
     """Prints the best layouts of a run. Problems of its own layout are part of what is said of it; where every layout
     has problems, the run's own are told as those of a run."""
-    from megatron.training.config.suggest.printed import MOST_PREDICTED, MOST_TIMED, print_suggestions
+    from megatron.extensions.planner.suggest.printed import MOST_PREDICTED, MOST_TIMED, print_suggestions
 
     assert command.device is not None, "--suggest comes with --device"
     if launch.rank == 0:
@@ -125,7 +125,7 @@ def _suggest(
 
 
 def _refuse_wrong_names(config: RunConfig, launch: Launch, json_file: str | None) -> None:
-    from megatron.planner.parameters import stage_metas
+    from megatron.extensions.planner.parameters import stage_metas
 
     try:
         config.optimizer.check_names({meta.name for meta in stage_metas(config.model)})

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron.extensions.phases.plan import StagePlan, checked_configs, plan_stages, stage_rules
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
 from megatron.training.config.flags import flat_values
 from megatron.training.config.problem import Problem
@@ -17,7 +18,6 @@ from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
 from megatron.training.config.rules.switched_off import switched_off
 from megatron.training.config.run_config import RunConfig, TrainingConfig
-from megatron.training.config.stages.plan import StagePlan, checked_configs, plan_stages, stage_rules
 from megatron.training.extensions import problem_in_extension
 
 __all__ = ["MOCK_VOCAB_SIZE", "Problem", "notices", "resolve", "validate"]

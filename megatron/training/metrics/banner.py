@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from megatron.core.pipeline_parallel.stages import pipeline_layout
-from megatron.planner.memory import states_of_rank
-from megatron.planner.parameters import active_parameters, count_parameters
-from megatron.training.config.dry_run.batch import batch_line
-from megatron.training.config.dry_run.memory import byte_text, formats_of_states
-from megatron.training.config.dry_run.model import shape_line
+from megatron.extensions.planner.dry_run.batch import batch_line
+from megatron.extensions.planner.dry_run.memory import byte_text, formats_of_states
+from megatron.extensions.planner.dry_run.model import shape_line
+from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.planner.parameters import active_parameters, count_parameters
 from megatron.training.run import TrainingRun
 
 

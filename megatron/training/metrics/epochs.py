@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.gpt_dataset import Dataset
 from megatron.core.datasets.staged import sources_of
-from megatron.training.config.stages.plan import StagePlan
+from megatron.extensions.phases.plan import StagePlan
 
 PART = 1 << 20
 """Samples that are counted at a time."""

@@ -16,13 +16,13 @@ import torch
 
 from megatron.core.collectives import all_reduce_
 from megatron.core.optimizer.distrib_optimizer import StepResult
-from megatron.planner.flops import flops_per_token
-from megatron.training.diagnosis.step_guard import is_nan
-from megatron.training.diagnosis.straggler import straggler_record
-from megatron.training.layer_stats.records import LayerRecord
+from megatron.extensions.diagnosis.layer_stats.records import LayerRecord
+from megatron.extensions.diagnosis.straggler import straggler_record
+from megatron.extensions.planner.flops import flops_per_token
 from megatron.training.metrics.mfu import peak_tflops
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
+from megatron.training.step_guard import is_nan
 
 
 @dataclass

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.training.layer_stats.records import layer_scalars
+from megatron.extensions.diagnosis.layer_stats.records import layer_scalars
 
 Record = dict[str, Any]
 

@@ -15,10 +15,10 @@ from typing import Any
 from megatron.core.dist_checkpointing.path_kind import RUN_CONFIG
 from megatron.core.dist_checkpointing.storage import gather
 from megatron.core.tokenizers.kept_files import keep_tokenizer
+from megatron.extensions.diagnosis.layer_stats.alarms import LayerAlarms
+from megatron.extensions.diagnosis.layer_stats.records import LayerRecord
+from megatron.extensions.diagnosis.straggler import straggler_line
 from megatron.training.config.arguments import flat_values, save_config
-from megatron.training.diagnosis.straggler import straggler_line
-from megatron.training.layer_stats.alarms import LayerAlarms
-from megatron.training.layer_stats.records import LayerRecord
 from megatron.training.metrics import console, megatron_format
 from megatron.training.metrics.sinks import Record, Sink, open_sinks
 from megatron.training.reliability.run_events import record_event

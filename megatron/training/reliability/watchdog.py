@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.extensions.resilience.host_watch import HostWatch
+from megatron.extensions.resilience.save_lease import LeaseError, SaveLease
 from megatron.training.reliability.failure_handler import FailureHandler
 from megatron.training.reliability.flight_recorder import Entered
-from megatron.training.reliability.hosts.host_watch import HostWatch
-from megatron.training.reliability.hosts.save_lease import LeaseError, SaveLease
 from megatron.training.reliability.launch import Launch, write_error_file
 from megatron.training.reliability.rank_status import RankStatus
 from megatron.training.reliability.rank_store import PERIOD, Board, Request

@@ -97,7 +97,7 @@ def eval_tasks(c: RunConfig, world_size: int) -> Iterator[Problem]:
         enough = f"--moe-eval-capacity-factor {model.num_experts / model.moe_router_topk:g}"
         yield Problem("--eval-tasks", None, rule, f"add {enough}, with which none is dropped")
     # Imported here because it needs yaml and numpy, which --help and parsing do not.
-    from megatron.training.eval_tasks.task_file import read_tasks
+    from megatron.extensions.evaluation.task_file import read_tasks
 
     try:
         read_tasks(options.eval_tasks, options.eval_tasks_num_fewshot)

@@ -1,0 +1,143 @@
+"""Converts a checkpoint from one format to another: opens the source, plans the target, and writes it atomically."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.path_kind import kind_of, refusal
+from megatron.core.dist_checkpointing.storage import CheckpointError
+from megatron.core.parallel_state import Axis
+from megatron.extensions.conversion.dcp_format import DCP_FORMAT
+from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
+from megatron.extensions.conversion.staging import new_folder, refuse
+from megatron.extensions.hugging_face.hf_format import HF_FORMAT
+from megatron.extensions.megatron_checkpoints.megatron_format import MEGATRON_FORMAT
+from megatron.testing.local_world import run_world
+
+FORMATS = {each.name: each for each in (HF_FORMAT, MEGATRON_FORMAT, DCP_FORMAT)}
+WEEK = 7 * 24 * 3600.0
+
+
+def recognize(path: Path) -> Format:
+    """The format of the checkpoint in a folder. Raises ValueError if it has none."""
+    kind = kind_of(path)
+    found = [each for each in FORMATS.values() if kind in each.kinds]
+    if not found:
+        remedy = "give the folder of a Hugging Face model (config.json) or of a checkpoint"
+        raise ValueError(f"--input {refusal(path, remedy)}")
+    return found[0]
+
+
+class Conversion:
+    """A planned conversion. ValueError, in one line, for whatever is known before a weight is read."""
+
+    def __init__(self, path: Path, output: Path, to: str | None, options: Options, force: bool = False) -> None:
+        kind = recognize(path)
+        to = to or ("hf" if kind.name == "dcp" else "dcp")
+        plan = FORMATS[to].plan
+        if plan is None:
+            raise ValueError(f"--to {to}: this format can be read only")
+        self.output, self.force = output, force
+        refuse(output, force)
+        if output.resolve() in (path.resolve(), *path.resolve().parents):
+            raise ValueError(f"--output {output} contains the input; choose another folder")
+        self.source: Source = kind.open(path, options)
+        self.target: Target = plan(self.source, output, options)
+        self.formats = kind.name, to
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self.source.notes, *self.target.notes)
+
+    def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
+        """Converts with this many processes. `show` is called with the bytes written so far.
+
+        Raises ValueError or CheckpointError; the output folder is then as it was.
+        """
+        try:
+            with new_folder(self.output, self.force) as folder:
+                self.source.check_data()
+                if workers == 1:
+                    self.target.write(folder, Axis(), _Counter(show))
+                else:
+                    self._write_together(folder, workers, show)
+                self.target.finish(folder)
+        except (OSError, CheckpointError) as error:
+            raise ValueError(self._failure(error)) from error
+
+    def _failure(self, error: Exception) -> str:
+        """One line for a file that cannot be written or read: a full disk, a faulty one, missing rights."""
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or cause.strerror is None:
+            return str(error)
+        path = Path(cause.filename) if isinstance(cause.filename, str) else None
+        if path is not None and self.output.absolute().parent not in path.absolute().parents:
+            return f"{path}: {cause.strerror.lower()}"
+        return f"--output {self.output} cannot be written: {cause.strerror.lower()}; nothing of it was kept"
+
+    def _write_together(self, folder: Path, workers: int, show: Callable[[int], None]) -> None:
+        total = mp.get_context("fork").Value("q", 0)
+        try:
+            problems = run_world(workers, self._worker, folder, total, show, timeout=WEEK)
+        except RuntimeError as error:
+            raise CheckpointError(f"a worker failed: {str(error).strip().splitlines()[-1]}") from None
+        for problem in problems:
+            if problem is not None:
+                raise ValueError(problem)
+
+    def _worker(self, rank: int, world_size: int, folder: Path, total: Any, show: Callable[[int], None]) -> str | None:
+        world = Axis(dist.group.WORLD, rank, world_size, tuple(range(world_size)))
+
+        def written(count: int) -> None:
+            with total.get_lock():
+                total.value += count
+            if rank == 0:
+                show(total.value)
+
+        try:
+            self.target.write(folder, world, written)
+        except ValueError as error:
+            return str(error)
+        except (OSError, CheckpointError) as error:
+            return self._failure(error)
+        return None
+
+
+class _Counter:
+    """Adds up the bytes of one process."""
+
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self.total, self.show = 0, show
+
+    def __call__(self, count: int) -> None:
+        self.total += count
+        self.show(self.total)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """A number format of weights by its name in torch. Raises ValueError for another name."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if name not in names:
+        raise ValueError(f"{name!r} must be one of {', '.join(names)}")
+    return names[name]
+
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB`, `500MB`, `2GiB` or a number of bytes. Raises ValueError."""
+    digits = text.rstrip("KMGiBkmgb")
+    unit = text[len(digits) :].upper()
+    if unit not in UNITS or not digits.replace(".", "", 1).isdigit() or (size := int(float(digits) * UNITS[unit])) < 1:
+        raise ValueError(f"{text!r} must be a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
+__all__ = ["FORMATS", "Conversion", "Written", "parse_bytes", "parse_dtype", "recognize"]

@@ -1,0 +1,191 @@
+"""This framework's checkpoints as a source and a target of conversions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.latest_checkpoint import choose_checkpoint
+from megatron.core.dist_checkpointing.path_kind import OURS, RUN_CONFIG
+from megatron.core.dist_checkpointing.sharded_tensor import StreamedTensor
+from megatron.core.dist_checkpointing.state_dict import MAIN_PARAM, StateDict, model_key, optimizer_key
+from megatron.core.dist_checkpointing.storage import save
+from megatron.core.models.gpt.parameters import is_declared, model_states, parameter_metas
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import Axis
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.conversion.formats import Format, Options, Source, Target, TrainingState, Written
+from megatron.extensions.hugging_face.hf_format import side_files_of
+from megatron.extensions.hugging_face.pretrained import tokenizer_config
+from megatron.training.checkpointing import FORMAT_VERSION, saved_config, saved_progress
+from megatron.training.config.arguments import save_config
+from megatron.training.config.flags import values_by_section
+from megatron.training.config.run_config import CheckpointConfig
+from megatron.training.extensions import load_saved_extensions
+from megatron.training.progress import Progress
+
+TOKENIZER_FOLDER = "tokenizer"
+STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class DCPSource(Source):
+    """An opened checkpoint, its files verified: itself, or the latest of a folder."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        remarks: list[str] = []
+        checkpoint = choose_checkpoint(path, Axis(), remarks.append)
+        if checkpoint is None:
+            raise ValueError(f"{path} holds no checkpoint")
+        self.checkpoint, self.notes = checkpoint, tuple(remarks)
+        load_saved_extensions(checkpoint.payload.get("config", {}).get("extensions", {}).get("extension") or ())
+        self.config = saved_config(checkpoint)
+        if not is_declared(self.config.model):
+            raise ValueError(f"{checkpoint.folder}: its model has parts of an extension, which cannot be converted")
+        self.metas = {meta.name: meta for meta in parameter_metas(self.config.model)}
+        for name, meta in self.metas.items():
+            info = checkpoint.tensors.get(model_key(name))
+            if info is None or info.shape != meta.global_shape:
+                what = "is missing" if info is None else f"has shape {info.shape} instead of {meta.global_shape}"
+                raise ValueError(f"{checkpoint.folder} does not fit its own configuration: {model_key(name)} {what}")
+        names = (meta.name for meta, _ in model_states(self.config.model))
+        self.states = [name for name in names if model_key(name) in checkpoint.tensors]
+        self.side_files = side_files_of(self.config.tokenizer)
+
+    def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
+        return wanted or self.checkpoint.tensors[model_key(name)].dtype
+
+    def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
+        """The parameter as the model had it; in another dtype the optimizer's main parameter if there is one."""
+        key, main = model_key(name), optimizer_key(MAIN_PARAM, name)
+        if self.dtype(name, wanted) != self.dtype(name, None) and main in self.checkpoint.tensors:
+            key = main
+        return self.checkpoint.read(key).to(self.dtype(name, wanted))
+
+    def check_data(self) -> None:
+        """Nothing: checksums were compared when it was opened."""
+
+    def training(self) -> TrainingState | None:
+        tensors = self.checkpoint.tensors
+        kinds = [kind for kind in STATE_KINDS if any(key.startswith(optimizer_key(kind, "")) for key in tensors)]
+        if not kinds:
+            return None
+        if missing := [
+            (kind, name) for name in self.metas for kind in kinds if optimizer_key(kind, name) not in tensors
+        ]:
+            kind, name = missing[0]
+            raise ValueError(
+                f"{self.checkpoint.folder} has no {kind} of {name}, though of other parameters, as under --optimizer "
+                "muon and --freeze; give --weights-only"
+            )
+        return TrainingState(
+            saved_progress(self.checkpoint.payload),
+            int(self.checkpoint.payload["optimizer"]["step_count"]),
+            tuple(kinds),
+            lambda kind, name: self.checkpoint.read(optimizer_key(kind, name)),
+            lambda kind, name: tensors[optimizer_key(kind, name)].dtype,
+            self.checkpoint.payload["optimizer"]["loss_scaler"],
+        )
+
+
+class DCPTarget(Target):
+    """A folder with a checkpoint of iteration 0 that has weights only, run_config.yaml, and the tokenizer's files."""
+
+    def __init__(self, source: Source, output: Path, options: Options) -> None:
+        self.source, self.options = source, options
+        self.dtypes = {name: source.dtype(name, options.dtype) for name in source.metas}
+        self.sizes = {name: meta.numel * self.dtypes[name].itemsize for name, meta in source.metas.items()}
+        copied = options.weights_only or options.dtype or isinstance(source, DCPSource)
+        self.training = None if copied else source.training()
+        self.states = self._optimizer_states()
+        self.nbytes = sum(self.sizes.values()) + sum(self.states.values())
+        self.config = replace(source.config, checkpoint=CheckpointConfig())
+        if source.side_files:
+            # The folder's absolute path at its end, where the files will be.
+            folder = output.resolve() / TOKENIZER_FOLDER
+            self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
+
+    def _optimizer_states(self) -> dict[tuple[str, str], int]:
+        """(kind, name of the parameter) -> bytes of each state of the optimizer."""
+        if self.training is None:
+            return {}
+        return {
+            (kind, name): meta.numel * self.training.dtype(kind, name).itemsize
+            for name, meta in self.source.metas.items()
+            for kind in self.training.kinds
+        }
+
+    def payload(self) -> dict[str, Any]:
+        """Everything of the checkpoint that is not a tensor."""
+        training = self.training
+        payload = {
+            "format_version": FORMAT_VERSION,
+            "torch_version": torch.__version__,
+            **asdict(training.progress if training else Progress()),
+            "metrics": {},
+            "layout": asdict(ParallelDims()) | {"use_distributed_optimizer": False},
+            "optimizer": {
+                "step_count": training.step_count if training else 0,
+                "loss_scaler": dict(training.loss_scaler) if training else {},
+            },
+            "rng": {"seed": self.config.training.seed},
+            "config": values_by_section(self.config),
+        }
+        return payload if training else payload | {"converted": True}
+
+    def write(self, folder: Path, world: Axis, written: Written) -> None:
+        tensors: StateDict = {}
+        for kind, name in self._share(world):
+            shape = self.source.metas[name].global_shape
+            if kind is None:
+                make = partial(self._make, name, written)
+                tensors[model_key(name)] = StreamedTensor(shape, self.dtypes[name], make)
+            elif self.training is not None:
+                make = partial(self._make_optimizer_state, kind, name, written)
+                kept_in = self.training.dtype(kind, name)
+                tensors[optimizer_key(kind, name)] = StreamedTensor(shape, kept_in, make)
+        for meta, dtype in model_states(self.config.model) if world.first else ():
+            make = partial(self._make_state, meta, getattr(torch, dtype))
+            tensors[model_key(meta.name)] = StreamedTensor(meta.global_shape, getattr(torch, dtype), make)
+        iteration = self.training.progress.iteration if self.training else 0
+        save(folder, iteration, tensors, self.payload(), world, streamed=True)
+
+    def _make(self, name: str, written: Written) -> Tensor:
+        written(self.sizes[name])
+        return self.source.read(name, self.options.dtype)
+
+    def _make_optimizer_state(self, kind: str, name: str, written: Written) -> Tensor:
+        assert self.training is not None
+        written(self.states[kind, name])
+        return self.training.read(kind, name)
+
+    def _make_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
+        if meta.name in self.source.states:
+            return self.source.read(meta.name, dtype)
+        return torch.zeros(meta.global_shape, dtype=dtype)
+
+    def _share(self, world: Axis) -> Iterator[tuple[str | None, str]]:
+        """(kind of optimizer state or None, parameter) that this process writes: each goes to the one with the fewest
+        bytes so far."""
+        loads = [0] * world.size
+        weights: dict[tuple[str | None, str], int] = {(None, name): size for name, size in self.sizes.items()}
+        for name, size in (weights | self.states).items():
+            turn = loads.index(min(loads))
+            loads[turn] += size
+            if turn == world.rank:
+                yield name
+
+    def finish(self, folder: Path) -> None:
+        save_config(self.config, folder / RUN_CONFIG)
+        for name, path in self.source.side_files.items():
+            (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / TOKENIZER_FOLDER / name)
+
+
+DCP_FORMAT = Format("dcp", OURS, DCPSource, DCPTarget)

@@ -1,0 +1,213 @@
+"""Statistics of each layer: norms of weights, gradients and updates, activations, attention logits, routers.
+
+A step that is measured leaves one flat tensor of sums and one of maxima on the device. Those of an interval are reduced
+together when it is logged, the sums with everything else that is logged then, so nothing waits before. The tables are
+the same on every rank, and rows are named by the number of the layer and the name of the parameter in the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce_
+from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.diagnosis.layer_stats.activation_taps import (
+    ENTROPY,
+    KEYS,
+    LOAD,
+    LOGITS,
+    LOOKED_UP,
+    LOOKUPS,
+    QUERIES,
+    ActivationTaps,
+    Key,
+)
+from megatron.extensions.diagnosis.layer_stats.parameter_norms import QUANTITIES, ParameterSquares
+from megatron.extensions.diagnosis.layer_stats.records import LayerRecord, Parameter
+from megatron.training.config.run_config import RunConfig
+
+BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the tables of all ranks hold, row by row. Equal on all ranks."""
+
+    parameters: dict[str, Parameter]
+    sums: tuple[Key, ...]
+    maxima: tuple[Key, ...]
+    routers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
+        """Collective over the world."""
+        own = _parameters(stages), list(taps.sums), list(taps.maxima), list(taps.balances)
+        parameters: dict[str, Parameter] = {}
+        sums, maxima, routers = set[Key](), set[Key](), set[int]()
+        for of_rank in gather(own, state.world):
+            parameters |= of_rank[0]
+            sums.update(of_rank[1])
+            maxima.update(of_rank[2])
+            routers.update(of_rank[3])
+        names = sorted(parameters, key=_natural)
+        ordered = {name: parameters[name] for name in names}
+        return cls(ordered, tuple(sorted(sums)), tuple(sorted(maxima)), tuple(sorted(routers)))
+
+
+class LayerStatistics:
+    """The statistics of one rank's part of the model. Costs nothing without --log-layer-stats. `begin`,
+    `before_update` and `after_update` are called in each step, in this order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: ParallelState,
+        stages: Mapping[int, GPTModel],
+        optimizer: DistributedOptimizer,
+        device: torch.device,
+    ) -> None:
+        self.interval, self.state, self.device = config.logging.log_layer_stats, state, device
+        self.num_experts = config.model.num_experts or 0
+        self._measured: list[tuple[int, Tensor, Tensor]] = []
+        self._iteration: int | None = None
+        """Of the present step, if it is measured."""
+        if not self.interval:
+            return
+        compiled = config.parallel.compiles(device.type)
+        self.taps = ActivationTaps(stages, device, compiled, config.optimizer.qk_clip)
+        self.rows = _Rows.of(self.taps, stages, state)
+        places = {name: row for row, name in enumerate(self.rows.parameters)}
+        self.squares = ParameterSquares(optimizer, state, places)
+        self._sum_rows = [self.rows.sums.index(key) for key in self.taps.sums]
+        self._maximum_rows = [self.rows.maxima.index(key) for key in self.taps.maxima]
+        self._routers = [self.rows.routers.index(number) for number in self.taps.balances]
+
+    def begin(self, iteration: int) -> None:
+        """Begins a step, or begins it again."""
+        if self.interval:
+            self._iteration = iteration if iteration % self.interval == 0 else None
+            self.taps.begin(self._iteration is not None)
+
+    def before_update(self, factor: Tensor) -> None:
+        """After the last backward pass: the reduced gradients are to be multiplied by `factor`."""
+        if self._iteration is None:
+            return
+        self.taps.end()
+        self.squares.before_update(factor)
+        self._activations = self._table()
+
+    def after_update(self) -> None:
+        """After the optimizer's step."""
+        if self._iteration is None:
+            return
+        sums = torch.cat([self.squares.after_update(), self._activations])
+        self._measured.append((self._iteration, sums, self._maxima()))
+        self._iteration = None
+
+    def _table(self) -> Tensor:
+        """Sums and counts of activations, and loads of experts, flat."""
+        table = torch.zeros(len(self.rows.sums), 2, dtype=torch.float64, device=self.device)
+        for row, (key, value) in zip(self._sum_rows, self.taps.sums.items(), strict=True):
+            table[row, 0] = value
+            table[row, 1].fill_(self.taps.counts[key])
+        loads = torch.zeros(len(self.rows.routers), self.num_experts, dtype=torch.float64, device=self.device)
+        for row, load in zip(self._routers, self.taps.loads().values(), strict=True):
+            loads[row] = load
+        return torch.cat([table.flatten(), loads.flatten()])
+
+    def _maxima(self) -> Tensor:
+        maxima = torch.full((len(self.rows.maxima),), float("-inf"), dtype=torch.float64, device=self.device)
+        for row, value in zip(self._maximum_rows, self.taps.maxima.values(), strict=True):
+            maxima[row] = value
+        return maxima
+
+    def take(self) -> Tensor:
+        """The sums of the steps measured since the last call, flat, to be summed over the world."""
+        return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
+
+    def records(self, summed: Tensor) -> list[LayerRecord]:
+        """What was measured, from the sum of `take` over the world. Collective over the world if there are maxima;
+        waits for the device."""
+        measured, self._measured = self._measured, []
+        if not measured:
+            return []
+        maxima = all_reduce_(torch.stack([maxima for _, _, maxima in measured]), self.state.world, dist.ReduceOp.MAX)
+        tables = zip(summed.view(len(measured), -1).tolist(), maxima.tolist(), strict=True)
+        return [self._record(step[0], *table) for step, table in zip(measured, tables, strict=True)]
+
+    def _record(self, iteration: int, sums: list[float], maxima: list[float]) -> LayerRecord:
+        tp, parameters, quantities = self.squares.shape
+        size = parameters * quantities
+        of_ranks = [sums[rank * size : (rank + 1) * size] for rank in range(tp)]
+        record = LayerRecord(iteration)
+        for row, (name, parameter) in enumerate(self.rows.parameters.items()):
+            for column, quantity in enumerate(QUANTITIES):
+                at = row * quantities + column
+                record.add_parameter(name, parameter, quantity, [squares[at] for squares in of_ranks])
+        rest = sums[tp * size :]
+        for row, (statistic, number) in enumerate(self.rows.sums):
+            total, count = rest[2 * row : 2 * row + 2]
+            if count:
+                mean = total / count
+                record.add_layer(statistic, number, mean if statistic == ENTROPY else mean**0.5)
+        lookups = {key: rest[2 * row] for row, key in enumerate(self.rows.sums) if key[0] in (LOOKED_UP, LOOKUPS)}
+        if lookups and EMBEDDING in record.shards:
+            ratios = [(lookups[LOOKED_UP, rank], lookups[LOOKUPS, rank]) for rank in range(tp)]
+            record.shards[EMBEDDING]["output_norm"] = [
+                (total / count) ** 0.5 if count else 0.0 for total, count in ratios
+            ]
+        record.add_gains()
+        loads = rest[2 * len(self.rows.sums) :]
+        for row, number in enumerate(self.rows.routers):
+            load = loads[row * self.num_experts : (row + 1) * self.num_experts]
+            even = sum(load) / self.num_experts
+            record.add_layer(LOAD, number, [each / even if even else 0.0 for each in load])
+        found = dict(zip(self.rows.maxima, maxima, strict=True))
+        for (statistic, number), value in found.items():
+            if statistic == LOGITS:
+                record.add_layer(LOGITS, number, value)
+            elif statistic == QUERIES:
+                record.add_layer(BOUND, number, value * found[KEYS, number])
+        return record
+
+    def notice(self) -> str | None:
+        """What is logged in place of a value that the kernels do not show; None where all are as they are named."""
+        maxima = self.rows.maxima if self.interval else ()
+        hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
+        if not hidden:
+            return None
+        which = "all layers" if len(hidden) == len({number for _, number in maxima}) else f"layers {hidden}"
+        return (
+            f"--log-layer-stats: the attention kernels of {which} do not return their logits: {BOUND} is logged, the "
+            "scale * the largest norms of a query and of a key, which no logit exceeds; --attention-backend unfused "
+            f"logs {LOGITS}"
+        )
+
+
+def _parameters(stages: Mapping[int, GPTModel]) -> dict[str, Parameter]:
+    """The trained parameters of a rank's stages, by name."""
+    found: dict[str, Parameter] = {}
+    for model in stages.values():
+        layer_of: dict[str, int] = {}
+        for layer in model.named_layers().values():
+            for parameter in layer.parameters():
+                layer_of[parameter.meta.name] = int(layer.number)  # type: ignore[attr-defined, arg-type]
+        for name, (parameter, meta) in model.named_metas().items():
+            if parameter.requires_grad:
+                found[name] = Parameter(layer_of.get(name), meta.expert, "tp" in meta.sharded, meta.init.kind)
+    return found
+
+
+def _natural(name: str) -> list[Any]:
+    """Key that sorts `layers.10` behind `layers.9`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,192 @@
+"""The pipeline's part of each traced step: as measured, and as simulated with the measured times. No torch.
+
+An action's time is that of its slice without the wait for its message, which comes first. The plan runs the action
+lists of the run with the median time of each kind of action of each stage, so that what it lacks beside the measurement
+is the scatter of these times and the waits that they cause.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel.actions import COMPUTE, SENDS, Action, Kind, counterpart
+from megatron.core.pipeline_parallel.simulator import Simulation, StageCosts, Timed
+from megatron.extensions.diagnosis.trace.trace_file import Event, Trace
+
+PIPELINE = "pipeline"
+"""Category of the slices of actions."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One pipeline's actions of one iteration, by pipeline rank. Microseconds since the beginning of the trace."""
+
+    iteration: int
+    ranks: tuple[int, ...]
+    """The pipeline's ranks of the world, in order of stage."""
+
+    timeline: list[list[Timed]]
+    """Compute actions, each from where its message was there."""
+
+    @property
+    def start(self) -> float:
+        return min(timed.start for timeline in self.timeline for timed in timeline)
+
+    @property
+    def stop(self) -> float:
+        return max(timed.stop for timeline in self.timeline for timed in timeline)
+
+    @property
+    def makespan(self) -> float:
+        return self.stop - self.start
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the step between the first start and the last end of all ranks, as `Simulation.bubble`."""
+        busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
+        return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max(timed.action.microbatch for timeline in self.timeline for timed in timeline)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans: passes that run in turns overlap."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def measured_steps(trace: Trace) -> list[MeasuredStep]:
+    """Every pipeline's part of every traced iteration, those of an iteration in order of their first rank. On GPUs by
+    the times of the device's streams."""
+    pipelines = trace["otherData"]["pipelines"]
+    of_rank = {rank: number for number, ranks in enumerate(pipelines) for rank in ranks}
+    found: dict[tuple[int, int], dict[int, dict[Action, Timed]]] = defaultdict(lambda: defaultdict(dict))
+    for event, began in actions_of(trace):
+        args, rank = event["args"], event["pid"]
+        action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+        if action.kind in COMPUTE:
+            timed = Timed(action, began, event["ts"] + event["dur"])
+            found[args["iteration"], of_rank[rank]][rank][action] = timed  # a step that was run again: the last one
+    steps = []
+    for (iteration, number), by_rank in sorted(found.items()):
+        ranks = tuple(pipelines[number])
+        if all(by_rank.get(rank) for rank in ranks):
+            timeline = [sorted(by_rank[rank].values(), key=lambda timed: timed.start) for rank in ranks]
+            steps.append(MeasuredStep(iteration, ranks, timeline))
+    return steps
+
+
+def actions_of(trace: Trace) -> list[tuple[Event, float]]:
+    """Slices of the actions of training steps, each with when the wait for its message ended."""
+    device = trace["otherData"]["device"] == "cuda"
+    gpu = {
+        (event["pid"], event["tid"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name" and event["args"]["name"].startswith("GPU, ")
+    }
+    waits: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    actions: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        place = event["pid"], event.get("tid", 0)
+        if event["ph"] != "X" or (place in gpu) != device:
+            continue
+        if event.get("cat") == PIPELINE and "iteration" in event["args"]:
+            actions[place].append(event)
+        elif event.get("cat") == "wait" and event["args"].get("axis") == "pp":
+            waits[place].append(event)
+    found = []
+    for place, events in actions.items():
+        pending = sorted(waits[place], key=lambda wait: wait["ts"])
+        at = 0
+        for event in sorted(events, key=lambda event: event["ts"]):
+            while at < len(pending) and pending[at]["ts"] < event["ts"]:
+                at += 1
+            began = event["ts"]
+            if event["args"]["kind"] in ("F", "B", "I") and at < len(pending):
+                end = pending[at]["ts"] + pending[at]["dur"]
+                # A send may wait for an earlier one, but no action sends within itself.
+                began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
+            found.append((event, began))
+    return found
+
+
+def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
+    """The median time of each kind of action on each stage, and of the messages `waited` for, in microseconds."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for timeline in step.timeline:
+            for action, start, stop in timeline:
+                times[action.kind, action.stage].append(stop - start)
+    stages = range(1 + max(stage for _, stage in times))
+
+    def median(kind: Kind, stage: int) -> float:
+        return statistics.median(times[kind, stage]) if (kind, stage) in times else 0.0
+
+    whole = [median(Kind.B, stage) for stage in stages]
+    halves = [median(Kind.I, stage) for stage in stages]
+    weights = [median(Kind.W, stage) for stage in stages]
+    # A list has either whole backwards of a stage or their halves; where it has both, the halves count.
+    backwards = [half or back for half, back in zip(halves, whole, strict=True)]
+    forwards = [median(Kind.F, stage) for stage in stages]
+    return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)
+
+
+def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
+    """How long messages took for which a rank was waiting when they were computed, in microseconds: from the end of
+    the action that computed one to the begin of the action that uses it. Others arrive in time, whatever they take."""
+    stops: dict[tuple[int, int, Action], float] = {}
+    owners: dict[tuple[int, int, int], int] = {}
+    for step in steps:
+        for rank, timeline in zip(step.ranks, step.timeline, strict=True):
+            for action, _, stop in timeline:
+                stops[step.iteration, step.ranks[0], action] = stop
+                owners[step.iteration, step.ranks[0], action.stage] = rank
+    pipeline = {rank: ranks[0] for ranks in trace["otherData"]["pipelines"] for rank in ranks}
+    found = []
+    for event, began in actions_of(trace):
+        args = event["args"]
+        action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
+        if action.kind not in (Kind.F, Kind.B, Kind.I):
+            continue
+        place = args["iteration"], pipeline[event["pid"]]
+        before = action.stage + (-1 if action.kind is Kind.F else 1)
+        if owners.get((*place, before), event["pid"]) == event["pid"]:
+            continue
+        source = stops.get((*place, action._replace(stage=before)))
+        if source is not None and event["ts"] < source <= began:
+            found.append(began - source)
+    return found
+
+
+def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
+    """(name, slice of the send, slice of the action that uses what it sends) of one pipeline's step."""
+    found = []
+    for action, source in slices.items():
+        if action.kind in SENDS:
+            receive = counterpart(action)
+            kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+            users = (slices.get(Action(kind, receive.stage, receive.microbatch)) for kind in kinds)
+            found += [(str(action), source, user) for user in users if user is not None]
+    return found
+
+
+def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, Any]:
+    """What the trace says of the pipeline, by numbers: medians over iterations and pipelines."""
+    if not steps:
+        return {}
+    found: dict[str, Any] = {
+        "measured_us": statistics.median(step.makespan for step in steps),
+        "measured_bubble": statistics.median(step.bubble for step in steps),
+    }
+    if plan is not None:
+        found |= {"planned_us": plan.makespan, "planned_bubble": plan.bubble}
+    return found

@@ -1,0 +1,276 @@
+"""--trace: records some steps of all ranks and writes them to one file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import threading
+import time
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron.core.dist_checkpointing.storage import gather
+from megatron.core.parallel_state import SINGLE_AXES
+from megatron.core.pipeline_parallel.actions import Action, Lists
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.extensions.diagnosis.straggler import PhaseClock
+from megatron.extensions.diagnosis.trace.assembly import PIPELINE, RankTrace, assemble
+from megatron.extensions.diagnosis.trace.collective_taps import CollectiveTaps, patched
+from megatron.extensions.diagnosis.trace.host_clocks import Alignment, Offset, host_identity, measure
+from megatron.extensions.diagnosis.trace.recorder import Recorder
+from megatron.extensions.diagnosis.trace.trace_file import write_trace
+from megatron.training.config.run_config import RunConfig
+from megatron.training.hooks import Callback, RunView
+from megatron.training.initialize import Runtime
+from megatron.training.pipeline import Pipeline
+from megatron.training.saving import RunSaver
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+
+PIECE = 2**22
+"""Bytes of a value of the store."""
+
+PHASE_NAMES = {"grad_sync": "end of the gradient reduction"}
+
+
+class Tracer(Callback):
+    """Starts after --trace-step-start iterations and stops after --trace-step-end. All methods are collective.
+
+    While it records it wraps the actions of the pipeline, the phases of the step, saves, evaluations and
+    torch.distributed; before and afterwards they are as they were.
+    """
+
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, pipeline: Pipeline, clock: PhaseClock, saver: RunSaver
+    ) -> None:
+        super().__init__(config)
+        self.runtime, self.pipeline, self.clock, self.saver = runtime, pipeline, clock, saver
+        self._first = 0
+        """The first iteration that is traced."""
+
+        self._recorder: Recorder | None = None
+        self._taps = ExitStack()
+        self._writer: threading.Thread | None = None
+        self._iteration: int | None = None
+        self._step: AbstractContextManager[None] | None = None
+
+    def on_start(self, run: RunView) -> None:
+        iteration, logging = run.progress.iteration, self.config.logging
+        if iteration >= logging.trace_step_end:
+            run.say(
+                f" no trace: the run resumes at iteration {iteration}, --trace-step-end is {logging.trace_step_end}"
+            )
+        elif iteration >= logging.trace_step_start:
+            self._start(run)
+
+    def on_step_end(self, run: RunView) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = self._iteration = None
+        self._turn(run)
+
+    def on_end(self, run: RunView) -> None:
+        """Writes the trace of a run that was too short for it, and waits for the file."""
+        if run.progress.iteration < self.config.logging.trace_step_start:
+            run.say(f" no trace: the run has ended before --trace-step-start {self.config.logging.trace_step_start}")
+        self._stop(run)
+        if self._writer is not None:
+            self._writer.join()
+
+    def _turn(self, run: RunView) -> None:
+        if run.progress.iteration == self.config.logging.trace_step_start:
+            self._start(run)
+        elif run.progress.iteration == self.config.logging.trace_step_end:
+            self._stop(run)
+
+    def _start(self, run: RunView) -> None:
+        state = self.runtime.state
+        self._first = run.progress.iteration + 1
+        self._hosts = gather(host_identity(), state.world)
+        self._offset = self._measure("start")
+        self._recorder = recorder = Recorder(self.runtime.device)
+        self._progress = run.progress
+        taps = self._taps
+        taps.enter_context(CollectiveTaps(recorder, state).installed())
+        for owner, name, traced in (
+            (self.clock, "block", self._phases(self.clock.block)),
+            (self.pipeline.executor, "run_action", self._actions(self.pipeline.executor.run_action)),
+            (self.pipeline, "evaluate", self._wrapped(self.pipeline.evaluate, "evaluation batch")),
+            (self.saver, "save", self._wrapped(self.saver.save, "save")),
+        ):
+            taps.enter_context(patched(owner, name, traced))
+        collections: list[AbstractContextManager[None]] = []
+
+        def collected(phase: str, facts: Mapping[str, Any]) -> None:
+            if phase == "start":
+                collections.append(recorder.span("garbage collection", "host", {"generation": facts["generation"]}))
+                collections[-1].__enter__()
+            elif collections:
+                collections.pop().__exit__(None, None, None)
+
+        gc.callbacks.append(collected)
+        taps.callback(gc.callbacks.remove, collected)
+
+    def _wrapped(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            assert self._recorder is not None
+            with self._recorder.span(name, "step", {"iteration": self._progress.iteration}):
+                return function(*args, **kwargs)
+
+        return traced
+
+    def _phases(self, block: Callable[[str], AbstractContextManager[None]]) -> Callable[..., Any]:
+        @contextmanager
+        def traced(phase: str) -> Iterator[None]:
+            assert self._recorder is not None
+            if phase == "data" and self._step is None:
+                self._iteration = self._progress.iteration + 1
+                self._step = self._recorder.span(f"step {self._iteration}", "step", {"iteration": self._iteration})
+                self._step.__enter__()
+            with self._recorder.span(PHASE_NAMES.get(phase, phase), "step"), block(phase):
+                yield
+
+        return traced
+
+    def _actions(self, run_action: Callable[[Action], None]) -> Callable[[Action], None]:
+        def traced(action: Action) -> None:
+            assert self._recorder is not None
+            kind, stage, microbatch = action
+            args: dict[str, Any] = {"kind": kind.value, "stage": stage, "microbatch": microbatch}
+            if self._iteration is not None:
+                args["iteration"] = self._iteration
+            with self._recorder.span(str(action), PIPELINE, args):
+                run_action(action)
+
+        return traced
+
+    def _measure(self, when: str) -> Offset:
+        """The offset of this rank's host, measured by its first rank."""
+        launch, identities = self.runtime.launch, [identity for _, identity in self._hosts]
+        if len(set(identities)) == 1:
+            return Offset(time.perf_counter_ns())
+        meeting = f"trace/{self._first}/{when}"
+        own = measure(_get_default_store(), launch.rank, identities, meeting)
+        first = identities.index(identities[launch.rank])
+        return gather(own, self.runtime.state.world)[first]
+
+    def _stop(self, run: RunView) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        self._taps.close()
+        spans = recorder.take()
+        alignment = Alignment(self._offset, self._measure("stop"))
+        state = self.runtime.state
+        shown = SINGLE_AXES if state.axis("ep").size > 1 else DENSE_AXES
+        facts = {
+            "host": self._hosts[state.rank][0],
+            "coords": {axis: at for axis, (at, size) in state.coords.items() if size > 1 and axis in shown},
+            "clock": alignment.as_json(),
+            "memory": held_bytes(run),
+        }
+        dump = {"spans": spans, "in_flight": recorder.in_flight, "facts": facts}
+        dumps = self._collect(dump, alignment)
+        if not dumps:
+            return
+        self._writer = threading.Thread(target=self._write, args=(dumps, run.progress.iteration, run.say))
+        self._writer.start()
+
+    def _write(self, dumps: list[RankTrace], last: int, say: Callable[[str], None]) -> None:
+        """Writes the file while training goes on."""
+        path = trace_path(self.config, self._first, last)
+        try:
+            write_trace(assemble(dumps, self._facts(last), self._lists()), path)
+        except OSError as error:
+            say(f" the trace of iterations {self._first} to {last} cannot be written: {error}")
+        else:
+            say(f" trace of iterations {self._first} to {last}: {path}")
+
+    def _collect(self, dump: Mapping[str, Any], alignment: Alignment) -> list[RankTrace]:
+        """What all ranks have recorded, on rank 0; [] elsewhere. One rank after the other, through the store, so that
+        rank 0 holds one packed dump at a time and no collective takes memory of the device."""
+        packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
+        launch = self.runtime.launch
+        if launch.world_size == 1:
+            return [_unpacked(packed)]
+        store, key = _get_default_store(), f"trace/{self._first}/dump"
+        if launch.rank:
+            store.wait([f"{key}/{launch.rank}/wanted"])
+            text = b64encode(packed).decode()
+            cuts = range(0, len(text), PIECE)
+            for number, at in enumerate(cuts):
+                store.set(f"{key}/{launch.rank}/{number}", text[at : at + PIECE])
+            store.set(f"{key}/{launch.rank}/pieces", str(len(cuts)))
+            dist.barrier(group=self.runtime.state.world.group)
+            return []
+        found = [_unpacked(packed)]
+        for rank in range(1, launch.world_size):
+            store.set(f"{key}/{rank}/wanted", "")
+            pieces = int(store.get(f"{key}/{rank}/pieces"))
+            names = [f"{key}/{rank}/{number}" for number in range(pieces)]
+            found.append(_unpacked(b64decode(b"".join(store.get(name) for name in names))))
+            for name in names:
+                store.delete_key(name)
+        dist.barrier(group=self.runtime.state.world.group)
+        return found
+
+    def _lists(self) -> Callable[[int], Lists] | None:
+        """The action lists of a step by its micro-batches; None where passes run in turns, whose times are one."""
+        pipeline = self.pipeline
+        if pipeline.in_turns:
+            return None
+        chunks, group = pipeline.layout.chunks, pipeline.group
+        return lambda m: pipeline_lists(pipeline.schedule, pipeline.pp.size, m, chunks, group=group)
+
+    def _facts(self, last: int) -> dict[str, Any]:
+        dims, layout = self.runtime.state.dims, self.pipeline.layout
+        return {
+            "program": "pretrain_gpt.py --trace",
+            "iterations": [self._first, last],
+            "device": self.runtime.device.type,
+            "layout": {axis: dims.size(axis) for axis in SINGLE_AXES},
+            "tp_pp_dp": dims.tp_pp_dp,
+            "schedule": self.pipeline.schedule,
+            "chunks": layout.chunks,
+            "v_shaped": layout.v_shaped,
+            "pipelines": [list(ranks) for ranks in dims.groups("pp")],
+            "clock": "microseconds on the clock of rank 0's host; residual_us of a rank bounds the error of its times",
+        }
+
+
+def held_bytes(run: RunView) -> dict[str, int]:
+    """Bytes that this rank holds by category, and on GPUs the rest at the highest point so far; of the process on CPU,
+    which has torch's code and data too."""
+    ddp, optimizer = run.optimizer.ddp, run.optimizer
+    held = {
+        "weights": sum(buffer.param_data.nbytes for buffer in ddp.buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in ddp.buffers),
+        "optimizer": optimizer.nbytes[0],
+        "host": optimizer.nbytes[1],
+    }
+    if ddp.device.type == "cuda":
+        held["activations and working"] = torch.cuda.max_memory_allocated() - sum(list(held.values())[:3])
+    else:
+        held["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return held
+
+
+def _unpacked(packed: bytes) -> RankTrace:
+    dump, offsets = json.loads(zlib.decompress(packed))
+    first, last = (Offset(**offset) for offset in offsets)
+    return RankTrace(dump["spans"], dump["in_flight"], dump["facts"], Alignment(first, last))
+
+
+def trace_path(config: RunConfig, first: int, last: int) -> Path:
+    """Where the trace is written: in --tensorboard-dir, else in --save, else in the present folder."""
+    folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
+    return Path(folder) / "trace" / f"iterations-{first}-{last}.json.gz"

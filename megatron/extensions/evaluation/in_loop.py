@@ -1,0 +1,73 @@
+"""Evaluates the tasks of --eval-tasks on the training model, in place, and logs their scores."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+from megatron.extensions.evaluation.cached_generation import CachedGeneration
+from megatron.extensions.evaluation.generation import continue_prompts
+from megatron.extensions.evaluation.report import record_of, table
+from megatron.extensions.evaluation.scoring import Scorer, Stopped, lengths_of_batches, next_tokens
+from megatron.extensions.evaluation.suite import ContinuePrompts, Results
+from megatron.training.metrics.run_log import RunLog
+from megatron.training.metrics.sinks import Record
+from megatron.training.run import TrainingRun
+
+
+def evaluate_tasks(run: TrainingRun, log: RunLog) -> None:
+    """Evaluates all tasks and logs their scores, unless the run is asked to stop meanwhile. Dropout is off, and neither
+    gradients nor any state of the training changes. Collective."""
+    config, runtime, iteration = run.config, run.runtime, run.progress.iteration
+    assert run.eval_tasks is not None
+    runtime.watchdog.begin(f"evaluation tasks at iteration {iteration}")
+    start = time.perf_counter()
+    try:
+        with run.pipeline.evaluation_mode():
+            results = run.eval_tasks.evaluate(scorer_of(run), generation_of(run))
+    except Stopped:
+        return
+    record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
+    record |= record_of(results.scores) | {"eval_tasks_seconds": round(time.perf_counter() - start, 3)}
+    runtime.say(f" tasks after iteration {iteration} ({record['eval_tasks_seconds']:.1f} s)\n{table(results.scores)}")
+    if runtime.is_main and config.eval_tasks.eval_tasks_samples:
+        _write_samples(Path(config.eval_tasks.eval_tasks_samples), iteration, results)
+    log.write(record)
+    for callback in run.callbacks:
+        callback.on_evaluation(run.view, "tasks", record)
+
+
+def scorer_of(run: TrainingRun) -> Scorer:
+    """Scores rows on a run's model, at its layout."""
+    config, runtime = run.config, run.runtime
+    budget = config.eval_tasks.eval_tasks_batch_tokens
+    return Scorer(
+        forward=run.pipeline.token_scores,
+        lengths=lengths_of_batches(config.model.seq_length, config.parallel),
+        budget=budget or config.training.micro_batch_size * config.model.seq_length,
+        state=runtime.state,
+        device=runtime.device,
+        go_on=partial(runtime.watchdog.requests.tick, save_later=True),
+    )
+
+
+def generation_of(run: TrainingRun) -> ContinuePrompts:
+    """Continues prompts on a run's model, at its layout: with cached keys and values, or under context parallelism,
+    which has no such cache, by passes over whole texts."""
+    assert run.eval_tasks is not None
+    config, state, pipeline = run.config, run.runtime.state, run.pipeline
+    tokenizer, scorer = run.eval_tasks.tokenizer, scorer_of(run)
+    if state.cp.size > 1:
+        return partial(continue_prompts, tokenizer=tokenizer, next_tokens=partial(next_tokens, scorer))
+    ranks = [pipeline.layout.rank_of(stage) for stage in range(pipeline.layout.num_stages)]
+    together = state.axis("ep").size > 1 or config.ddp.shards_parameters
+    return CachedGeneration(run.stages, state, ranks, tokenizer, scorer.budget, together)
+
+
+def _write_samples(folder: Path, iteration: int, results: Results) -> None:
+    """One line of JSON for each document of each task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in results.samples)
+    (folder / f"iteration_{iteration:07d}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Requests of a task's documents: contexts with their few-shot examples, and what is to follow them. No torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.extensions.evaluation.documents import Documents, read_splits, where
+from megatron.extensions.evaluation.metrics import exact_match
+from megatron.extensions.evaluation.task_file import Task
+from megatron.extensions.evaluation.templates import Document, choices_of, rendered, target_of, text_of
+
+FEWSHOT_SEED = 1234
+"""lm-evaluation-harness' default: the same seed draws the same examples."""
+
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document of a task as requests."""
+
+    index: int
+    """Of the document in its split."""
+
+    requests: tuple[tuple[str, str], ...]
+    """(context, continuation); of a rolling log-likelihood ("", text), of generation (context, "")."""
+
+    target: Any
+    """Text, the number of the right choice, or a list."""
+
+    choices: tuple[str, ...] = ()
+
+
+def build_samples(task: Task, limit: int | None = None) -> list[Sample]:
+    """The requests of the first `limit` documents. Raises ValueError with every problem, a line each."""
+    splits = read_splits(task)
+    assert task.split is not None
+    documents = splits[task.split]
+    examples = _Examples(task, splits)
+    samples, problems = [], list[str]()
+    for index, document in enumerate(documents[:limit]):
+        try:
+            samples.append(_sample(task, index, document, examples))
+        except Exception as error:  # of templates, and of functions that a task file names
+            problems.append(f"{where(task)}: document {index} of {task.split}: {_told(error, document)}")
+            if len(problems) == SHOWN_PROBLEMS:
+                break
+    if problems:
+        raise ValueError("\n".join(problems))
+    return samples
+
+
+def _told(error: Exception, document: Document) -> str:
+    text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    keys = ", ".join(map(repr, list(document)[:8]))
+    return f"{' '.join(text.split())}; correct the template, or the document, whose keys are {keys}"
+
+
+def _sample(task: Task, index: int, document: Document, examples: _Examples) -> Sample:
+    with_choices = task.doc_to_choice is not None
+    target = target_of(task.doc_to_target, document, with_choices)
+    if task.output_type == "loglikelihood_rolling":
+        return Sample(index, (("", _text(target, "doc_to_target")),), target)
+    before = (rendered(task.description, document) if task.description else "") + examples.text(document)
+    text = text_of(task.doc_to_text, document, with_choices)
+    if task.output_type == "multiple_choice":
+        choices = choices_of(task.doc_to_choice, document)
+        delimiter = task.target_delimiter
+        if isinstance(text, int):  # the choices are contexts, and doc_to_text says which is right
+            _check_right(text, choices, "doc_to_text")
+            requests = [(before + choice, delimiter + str(target)) for choice in choices]
+            return Sample(index, tuple(requests), text, tuple(choices))
+        for each in target if isinstance(target, list) else [target]:
+            _check_right(each, choices, "doc_to_target")
+        requests = [(before + _text(text, "doc_to_text"), delimiter + choice) for choice in choices]
+        if any(metric.name == "acc_mutual_info" for metric in task.metrics):
+            requests += [("", delimiter + choice) for choice in choices]
+        return Sample(index, tuple(requests), target, tuple(choices))
+    context = before + _text(text, "doc_to_text")
+    if task.output_type == "loglikelihood":
+        return Sample(index, ((context, _text(target, "doc_to_target")),), target)
+    if with_choices:
+        target = choices_of(task.doc_to_choice, document)[target]
+    return Sample(index, ((context, ""),), target)
+
+
+def _check_right(right: Any, choices: Sequence[str], name: str) -> None:
+    """Raises ValueError unless `right` is the number of a choice, or a choice."""
+    if right not in choices if isinstance(right, str) else not (isinstance(right, int) and 0 <= right < len(choices)):
+        raise ValueError(f"{name} {right!r} is none of the {len(choices)} choices, nor the number of one from 0 on")
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} {value!r} is not text")
+    return value
+
+
+class _Examples:
+    """Examples before each document, drawn as lm-evaluation-harness draws them: one generator of random numbers for
+    the task, which is asked once a document, in their order."""
+
+    def __init__(self, task: Task, splits: dict[str, Documents]) -> None:
+        self.task, self.fewshot = task, task.fewshot
+        self.random = random.Random(FEWSHOT_SEED)
+        names = task.splits
+        own = self.fewshot.split
+        # One's own document is left out where it could be drawn.
+        self.avoids = own == names.get("test_split")
+        known = names.get("training_split") or names.get("validation_split") or names.get("test_split")
+        self.pool: Sequence[Document] = splits[own or str(known)]
+        if own is None and self.fewshot.samples is not None:
+            self.pool = self.fewshot.samples
+        if self.fewshot.indices is not None:
+            self.pool = [self.pool[index] for index in self.fewshot.indices]
+        needed = self.fewshot.count + (self.avoids and bool(self.fewshot.count))
+        if needed > len(self.pool):
+            raise ValueError(
+                f"{where(task)}: num_fewshot {self.fewshot.count}: there are {len(self.pool)} documents to draw "
+                f"{needed} from; lower it, or name a larger fewshot_split"
+            )
+
+    def text(self, document: Document) -> str:
+        return "".join(map(self._written, self._drawn(document)))
+
+    def _drawn(self, document: Document) -> Sequence[Document]:
+        count = self.fewshot.count
+        if not count:
+            return ()
+        others = [each for each in self.pool if each != document] if self.avoids else self.pool
+        if self.fewshot.sampler == "first_n":
+            return others[:count]
+        if not self.avoids:
+            return self.random.sample(list(self.pool), count)
+        drawn = [each for each in self.random.sample(list(self.pool), count + 1) if each != document][:count]
+        return drawn if len(drawn) == count else self.random.sample(list(others), count)
+
+    def _written(self, example: Document) -> str:
+        fewshot = self.fewshot
+        with_choices = fewshot.doc_to_choice is not None
+        text = text_of(fewshot.doc_to_text, example, with_choices)
+        answer = target_of(fewshot.doc_to_target, example, with_choices)
+        choices = choices_of(fewshot.doc_to_choice, example) if with_choices else []
+        if isinstance(text, int):
+            text = choices[text]
+        elif choices and isinstance(answer, int):
+            answer = choices[answer]
+        if isinstance(answer, list):
+            answer = answer[0]
+        if answer is None or answer == "":
+            return _text(text, "doc_to_text")
+        return _text(text, "doc_to_text") + fewshot.target_delimiter + str(answer) + fewshot.delimiter
+
+
+def generated_scores(task: Task, sample: Sample, text: str) -> dict[str, float]:
+    """Scores of a generated text that is filtered."""
+    targets = sample.target if isinstance(sample.target, list) else [sample.target]
+    found = {}
+    for metric in task.metrics:
+        found[metric.name] = exact_match(str(text), [str(each) for each in targets], metric.options)
+    return found

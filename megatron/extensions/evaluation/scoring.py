@@ -1,0 +1,142 @@
+"""Log-likelihoods of rows of tokens, by the model as it is laid out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.partition import sequence_divisor
+from megatron.core.batch import Batch
+from megatron.core.collectives import all_reduce_
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.p2p import PipelineP2P
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.extensions.evaluation.batches import Round, batch_lengths, plan_rounds
+from megatron.extensions.evaluation.tokens import Row
+
+FP8_TOKENS = 128
+"""Lengths of batches are multiples of this in fp8, whose kernels take whole blocks."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model says of a row."""
+
+    log_likelihood: float
+    """Of the scored tokens, in nats."""
+
+    is_greedy: bool
+    """Whether each of them is the most likely one."""
+
+    next_token: int
+    """The most likely label of the row's last place."""
+
+
+class Stopped(Exception):
+    """The run is asked to stop before all rows are scored; on every rank."""
+
+
+def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
+    """Lengths that the layout can compute, up to a legal one."""
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
+    return batch_lengths(longest, divisor * (FP8_TOKENS if parallel.fp8_format is not None else 1))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Runs rows through a model in batches. `forward` takes micro-batches of one shape, as each rank holds them, and
+    returns `GPTModel.token_scores` of each on the ranks of the last stage, and [] elsewhere."""
+
+    forward: Callable[[list[Batch]], list[Tensor]]
+    lengths: tuple[int, ...]
+    """Of rows in a batch, ascending; the last one is the longest that a row may have."""
+
+    budget: int
+    """Tokens of a batch."""
+
+    state: ParallelState
+    device: torch.device
+    go_on: Callable[[], bool] = lambda: True
+    """Asked before each round, on all ranks."""
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of all rows, on every rank. Collective: all ranks pass the same rows. Raises Stopped."""
+        table = torch.zeros(len(rows), 3, dtype=torch.float64, device=self.device)
+        plan = plan_rounds([row.length for row in rows], self.lengths, self.budget, self.state.dp.size)
+        for each in plan:
+            if not self.go_on():
+                raise Stopped
+            self._run(each, rows, table)
+        all_reduce_(table, self.state.world)
+        return [Score(log, wrong == 0, int(token)) for log, wrong, token in table.tolist()]
+
+    def _run(self, each: Round, rows: Sequence[Row], table: Tensor) -> None:
+        """Adds to `table` [rows, 3], on one rank of those that hold the same tokens, sums over scored tokens of their
+        log-likelihood and of 1 where another is more likely, and the most likely label at the last place."""
+        mine = each.microbatches[self.state.dp.rank]
+        wholes = [_batch([rows[number] for number in numbers], each) for numbers in mine]
+        batches = [whole.local_to(self.state.cp).to(self.device) for whole in wholes]
+        # Nothing comes back but on the last stage.
+        for numbers, batch, (logs, tokens) in zip(mine, batches, self.forward(batches), strict=False):
+            if not self.state.tp.first or not numbers:
+                continue
+            mask = batch.loss_mask.double()
+            ends = [rows[number].length - 1 for number in numbers] + [0] * (each.size - len(numbers))
+            last = torch.tensor(ends, device=self.device)[:, None] == _places(batch)
+            sums = [(logs * mask).sum(1), ((tokens != batch.labels) * mask).sum(1), (tokens * last).sum(1)]
+            table[list(numbers)] += torch.stack(sums, 1)[: len(numbers)]
+
+
+def _places(batch: Batch) -> Tensor:
+    """[s] index in their rows of the tokens that this rank holds."""
+    if batch.places is not None:
+        return batch.places
+    return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+
+
+def _batch(rows: Sequence[Row], shape: Round) -> Batch:
+    """Rows filled up with zeros, whose loss mask is 1 where a label is scored."""
+    tokens = torch.zeros(shape.size, shape.length + 1, dtype=torch.int64)
+    mask = torch.zeros(shape.size, shape.length)
+    for number, row in enumerate(rows):
+        tokens[number, : row.length + 1] = torch.tensor(row.tokens)
+        mask[number, row.length - row.scored : row.length] = 1
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, torch.arange(shape.size))
+
+
+def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
+    """The most likely token after each text, of the longest part of it that the model can read. Collective."""
+    rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
+    return [score.next_token for score in scorer(rows)]
+
+
+def stage_scores(
+    stages: Mapping[int, GPTModel], model: TransformerConfig, parallel: ModelParallelConfig, state: ParallelState
+) -> Callable[[list[Batch]], list[Tensor]]:
+    """`Scorer.forward` of a rank's stages that no training run holds; as `Pipeline.token_scores` is that of a run's."""
+    layout, parameter = pipeline_layout(model, parallel), next(next(iter(stages.values())).parameters())
+    shards = state.tp.size if parallel.sequence_parallel else 1
+    p2p = PipelineP2P(state.pp, (0, 0, model.hidden_size), parameter.dtype, parameter.device, lanes=state.lanes)
+    executor = PipelineExecutor(stages, layout, p2p)
+
+    def forward(batches: list[Batch]) -> list[Tensor]:
+        b, s = batches[0].tokens.shape
+        lists = pipeline_lists(parallel.schedule, state.pp.size, len(batches), layout.chunks, True)
+        with p2p.shaped((s // shards, b, model.hidden_size)):
+            return executor.run(lists[state.pp.rank], batches, last_forward=GPTModel.token_scores)
+
+    return forward

@@ -1,0 +1,245 @@
+"""Tasks made ready for a tokenizer, and their scores from what a model says of their rows and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.evaluation.documents import where
+from megatron.extensions.evaluation.generation import Limits, prompt_tokens
+from megatron.extensions.evaluation.metrics import (
+    AGGREGATIONS,
+    choice_scores,
+    mean_of_tasks,
+    rolling_scores,
+    standard_error,
+    text_scores,
+)
+from megatron.extensions.evaluation.prompts import Sample, build_samples, generated_scores
+from megatron.extensions.evaluation.task_file import Group, Task, read_tasks
+from megatron.extensions.evaluation.tokens import Row, continuation_row, rolling_rows
+
+
+class LikelihoodAndGreedy(Protocol):
+    @property
+    def log_likelihood(self) -> float: ...
+
+    @property
+    def is_greedy(self) -> bool: ...
+
+
+ScoreRows = Callable[[Sequence[Row]], Sequence[LikelihoodAndGreedy]]
+ContinuePrompts = Callable[[Sequence[Sequence[int]], Sequence[Limits]], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One line of the table of results."""
+
+    task: str
+    filter: str
+    num_fewshot: int | None
+    metric: str
+    value: float
+    error: float | None
+    """Standard error, where there is one."""
+
+    higher_is_better: bool
+    documents: int
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        """The value's name in records: eval/TASK/METRIC, with the filter's name where there are filters."""
+        return f"eval/{self.task}/{self.metric}" + (f",{self.filter}" if self.filter != "none" else "")
+
+
+@dataclass(frozen=True)
+class Results:
+    scores: list[TaskScore]
+    """Of all tasks, then of all groups."""
+
+    samples: list[dict[str, Any]]
+    """What each document came out as."""
+
+
+@dataclass
+class PreparedTask:
+    """A task with its documents in tokens."""
+
+    task: Task
+    samples: list[Sample]
+    rows: list[list[list[Row]]] = field(default_factory=list)
+    """[sample][request]: its rows; one, or several of a rolling log-likelihood."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    """Of generation: [sample]."""
+
+    cut: int = 0
+    """Requests of which tokens were cut on the left."""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits.of(self.task.generation, self.task.fewshot.delimiter)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All tasks of a run. The same on every rank."""
+
+    tasks: list[PreparedTask]
+    groups: list[Group]
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(
+        cls,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        longest: int,
+        limit: int | None = None,
+        num_fewshot: int | None = None,
+    ) -> Suite:
+        """Reads task files and their documents. `longest` is the number of tokens that the model reads.
+
+        Raises ValueError with all problems, a line each."""
+        tasks, groups = read_tasks(paths, num_fewshot)
+        prepared, problems = [], list[str]()
+        for task in tasks:
+            try:
+                prepared.append(_prepared(task, build_samples(task, limit), tokenizer, longest))
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return cls(prepared, groups, tokenizer)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """A line for each task of which something was cut."""
+        for each in self.tasks:
+            if each.cut:
+                requests = sum(len(sample.requests) for sample in each.samples)
+                yield f"task {each.task.name}: {each.cut} of {requests} requests are too long and are cut on the left"
+
+    def evaluate(self, score_rows: ScoreRows, continue_prompts: ContinuePrompts) -> Results:
+        """Scores all tasks. Rows of all tasks are passed at once, none twice, and so are the prompts of all."""
+        numbers: dict[Row, int] = {}
+        for each in self.tasks:
+            for request in (request for sample in each.rows for request in sample):
+                for row in request:
+                    numbers.setdefault(row, len(numbers))
+        found = score_rows(list(numbers)) if numbers else []
+        generating = [each for each in self.tasks if each.prompts]
+        prompts = [prompt for each in generating for prompt in each.prompts]
+        limits = [each.limits for each in generating for _ in each.prompts]
+        texts = iter(continue_prompts(prompts, limits) if prompts else ())
+        scores, samples = list[TaskScore](), list[dict[str, Any]]()
+        for each in self.tasks:
+            answers = [
+                [_together([found[numbers[row]] for row in request]) for request in sample] for sample in each.rows
+            ]
+            generated = [next(texts) for _ in each.prompts]
+            new_scores, new_samples = _task_results(each, answers, generated)
+            scores += new_scores
+            samples += new_samples
+        return Results([*scores, *_group_scores(self.groups, scores)], samples)
+
+
+def _prepared(task: Task, samples: list[Sample], tokenizer: Tokenizer, longest: int) -> PreparedTask:
+    found, problems = PreparedTask(task, samples), list[str]()
+    for sample in samples:
+        try:
+            if task.output_type == "generate_until":
+                prompt, cut = prompt_tokens(tokenizer, sample.requests[0][0], found.limits, longest)
+                found.prompts.append(prompt)
+                found.cut += cut > 0
+                continue
+            rows = []
+            for context, continuation in sample.requests:
+                if task.output_type == "loglikelihood_rolling":
+                    rows.append(list(rolling_rows(tokenizer, continuation, longest)))
+                    continue
+                row, cut = continuation_row(tokenizer, context, continuation, longest)
+                found.cut += cut > 0
+                rows.append([row])
+            found.rows.append(rows)
+        except ValueError as error:
+            problems.append(f"{where(task)}: document {sample.index} of {task.split}: {error}; correct the task")
+    if problems:
+        raise ValueError("\n".join(problems[:5]))
+    return found
+
+
+def _together(parts: Sequence[LikelihoodAndGreedy]) -> tuple[float, bool]:
+    return sum(part.log_likelihood for part in parts), all(part.is_greedy for part in parts)
+
+
+def _task_results(
+    each: PreparedTask, answers: Sequence[Sequence[tuple[float, bool]]], generated: Sequence[str]
+) -> tuple[list[TaskScore], list[dict[str, Any]]]:
+    task, scores, samples = each.task, list[TaskScore](), list[dict[str, Any]]()
+    for name, steps in task.filters:
+        if task.output_type == "generate_until":
+            by_document = []
+            for sample, text in zip(each.samples, generated, strict=True):
+                filtered = text
+                for step in steps:
+                    filtered = step(filtered)
+                by_document.append(generated_scores(task, sample, filtered))
+                samples.append(_about(task, name, sample, {"generated": text, "filtered": filtered, **by_document[-1]}))
+        else:
+            by_document = [_scores_of(task, *pair) for pair in zip(each.samples, answers, strict=True)]
+            for sample, answer, own in zip(each.samples, answers, by_document, strict=True):
+                about = {"log_likelihoods": [log for log, _ in answer], "is_greedy": [greedy for _, greedy in answer]}
+                plain = {key: value for key, value in own.items() if isinstance(value, float)}
+                samples.append(_about(task, name, sample, about | plain))
+        for metric in task.metrics:
+            values = [document[metric.name] for document in by_document]
+            value, error = AGGREGATIONS[metric.aggregation](values), standard_error(metric.aggregation, values)
+            shots = task.fewshot.count
+            facts = (metric.higher_is_better, len(values), task.version)
+            scores.append(TaskScore(task.name, name, shots, metric.name, value, error, *facts))
+    return scores, samples
+
+
+def _scores_of(task: Task, sample: Sample, answer: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    logs, greedy = [log for log, _ in answer], [each for _, each in answer]
+    if task.output_type == "multiple_choice":
+        scores = choice_scores(logs, greedy, sample.choices, sample.target)
+    elif task.output_type == "loglikelihood":
+        scores = text_scores(logs[0], greedy[0])
+    else:
+        scores = rolling_scores(logs[0], sample.target)
+    return {metric.name: scores[metric.name] for metric in task.metrics}
+
+
+def _about(task: Task, name: str, sample: Sample, values: dict[str, Any]) -> dict[str, Any]:
+    target = sample.target if isinstance(sample.target, str | int | list) else str(sample.target)
+    return {"task": task.name, "filter": name, "document": sample.index, "target": target, **values}
+
+
+def _group_scores(groups: Sequence[Group], scores: Sequence[TaskScore]) -> Iterator[TaskScore]:
+    """Means of groups, of groups of groups too."""
+    members = {group.name: group.tasks for group in groups}
+
+    def tasks_of(name: str, inside: tuple[str, ...] = ()) -> list[str]:
+        if name not in members:
+            return [name]
+        below = () if name in inside else members[name]
+        return [task for each in below for task in tasks_of(each, (*inside, name))]
+
+    for group in groups:
+        tasks = list(dict.fromkeys(tasks_of(group.name)))
+        of_group = [score for score in scores if score.task in tasks]
+        wanted = dict(group.metrics) if group.metrics else {score.metric: True for score in of_group}
+        for metric, filter_name in dict.fromkeys((score.metric, score.filter) for score in of_group):
+            each = [score for score in of_group if (score.metric, score.filter) == (metric, filter_name)]
+            if metric not in wanted or len(each) < len(tasks):
+                continue
+            sizes, errors = [score.documents for score in each], [score.error for score in each]
+            value, error = mean_of_tasks([score.value for score in each], errors, sizes, wanted[metric])
+            better = each[0].higher_is_better
+            yield TaskScore(group.name, filter_name, None, metric, value, error, better, sum(sizes))

@@ -1,0 +1,181 @@
+"""Hugging Face folders as a source and a target of conversions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import Kind
+from megatron.core.dist_checkpointing.streaming import made_ahead
+from megatron.core.models.gpt.parameters import MULTI_TOKEN
+from megatron.core.parallel_state import Axis
+from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.huggingface import tokenizer_file
+from megatron.extensions.conversion.formats import Format, Options, Source, Target, Written
+from megatron.extensions.hugging_face.files import CONFIG, GENERATION_CONFIG, SAFE_INDEX, tokenizer_files
+from megatron.extensions.hugging_face.folder import HFFolder, index_of, plan_shards
+from megatron.extensions.hugging_face.pretrained import tokenizer_config
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.safetensors_file import SafetensorsWriter, TensorSpec
+from megatron.extensions.hugging_face.weights import HFWeights, Placement, copies, multi_token_depths, placements
+from megatron.extensions.hugging_face.write_config import choose_family, config_to_hf
+from megatron.training.config.run_config import RunConfig
+
+
+class HFSource(Source):
+    """An opened Hugging Face folder. Names and shapes of all weights are checked before one is read."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        folder = HFFolder(path)
+        model = config_from_hf(folder.config)
+        model = replace(model, make_vocab_size_divisible_by=options.make_vocab_size_divisible_by)
+        self.model_type = str(folder.config["model_type"])
+        depths = multi_token_depths(folder.tensors, model, self.model_type)
+        model = replace(model, mtp_num_layers=depths or None)
+        self.weights = HFWeights(folder.tensors, model, self.model_type)
+        found = self.weights.placements
+        self.metas = {name: each.meta for name, each in found.items() if each.state_dtype is None}
+        self.states = [name for name, each in found.items() if each.state_dtype is not None]
+        names = [*(file.name for file in tokenizer_files(path)), GENERATION_CONFIG]
+        self.side_files = {name: path / name for name in names if (path / name).is_file()}
+        mixed = [name for name in self.metas if len(self.weights.dtypes(name)) > 1]
+        if mixed and options.dtype is None:
+            raise ValueError(f"{path}: the tensors of {mixed[0]} differ in dtype; choose one with --dtype")
+        counts = [self.dtype(name, options.dtype) for name in self.metas]
+        common = max(set(counts), key=counts.count)
+        self.config = RunConfig(
+            model=model,
+            parallel=ModelParallelConfig(
+                fp16=common == torch.float16, bf16=common == torch.bfloat16, fp64=common == torch.float64
+            ),
+            tokenizer=tokenizer_config(path),
+        )
+
+    def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
+        return wanted or next(iter(self.weights.dtypes(name)))
+
+    def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
+        return self.weights.read(name, dtype=wanted)
+
+    def check_data(self) -> None:
+        self.weights.check_copies()
+
+
+def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """The files of a run's tokenizer, by their names in a Hugging Face folder, that are where the run had them."""
+    found: dict[str, Path] = {}
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
+        try:
+            file = tokenizer_file(str(tokenizer.tokenizer_model))
+        except ValueError:
+            return {}
+        found = {each.name: each for each in tokenizer_files(file.parent)}
+        found |= {"tokenizer.json": file, GENERATION_CONFIG: file.parent / GENERATION_CONFIG}
+    elif tokenizer.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        found = {"tokenizer.model": Path(str(tokenizer.tokenizer_model))}
+    elif tokenizer.tokenizer_type == "GPT2BPETokenizer":
+        found = {"vocab.json": Path(str(tokenizer.vocab_file)), "merges.txt": Path(str(tokenizer.merge_file))}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+WITHOUT_MODULES = "which no program needs to predict one token at a time"
+
+
+class HFTarget(Target):
+    """A Hugging Face folder to write: config.json, weights in shards, and the files of the tokenizer."""
+
+    def __init__(self, source: Source, output: Path, options: Options) -> None:
+        self.source, self.options = source, options
+        self.model: TransformerConfig = source.config.model
+        model_type = options.model_type or source.model_type or choose_family(self.model)
+        self.config = config_to_hf(self.model, model_type)
+        self.placements = [*placements(self.model, model_type), *copies(self.model, model_type)]
+        specs = dict(self._specs())
+        self.shards = plan_shards(specs, options.max_shard_bytes)
+        self.nbytes = sum(spec.nbytes for spec in specs.values())
+        dtypes = [spec.dtype for spec in specs.values()]
+        self.config["torch_dtype"] = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+        tokens, problem = token_ids(source.config)
+        self.config |= tokens
+        self.notes = (problem,) if problem else ()
+        if self.model.mtp_depths and not any(each.meta.name.startswith(MULTI_TOKEN) for each in self.placements):
+            self.notes += (f"the modules of --mtp-num-layers {self.model.mtp_depths} are left out, {WITHOUT_MODULES}",)
+        self.generation = {"_from_model_config": True, **tokens}
+
+    def _specs(self) -> Iterator[tuple[str, TensorSpec]]:
+        for placement in self.placements:
+            dtype = self._dtype(placement)
+            whole = TensorSpec(placement.meta.global_shape, dtype).meta()
+            for name, tensor in zip(placement.theirs, placement.to_theirs(whole), strict=True):
+                yield name, TensorSpec(tuple(tensor.shape), dtype)
+
+    def _dtype(self, placement: Placement) -> torch.dtype:
+        if placement.state_dtype is not None:
+            return getattr(torch, placement.state_dtype)
+        return self.source.dtype(placement.meta.name, self.options.dtype)
+
+    def _read(self, placement: Placement) -> Tensor:
+        """A parameter, or a state, which starts at zero where the source has none."""
+        meta = placement.meta
+        if placement.state_dtype is None:
+            return self.source.read(meta.name, self.options.dtype)
+        if meta.name in self.source.states:
+            return self.source.read(meta.name, self._dtype(placement))
+        return torch.zeros(meta.global_shape, dtype=self._dtype(placement))
+
+    def write(self, folder: Path, world: Axis, written: Written) -> None:
+        for file in list(self.shards)[world.rank :: world.size]:
+            self._write_shard(folder / file, self.shards[file], written)
+
+    def _write_shard(self, path: Path, specs: dict[str, TensorSpec], written: Written) -> None:
+        with SafetensorsWriter(path, specs) as writer:
+            wanted = [each for each in self.placements if not specs.keys().isdisjoint(each.theirs)]
+            sizes = [sum(specs[name].nbytes for name in each.theirs if name in specs) for each in wanted]
+            jobs = [(size, partial(self._converted, each)) for size, each in zip(sizes, wanted, strict=True)]
+            for placement, tensors in zip(wanted, made_ahead(jobs), strict=True):
+                for name, tensor in zip(placement.theirs, tensors, strict=True):
+                    if name in specs:
+                        writer.add(name, tensor)
+                        written(specs[name].nbytes)
+
+    def _converted(self, placement: Placement) -> tuple[Tensor, ...]:
+        parameter = self._read(placement)
+        return placement.to_theirs(parameter)
+
+    def finish(self, folder: Path) -> None:
+        write_json(folder / CONFIG, self.config)
+        write_json(folder / GENERATION_CONFIG, self.generation)
+        if len(self.shards) > 1:
+            write_json(folder / SAFE_INDEX, index_of(self.shards))
+        for name, path in self.source.side_files.items():
+            shutil.copyfile(path, folder / name)
+
+
+def token_ids(config: RunConfig) -> tuple[dict[str, Any], str | None]:
+    """Ids of the tokens that begin and end a text, and a remark if the tokenizer cannot be read."""
+    if config.tokenizer.tokenizer_type is None:
+        return {}, "the checkpoint names no tokenizer: no tokenizer files are written"
+    try:
+        tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    except (ValueError, OSError) as error:
+        first = str(error).split("\n")[0]
+        return {}, f"the tokenizer cannot be read, and config.json gets no bos_token_id and eos_token_id: {first}"
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}, None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+HF_FORMAT = Format("hf", (Kind.HUGGING_FACE,), HFSource, HFTarget)

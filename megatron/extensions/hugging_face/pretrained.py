@@ -1,0 +1,87 @@
+"""Flags of a run that starts from a Hugging Face folder in --load: the model's, and the tokenizer's. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.data import TokenizerConfig
+from megatron.core.config.model import TransformerConfig
+from megatron.core.dist_checkpointing.path_kind import Kind, kind_of
+from megatron.extensions.hugging_face.files import CONFIG, read_json, tokenizer_files
+from megatron.extensions.hugging_face.read_config import config_from_hf, text_model
+from megatron.extensions.hugging_face.write_config import settings_of
+from megatron.training.config.flags import all_flags
+from megatron.training.config.problem import Problem
+from megatron.training.config.reading import FlagReader
+from megatron.training.config.run_config import RunConfig
+
+
+def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
+    """The configuration with the model of the Hugging Face folder in --load, if it is one, and its tokenizer.
+
+    Flags of the model that were given hold if they change no output; the others are added to the reader's problems.
+    """
+    load = config.checkpoint.load
+    if load is None or kind_of(load) is not Kind.HUGGING_FACE:
+        return config
+    try:
+        theirs, _ = text_model(read_json(Path(load) / CONFIG))
+        model = config_from_hf(theirs)
+    except ValueError as error:
+        reader.problems += Problem.of_errors("--load", load, error)
+        reader.suspects |= {flag.name for flag in all_flags() if flag.section == "model"}
+        return config
+    own: dict[str, Any] = {"seq_length": config.model.seq_length}
+    for flag in all_flags():
+        if flag.section != "model" or flag.field not in reader.values:
+            continue
+        value = getattr(config.model, flag.field)
+        if not _contradicts(model, flag.field, value) or _adds_a_token(config, flag.field):
+            own[flag.field] = value
+            continue
+        rule = f"is {getattr(model, flag.field)} in {Path(load) / CONFIG}"
+        remedy = "remove the flag: the model's flags are read from the folder"
+        reader.problems.append(Problem(flag.name, value, rule, remedy))
+    model = replace(model, extension_options=config.extension_options, **own)
+    note = f"--load {load} is a Hugging Face model ({theirs['model_type']}): its config.json gives the model's flags"
+    tokenizer = tokenizer_config(Path(load))
+    usual = TokenizerConfig(extension_options=config.extension_options)
+    if config.tokenizer != usual or tokenizer.tokenizer_type is None:
+        tokenizer = config.tokenizer
+    else:
+        note += ", and its files the tokenizer"
+    reader.notes.append(note)
+    return replace(config, model=model, tokenizer=tokenizer)
+
+
+def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
+    """Whether a field's value changes what a model computes."""
+    try:
+        return settings_of(replace(model, **{field: value})) != settings_of(model)  # type: ignore[arg-type]
+    except (ValueError, ArithmeticError, TypeError):
+        return True
+
+
+def _adds_a_token(config: RunConfig, field: str) -> bool:
+    """Whether the vocabulary is known later only, because the tokenizer adds to --vocab-size."""
+    return field == "vocab_size" and config.tokenizer.tokenizer_type == "NullTokenizer"
+
+
+def tokenizer_config(folder: Path, names: Collection[str] | None = None) -> TokenizerConfig:
+    """Flags for the tokenizer of a Hugging Face folder that has, or will have, files of these names.
+
+    They name no tokenizer if the files are those of none.
+    """
+    names = [file.name for file in tokenizer_files(folder)] if names is None else names
+    if "tokenizer.json" in names:
+        return TokenizerConfig("HuggingFaceTokenizer", str(folder))
+    if "tokenizer.model" in names:
+        return TokenizerConfig("Llama2Tokenizer", str(folder / "tokenizer.model"))
+    if {"vocab.json", "merges.txt"} <= set(names):
+        return TokenizerConfig(
+            "GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        )
+    return TokenizerConfig()

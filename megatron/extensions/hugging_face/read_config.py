@@ -1,0 +1,336 @@
+"""Reads a model's configuration from Hugging Face's config.json, with the tables of `families`. No torch.
+
+Everything here is a pure function. A setting that we cannot express is an error, never an approximation. A
+config.json may come from anyone: what has the wrong type or an impossible value is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import Family, missing_feature
+
+YARN_SCALING = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+
+
+LLAMA3_SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_scaling_low_freq_factor",
+    "high_freq_factor": "rope_scaling_high_freq_factor",
+    "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
+}
+
+
+LOCAL = "sliding_attention"
+"""In layer_types of config.json, a layer with a sliding window."""
+
+
+CHUNKED = "chunked_attention"
+"""In layer_types of config.json, a layer with chunked attention."""
+
+
+LINEAR = "linear_attention"
+"""In layer_types of config.json, a layer with linear attention."""
+
+
+MULTIMODAL = {"llama4": "language_model."}
+"""model_type of a model of images and text -> what the names of its text model's weights begin with."""
+
+
+def text_model(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The config.json of the text model of a folder, and what the names of its weights begin with: of a multimodal
+    model its part for text, which alone is read, and of others the file as it is. Raises ValueError."""
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MULTIMODAL:
+        return dict(hf_config), ""
+    found = hf_config.get("text_config")
+    if not isinstance(found, dict):
+        raise ValueError(f"config.json: text_config of a {model_type} model must be an object")
+    shared = {key: hf_config[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf_config}
+    return {"model_type": f"{model_type}_text", **shared, **found}, MULTIMODAL[model_type]
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """Family of a config.json. Raises ValueError for an unknown one."""
+    model_type = hf_config.get("model_type")
+    if missing := missing_feature(model_type):
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported: it needs {missing}")
+    if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; known are {', '.join(HF_FAMILIES)}")
+    return HF_FAMILIES[model_type]
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> TransformerConfig:
+    """Converts a config.json. seq_length becomes its longest context.
+
+    Raises ValueError listing every setting that cannot be expressed.
+    """
+    family = family_of(hf_config)
+    names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
+    hf = {**family.defaults, **{names.get(key, key): value for key, value in hf_config.items()}}
+    try:
+        problems = list(_problems(hf, family))
+        config = None if problems else _config(hf, family)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        problems = [f"a value has the wrong type or is missing ({type(error).__name__}: {error})"]
+    if problems or config is None:
+        raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
+    return config
+
+
+def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for key, legal in (*family.only.items(), *family.values.items()):
+        if hf[key] not in legal:
+            yield f"{key} = {hf[key]!r}, supported: {' or '.join(map(repr, legal))}"
+    if (quantization := hf.get("quantization_config")) is not None:
+        method = quantization.get("quant_method")
+        if method not in family.quantized:
+            known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
+            yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
+    for key, other in family.equal.items():
+        if hf.get(key, hf[other]) != hf[other]:
+            yield f"{key} = {hf[key]!r} differs from {other} = {hf[other]!r}"
+    hints = get_type_hints(TransformerConfig)
+    for key, ours in family.keys.items():
+        if key not in hf:
+            yield f"{key} is missing"
+        elif rule := _broken_rule(hf[key], hints[ours]):
+            yield f"{key} = {hf[key]!r} must be {rule}"
+    yield from _problems_of_experts(hf, family)
+    if type(hf["tie_word_embeddings"]) is not bool:
+        yield f"tie_word_embeddings = {hf['tie_word_embeddings']!r} must be true or false"
+
+
+def _problems_of_experts(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """DeepSeek's routing where ours differs from it."""
+    if "n_shared_experts" in family.defaults and (rule := _broken_rule(hf["n_shared_experts"], int)):
+        yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
+    if "first_k_dense_replace" in family.defaults:
+        first, layers = hf["first_k_dense_replace"], hf.get("num_hidden_layers")
+        if type(first) is not int or type(layers) is not int or not 0 <= first < layers:
+            yield f"first_k_dense_replace = {first!r} must be at least 0 and below num_hidden_layers = {layers!r}"
+    if "n_group" in family.keys and type(hf.get("num_experts_per_tok")) is int:
+        topk, groups, best = hf["num_experts_per_tok"], hf["n_group"], hf["topk_group"]
+        if topk == 1:
+            yield "num_experts_per_tok = 1 with norm_topk_prob; supported: 2 or more"
+        if groups != 1 and topk != 2 * best:
+            yield f"num_experts_per_tok = {topk}, supported with n_group: 2 * topk_group = {2 * best}"
+
+
+def _broken_rule(value: Any, hint: Any) -> str | None:
+    """What a number of config.json must be and is not. Sizes are positive, and other numbers at least 0."""
+    kinds = get_args(hint) or (hint,)
+    if value is None:
+        return None if type(None) in kinds else "a number"
+    if int in kinds:
+        return None if type(value) is int and value > 0 else "a whole number above 0"
+    if float in kinds:
+        return None if type(value) in (int, float) and 0 <= value < math.inf else "a number, at least 0"
+    return None if type(value) in kinds else f"a {kinds[0].__name__}"
+
+
+def _config(hf: Mapping[str, Any], family: Family) -> TransformerConfig:
+    fields = {ours: family.values.get(key, {}).get(hf[key], hf[key]) for key, ours in family.keys.items()}
+    fields |= {ours: hf[key] and 1 / math.sqrt(hf[key]) for key, ours in family.inverse_roots.items()}
+    fields |= {ours: fields[other] for ours, other in family.same.items()}
+    fields |= family.fixed
+    fields["seq_length"] = fields["max_position_embeddings"]
+    fields["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]
+    if fields.get("num_query_groups") == fields["num_attention_heads"]:
+        fields["num_query_groups"] = None
+    fields["group_query_attention"] = fields.get("num_query_groups") is not None
+    if "first_k_dense_replace" in hf:
+        fields["moe_layer_freq"] = _experts_from_hf(hf)
+    if "n_shared_experts" in hf:
+        fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
+    if fields["position_embedding_type"] == "rope":
+        fields |= _rotary_from_hf(hf, family)
+    if "no_rope_layers" in family.defaults:
+        fields["no_rope_freq"] = _no_rope_from_hf(hf)
+    if family.rotary_layers != "all" and (hf.get("sliding_window") or family.rotary_layers == "windows"):
+        fields["no_rope_freq"] = _rope_in_windows_from_hf(hf)
+    if "full_attention_interval" in family.defaults:
+        fields["linear_attention_freq"] = _linear_from_hf(hf)
+    if "attention_chunk_size" in family.defaults:
+        fields |= _chunks_from_hf(hf)
+    if "attn_temperature_tuning" in family.defaults:
+        fields["attention_temperature_coeff"] = float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0
+    if "moe_layers" in family.defaults:
+        fields["moe_layer_freq"] = _moe_layers_from_hf(hf)
+    fields = _window_from_hf(hf, family) | fields
+    if family.window_groups > 1 and fields.get("window_size"):
+        groups = fields["num_query_groups"] or fields["num_attention_heads"]
+        fields["window_num_query_groups"] = groups * family.window_groups
+    return TransformerConfig(**fields)
+
+
+def _experts_from_hf(hf: Mapping[str, Any]) -> str:
+    """--moe-layer-freq: by a list of all layers if there is one, else all but the first layers have experts."""
+    dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
+    if not (kinds := hf.get("mlp_layer_types")):
+        return f"([0]*{dense}+[1]*{layers - dense})" if dense else "1"
+    if unknown := set(kinds) - {"dense", "sparse"}:
+        raise ValueError(f"config.json: mlp_layer_types has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(kinds) != layers:
+        raise ValueError(f"config.json: mlp_layer_types has {len(kinds)} entries for {layers} layers")
+    return pattern_text([kind == "sparse" for kind in kinds], usual=True) or "1"
+
+
+def _rotary_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Reads rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` of newer files, which may
+    have them for each kind of layer."""
+    merged = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    local_base, local_percent = hf.get("rope_local_base_freq"), None
+    usual_percent = _rotated_fraction(hf)
+    if "full_attention" in merged:
+        if "rope_local_base_freq" not in family.defaults:
+            raise ValueError("config.json: rope_parameters by kind of layer are not supported")
+        local, merged = merged[LOCAL], merged["full_attention"]
+        if local.get("rope_type", "default") != "default" and local != merged:
+            raise ValueError("config.json: rope_parameters scale the layers with a sliding window")
+        local_base = None if local == merged else float(local["rope_theta"])
+        local_percent = float(local.get("partial_rotary_factor", usual_percent))
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    percent = float(merged.get("partial_rotary_factor", usual_percent))
+    fields: dict[str, Any] = {
+        "rotary_base": float(merged.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rotary_percent": percent,
+        "window_rotary_base": local_base,
+        "window_rotary_percent": None if local_percent == percent else local_percent,
+    }
+    if kind == "llama3":
+        fields["use_rope_scaling"] = True
+        fields |= {ours: merged[key] for key, ours in LLAMA3_SCALING.items()}
+    elif kind == "linear":
+        fields["rotary_seq_len_interpolation_factor"] = float(merged["factor"])
+    elif kind == "yarn":
+        fields |= {"rope_type": "yarn", **_yarn_from_hf(merged, hf)}
+    elif kind != "default":
+        known = "default, linear, llama3, yarn"
+        raise ValueError(f"config.json: rotary scaling of type {kind!r} is not supported; known are {known}")
+    return fields
+
+
+def _rotated_fraction(hf: Mapping[str, Any]) -> float:
+    """Fraction of a head's channels that are rotated; MiniMax M2 counts them."""
+    counted = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0
+    return hf.get("partial_rotary_factor", counted)
+
+
+def _yarn_from_hf(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of YaRN. The factor of rotated channels may be given as such, or by mscale and mscale_all_dim."""
+    given = {key: value for key, value in scaling.items() if value is not None}
+    original = given["original_max_position_embeddings"]
+    given.setdefault("factor", hf["max_position_embeddings"] / original)
+    fields: dict[str, Any] = {ours: float(given[key]) for key, ours in YARN_SCALING.items() if key in given}
+    fields["original_max_position_embeddings"] = int(original)
+    both = given.get("mscale") and given.get("mscale_all_dim")
+    fields |= {"mscale": float(given["mscale"]), "mscale_all_dim": float(given["mscale_all_dim"])} if both else {}
+    fields["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
+    if given.get("mscale_all_dim") and not both:
+        raise ValueError("config.json: YaRN with mscale_all_dim and without mscale is not supported")
+    wanted = given.get("attention_factor")
+    found = TransformerConfig(rope_type="yarn", **fields).rotary_mscale
+    if wanted is not None and not math.isclose(wanted, found, rel_tol=1e-6):
+        raise ValueError(f"config.json: YaRN with attention_factor = {wanted} is not supported; it must be {found:.6g}")
+    return fields
+
+
+def _window_from_hf(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
+    window = hf.get("sliding_window")
+    if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
+        window = hf[family.earlier_tokens] + 1
+    if not window or not hf.get("use_sliding_window", True):
+        return {"window_size": None}
+    if rule := _broken_rule(window, int):
+        raise ValueError(f"config.json: sliding_window = {window!r} must be {rule}")
+    kinds = _kinds_of_layers(hf)
+    if LOCAL not in kinds:
+        return {"window_size": None}
+    return {"window_size": window, "window_attn_skip_freq": pattern_text([kind == LOCAL for kind in kinds], usual=True)}
+
+
+def _kinds_of_layers(hf: Mapping[str, Any]) -> list[str]:
+    """Which layers of a model with a sliding window have it: layer_types, or what follows from a period."""
+    layers = hf.get("num_hidden_layers", 0)
+    first = hf.get("max_window_layers", 0) if hf.keys() & {"use_sliding_window", "sliding_window_pattern"} else 0
+    kinds = list(hf.get("layer_types") or ())
+    if not kinds:
+        period = hf.get("sliding_window_pattern") or 0
+        kinds = ["full_attention" if n < first or (period and not (n + 1) % period) else LOCAL for n in range(layers)]
+    return _checked_kinds(kinds, layers, LOCAL)
+
+
+def _checked_kinds(kinds: Sequence[str], layers: int, other: str) -> list[str]:
+    """The kinds of layers, of which there are full attention and another one."""
+    if unknown := set(kinds) - {"full_attention", other}:
+        raise ValueError(f"config.json: layer_types has {', '.join(map(repr, unknown))}, which is not supported")
+    if len(kinds) != layers:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    return list(kinds)
+
+
+def _rope_in_windows_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers without rotary embedding, where only layers with a sliding window have it."""
+    if not hf.get("sliding_window"):
+        raise ValueError(f"config.json: sliding_window = {hf.get('sliding_window')!r} is not supported")
+    return pattern_text([kind != LOCAL for kind in _kinds_of_layers(hf)], usual=False)
+
+
+def _chunks_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Chunked attention, and the layers that have it: by default those with a rotary embedding."""
+    chunk, layers = hf["attention_chunk_size"], hf["num_hidden_layers"]
+    kinds = hf["layer_types"] or [CHUNKED if rotated else "full_attention" for rotated in _rotated_layers(hf)]
+    local = [kind == CHUNKED for kind in _checked_kinds(kinds, layers, CHUNKED)]
+    if chunk is None or not any(local):
+        return {"attention_chunk_size": None}
+    if rule := _broken_rule(chunk, int):
+        raise ValueError(f"config.json: attention_chunk_size = {chunk!r} must be {rule}")
+    return {"attention_chunk_size": chunk, "window_attn_skip_freq": pattern_text(local, usual=True)}
+
+
+def _moe_layers_from_hf(hf: Mapping[str, Any]) -> str:
+    """--moe-layer-freq of a list of the layers with experts, or of their distance."""
+    layers, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
+    if rule := _broken_rule(step, int):
+        raise ValueError(f"config.json: interleave_moe_layer_step = {step!r} must be {rule}")
+    listed = hf["moe_layers"] if hf["moe_layers"] is not None else range(step - 1, layers, step)
+    if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
+        raise ValueError(f"config.json: moe_layers = {list(listed)} must be some of the {layers} layers")
+    return pattern_text([layer in chosen for layer in range(layers)], usual=True) or "1"
+
+
+def _linear_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers with linear attention."""
+    layers, interval = hf["num_hidden_layers"], hf["full_attention_interval"]
+    kinds = hf.get("layer_types") or [LINEAR if (n + 1) % interval else "full_attention" for n in range(layers)]
+    return pattern_text([kind == LINEAR for kind in _checked_kinds(kinds, layers, LINEAR)], usual=True)
+
+
+def _no_rope_from_hf(hf: Mapping[str, Any]) -> str | None:
+    """The layers without rotary embedding. A list has 1 for those with it."""
+    return pattern_text([not rotated for rotated in _rotated_layers(hf)], usual=False)
+
+
+def _rotated_layers(hf: Mapping[str, Any]) -> list[bool]:
+    """By layer, whether it has a rotary embedding: by a list, or all but each so many-th."""
+    layers, interval = hf.get("num_hidden_layers", 0), hf.get("no_rope_layer_interval") or 0
+    rotated = hf.get("no_rope_layers") or [not interval or (number + 1) % interval for number in range(layers)]
+    if len(rotated) != layers:
+        raise ValueError(f"config.json: no_rope_layers has {len(rotated)} entries for {layers} layers")
+    return [bool(item) for item in rotated]
+
+
+def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
+    """A pattern of layers as the text of a flag; None if all are as usual."""
+    return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

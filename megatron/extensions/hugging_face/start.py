@@ -1,0 +1,103 @@
+"""Loads what --load names: a checkpoint of ours, or a Hugging Face folder of which each rank reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.dist_checkpointing.path_kind import OURS, Kind, kind_of
+from megatron.core.dist_checkpointing.state_dict import MODEL, StateDict, load_targets
+from megatron.core.dist_checkpointing.storage import on_first_rank
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import ParallelState
+from megatron.extensions.conversion.formats import Options
+from megatron.extensions.hugging_face.folder import HFFolder
+from megatron.extensions.hugging_face.hf_format import HFSource
+from megatron.extensions.hugging_face.read_config import config_from_hf
+from megatron.extensions.hugging_face.weights import HFWeights
+from megatron.training.checkpointing import (
+    Checkpointer,
+    Fingerprint,
+    load_stages,
+    no_fingerprint,
+    stages_without_weights,
+)
+from megatron.training.config.run_config import RunConfig
+from megatron.training.progress import Progress
+
+
+def load_start(
+    checkpointer: Checkpointer, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
+) -> Progress:
+    """Loads what --load names into parameters and optimizer, and returns where the run stands. Collective.
+
+    A Hugging Face folder gives the weights of iteration 0. If --save holds checkpoints already, the run resumes from
+    these, so that the same command resumes it; --finetune starts again. Raises ValueError if something does not fit.
+    """
+    config, world = checkpointer.config, checkpointer.state.world
+    options, load = config.checkpoint, config.checkpoint.load
+    if load is None or not on_first_rank(lambda: kind_of(load) is Kind.HUGGING_FACE, world):
+        return checkpointer.load(say, data)
+    save = options.save
+    if save and not options.finetune and on_first_rank(lambda: kind_of(save) in OURS, world):
+        say(f" --save {save} holds checkpoints: the run resumes from them, and not from --load {load}")
+        resumed = replace(config, checkpoint=replace(options, load=save))
+        return replace(checkpointer, config=resumed).load(say, data)
+    depths = load_hf_weights(checkpointer, Path(load))
+    if config.model.mtp_depths > depths:
+        found = f"{depths} of {config.model.mtp_depths} modules" if depths else "none"
+        say(f" multi-token prediction starts with weights of its own: the folder has {found}")
+    say(f" loaded the weights of {load}; the run starts at iteration 0 with a fresh optimizer")
+    return Progress(data_fingerprint=data(0))
+
+
+@torch.no_grad()
+def load_hf_weights(checkpointer: Checkpointer, path: Path) -> int:
+    """Reads this rank's boxes of all parameters, and of the optimizer's main parameters, from a Hugging Face folder.
+    Returns the depths of multi-token prediction that it has."""
+    config, state = checkpointer.config, checkpointer.state
+    folder = HFFolder(path)
+    theirs = config_from_hf(folder.config)
+    if theirs.vocab_size != config.model.vocab_size:
+        raise ValueError(
+            f"--load {path} has a vocabulary of {theirs.vocab_size} tokens, and the run one of "
+            f"{config.model.vocab_size} (--vocab-size, or the tokenizer's): give a tokenizer that fits the model"
+        )
+    weights = HFWeights(folder.tensors, config.model, str(folder.config["model_type"]))
+    on_first_rank(weights.check_copies, state.world)
+    with checkpointer.optimizer.loading_state() as pieces:
+        _read_boxes(weights, load_targets(checkpointer.stages.values(), pieces, state, (), load_optimizer=False))
+    return weights.depths
+
+
+def _read_boxes(weights: HFWeights, targets: StateDict) -> None:
+    for key, target in targets.items():
+        name = key.removeprefix(MODEL)
+        for offset, data in target.boxes if name in weights.placements else ():
+            box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+            data.copy_(weights.read(name, box, data.dtype))
+
+
+@torch.no_grad()
+def load_trained_stages(
+    path: Path,
+    layout_of: Callable[[RunConfig], ModelParallelConfig],
+    state: ParallelState,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[int, GPTModel], RunConfig]:
+    """This rank's pipeline stages of a model to use as it is, from whatever --load takes, and its configuration.
+    Collective.
+
+    `layout_of` as in `load_stages`. Raises ValueError if the path holds no model that can be read.
+    """
+    if on_first_rank(lambda: kind_of(path), state.world) is not Kind.HUGGING_FACE:
+        return load_stages(path, layout_of, state, device)
+    source = HFSource(path, Options())
+    on_first_rank(source.check_data, state.world)
+    stages = stages_without_weights(source.config, layout_of(source.config), state, device)
+    _read_boxes(source.weights, load_targets(stages.values(), [], state, (), load_optimizer=False))
+    return stages, source.config

@@ -1,0 +1,273 @@
+"""Converts weights between Hugging Face's names and layouts and ours, with the tables of `families`.
+
+Nothing here opens a file: tensors may be in memory, or on disk and read slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.models.gpt.parameters import MULTI_TOKEN, model_states, parameter_metas
+from megatron.core.param_meta import ParamMeta
+from megatron.extensions.hugging_face.families import Family, Rule
+from megatron.extensions.hugging_face.layouts import LAYOUTS, Box, Layout
+from megatron.extensions.hugging_face.mxfp4 import with_mxfp4
+from megatron.extensions.hugging_face.read_config import family_of
+from megatron.extensions.hugging_face.safetensors_file import Sliceable
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of our parameters or states, and the names of the tensors of theirs that it consists of."""
+
+    meta: ParamMeta
+    theirs: tuple[str, ...]
+    layout: Layout
+
+    config: TransformerConfig
+    """That of its layer."""
+
+    state_dtype: str | None = None
+    """Of a state of the model, which is not trained, the dtype in which it is kept; None for a parameter."""
+
+    def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Our parameter as their tensors, in the order of their names."""
+        return self.layout.theirs(self.config, parameter)
+
+
+class HFWeights:
+    """Their tensors as our parameters, read one at a time, whole or in part.
+
+    Names, shapes and dtypes are checked when it is made, without reading data: ValueError names every mismatch. Modules
+    of multi-token prediction are read as far as both have them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
+        family = family_of({"model_type": model_type})
+        self.config, self._tensors = config, _checkpoint_names(tensors, family)
+        if "mxfp4" in family.quantized:
+            self._tensors = with_mxfp4(self._tensors)
+        problems = _too_few(self._tensors, config, family)
+        stored = multi_token_depths(self._tensors, config, model_type)
+        self.depths = min(config.mtp_depths, stored)
+        """Depths of multi-token prediction whose weights are read."""
+        placed = [] if problems else placements(_with_depths(config, self.depths), model_type)
+        self.placements = {each.meta.name: each for each in placed}
+        unknown = dict(self._tensors)
+        for placement in self.placements.values():
+            missing = [name for name in placement.theirs if name not in unknown]
+            problems += [f"{name} is missing" for name in missing] or self._misfit(placement)
+            for name in placement.theirs:
+                unknown.pop(name, None)
+        self.head = _head(family)
+        self.tied_head = unknown.pop(self.head, None) if config.tied_embeddings and self.placements else None
+        if self.placements:
+            whole = _with_depths(config, stored)
+            self.copies = [each for each in copies(whole, model_type) if unknown.pop(each.theirs[0], None) is not None]
+            further = {name for each in placements(whole, model_type) for name in each.theirs} if stored else set()
+            problems += [f"{name} is unknown" for name in unknown if name not in further]
+        if problems:
+            raise ValueError(f"weights of a {model_type} model: {_few(problems)}")
+
+    def _misfit(self, placement: Placement) -> list[str]:
+        """The problem with the tensors of a parameter, if there is one."""
+        tensors = [self._tensors[name] for name in placement.theirs]
+        names, expected = ", ".join(placement.theirs), placement.meta
+        try:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        except ValueError as error:
+            return [f"{names}: {error}"]
+        try:
+            metas = [torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for tensor in tensors]
+            shape = tuple(placement.layout.ours(placement.config, metas).shape)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return [f"{names} of shape {shapes} do not fit the configuration"]
+        if shape != expected.global_shape:
+            return [
+                f"{names} of shape {shapes} make {list(shape)}, not {list(expected.global_shape)} of {expected.name}"
+            ]
+        return []
+
+    def dtypes(self, name: str) -> set[torch.dtype]:
+        """The dtypes in which a parameter is stored: several if its tensors differ."""
+        return {self._tensors[part].dtype for part in self.placements[name].theirs}
+
+    def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter, or a box of it, in a dtype, by default as stored."""
+        placement = self.placements[name]
+        tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
+        if dtype is not None:
+            tensors = [_Converted(tensor, dtype) for tensor in tensors]
+        whole = tuple(slice(0, size) for size in placement.meta.global_shape)
+        return placement.layout.part(placement.config, tensors, box or whole)
+
+    def check_copies(self) -> None:
+        """Raises ValueError if a stored copy of a tied head differs from the embedding, or that of an embedding or head
+        in a module of multi-token prediction from these. Reads them."""
+        for copy in self.copies:
+            (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
+            if not torch.equal(self._tensors[name][()], self._tensors[original][()]):
+                raise ValueError(f"{name} differs from {original}, which the module of multi-token prediction shares")
+        embedding = self._tensors[self.placements[EMBEDDING].theirs[0]] if self.tied_head is not None else None
+        if self.tied_head is not None and embedding is not None:
+            shapes = tuple(self.tied_head.shape), tuple(embedding.shape)
+            if shapes[0] != shapes[1] or not torch.equal(self.tied_head[()], embedding[()]):
+                raise ValueError(f"{self.head} differs from the word embeddings that config.json says it is tied to")
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def _head(family: Family) -> str:
+    """Their name of the output layer's weight."""
+    return next(rule.theirs[0] for rule in family.rules if rule.ours == HEAD)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A tensor whose slices are converted to a dtype as they are read."""
+
+    tensor: Sliceable
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def __getitem__(self, box: Any) -> Tensor:
+        return self.tensor[box].to(self.dtype)
+
+
+def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts their tensors to our whole parameters, by name. Raises ValueError listing all mismatches."""
+    weights = HFWeights(state_dict, config, model_type)
+    weights.check_copies()
+    return {name: weights.read(name) for name in weights.placements}
+
+
+def to_hf(parameters: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
+    """Converts our whole parameters, by name, to their tensors. Leaves out a tied head, as their files do."""
+    found = [*placements(config, model_type), *copies(config, model_type)]
+    missing = [each.meta.name for each in found if each.meta.name not in parameters]
+    if missing:
+        raise ValueError(f"parameters missing: {', '.join(missing)}")
+    return {
+        name: tensor
+        for each in found
+        for name, tensor in zip(each.theirs, each.to_theirs(parameters[each.meta.name]), strict=True)
+    }
+
+
+@torch.no_grad()
+def copy_shards_(
+    parameters: Iterable[Tensor], whole: Mapping[str, Tensor], coords: Mapping[str, tuple[int, int]]
+) -> None:
+    """Copies into each parameter its shard of the whole parameter of the same name. Frozen ones may be missing."""
+    for parameter in parameters:
+        meta: ParamMeta = parameter.meta  # type: ignore[attr-defined]
+        if meta.name not in whole and not parameter.requires_grad:
+            continue
+        parameter.copy_(whole[meta.name][shard_of(meta, coords)])
+
+
+def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
+    """The box of a parameter that a rank holds."""
+    offset, shape = meta.box(coords)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Each parameter and state of a model with its tensors; those of multi-token prediction if the family has modules
+    for it. Raises ValueError if the family has no place for another one."""
+    family = family_of({"model_type": model_type})
+    rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
+    found = []
+    config = _with_depths(config, config.mtp_depths if family.multi_token else 0)
+    states = model_states(config)
+    for meta, state_dtype in [*((meta, None) for meta in parameter_metas(config)), *states]:
+        parts = meta.name.split(".")
+        module = meta.name.startswith(f"{MULTI_TOKEN}.")
+        layer = parts[2] if module or meta.name.startswith("decoder.layers.") else ""
+        pattern = ".".join((*parts[:2], "{i}", *parts[3:])) if layer else meta.name
+        if pattern not in rules or (module and int(layer) and not _counts(rules[pattern])):
+            raise ValueError(f"a {family.model_type} model cannot have {meta.name}")
+        rule = rules[pattern]
+        layout = LAYOUTS[rule.layout] if isinstance(rule.layout, str) else rule.layout
+        own = config.of_layer(int(layer) + (config.num_layers if module else 0)) if layer else config
+        found.append(Placement(meta, tuple(_names(rule, layer, config)), layout, own, state_dtype))
+    return found
+
+
+def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
+    """Further tensors of theirs for the embedding and the head, in each module of multi-token prediction."""
+    family = family_of({"model_type": model_type})
+    originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
+    return [
+        replace(originals.get(ours, originals[EMBEDDING]), theirs=(_numbered(name, str(depth), config),))
+        for depth in range(config.mtp_depths)
+        for name, ours in family.copies.items()
+    ]
+
+
+def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> int:
+    """Depths of multi-token prediction whose weights are among the tensors."""
+    family = family_of({"model_type": model_type})
+    names = [rule.theirs[0] for rule in family.multi_token if rule.ours.endswith(".eh_proj.weight")]
+    found = {_numbered(name, str(depth), config) for name in names for depth in range(len(tensors))}
+    return len(found & tensors.keys())
+
+
+def _counts(rule: Rule) -> bool:
+    """Whether their names have a number of the module."""
+    return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
+
+
+def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
+    return replace(config, mtp_num_layers=depths or None)
+
+
+def _numbered(name: str, number: str, config: TransformerConfig) -> str:
+    """Their name with the number of a layer, or of a module of multi-token prediction, filled in."""
+    return name.replace("{i}", number).replace("{n}", str(config.num_layers + int(number or 0)))
+
+
+def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
+    """Their tensors under full names, without tensors that are not weights."""
+    bare = not any(name.startswith(family.prefix) for name in tensors)
+    return {
+        family.prefix + name if bare and name != _head(family) else name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(tuple(family.ignored)) and not name.startswith(tuple(family.left_out))
+    }
+
+
+def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
+    """A problem if there are fewer tensors than layers or experts. Keeps a false number from costing memory."""
+    counts = {"num_layers": config.num_layers}
+    if any("{e}" in name for rule in family.rules for name in rule.theirs):
+        counts["num_experts"] = config.num_experts or 0
+    theirs = {ours: key for key, ours in family.keys.items()}
+    return [
+        f"config.json says {theirs.get(ours, ours)} = {count}, and there are {len(tensors)} tensors"
+        for ours, count in counts.items()
+        if count > len(tensors)
+    ]
+
+
+def _few(problems: list[str], limit: int = 8) -> str:
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
+
+
+def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
+    """Their names with the layer number filled in, expert by expert."""
+    names = [_numbered(name, layer, config) for name in rule.theirs]
+    if any("{e}" in name for name in names):
+        return (name.replace("{e}", str(expert)) for expert in range(config.num_experts or 0) for name in names)
+    return iter(names)

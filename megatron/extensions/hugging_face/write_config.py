@@ -1,0 +1,238 @@
+"""Writes a model's configuration as Hugging Face's config.json, with the tables of `families`. No torch.
+
+A setting that a family cannot express is an error, never an approximation: what is written is read again and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron.core.config.model import TransformerConfig
+from megatron.core.parts import HF_FAMILIES
+from megatron.extensions.hugging_face.families import Family
+from megatron.extensions.hugging_face.read_config import (
+    CHUNKED,
+    LINEAR,
+    LLAMA3_SCALING,
+    LOCAL,
+    YARN_SCALING,
+    config_from_hf,
+    family_of,
+    pattern_text,
+)
+
+# Fields that affect how a model is trained or stored, but not its outputs.
+TRAINING_ONLY = (
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "embedding_init_method_std",
+    "loss_func",
+    "extension_options",  # of parts that other fields name
+    "z_loss_coeff",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_layer_kind",
+    "make_vocab_size_divisible_by",
+    "pad_vocab_size_to",
+    "seq_length",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "moe_router_force_load_balancing",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_per_layer_logging",
+)
+
+
+OF_WINDOWS = (
+    "window_rotary_base",
+    "window_rotary_percent",
+    "window_num_attention_heads",
+    "window_num_query_groups",
+    "window_softmax_type",
+)
+"""Fields of layers with a sliding window."""
+
+
+def config_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
+    """Converts to a config.json. Raises ValueError for settings that the family cannot express."""
+    family = family_of({"model_type": model_type})
+    hf = _settings(config, family)
+    if lost := _lost(config, hf):
+        raise ValueError(f"a {model_type} model cannot have {', '.join(lost)}")
+    return hf
+
+
+def _settings(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    model_type = family.model_type
+    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    hf |= {key: legal[0] for key, legal in family.only.items()}
+    stated = replace(config, **_stated(config))
+    hf |= {key: _value_in_hf(family, key, getattr(stated, ours)) for key, ours in family.keys.items()}
+    hf["tie_word_embeddings"] = config.tied_embeddings
+    hf |= {key: hf[other] for key, other in family.equal.items()}
+    square = round(config.attention_scale**-2, 9)
+    hf |= {key: int(square) if square.is_integer() else square for key in family.inverse_roots}
+    if "first_k_dense_replace" in family.defaults and config.moe_layers:
+        hf["first_k_dense_replace"] = config.moe_layers[0]
+    if "n_shared_experts" in family.defaults and config.moe_layers:
+        hf["n_shared_experts"] = (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_size
+    if "mlp_layer_types" in family.defaults:
+        hf["mlp_layer_types"] = ["sparse" if experts else "dense" for experts in config.expert_pattern]
+    if family.multi_token_key and config.mtp_depths:
+        hf[family.multi_token_key] = config.mtp_depths
+    if family.fixed["position_embedding_type"] == "rope":
+        hf |= _rotary_to_hf(config, family)
+    if "window_size" not in family.fixed:
+        hf["sliding_window"] = config.window_size
+        if "use_sliding_window" in family.defaults:
+            hf["use_sliding_window"] = config.window_size is not None
+            hf |= {"max_window_layers": config.local_pattern.index(True)} if any(config.local_pattern) else {}
+        if 0 < sum(config.local_pattern) < config.num_layers or "sliding_window_pattern" in family.defaults:
+            hf["layer_types"] = [LOCAL if local else "full_attention" for local in config.local_pattern]
+    if "full_attention_interval" in family.defaults:
+        hf["layer_types"] = [LINEAR if linear else "full_attention" for linear in config.linear_pattern]
+    if "attention_chunk_size" in family.defaults:
+        hf["attention_chunk_size"] = config.attention_chunk_size
+        hf["layer_types"] = [CHUNKED if local else "full_attention" for local in config.local_pattern]
+    if "attn_temperature_tuning" in family.defaults:
+        coeff = config.attention_temperature_coeff
+        hf |= {"attn_temperature_tuning": coeff > 0, "attn_scale": coeff or family.defaults["attn_scale"]}
+    if "moe_layers" in family.defaults:
+        hf["moe_layers"] = list(config.moe_layers)
+    if "no_rope_layers" in family.defaults:
+        hf["no_rope_layers"] = [int(rotated) for rotated in config.rope_pattern]
+    return {family.spelling.get(key, key): value for key, value in hf.items() if key not in family.unwritten}
+
+
+def _lost(config: TransformerConfig, hf: Mapping[str, Any]) -> list[str]:
+    """Settings of a model that a config.json made of it does not express."""
+    expected, found = settings_of(config), settings_of(config_from_hf(hf))
+    return [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
+
+
+def _value_in_hf(family: Family, key: str, value: Any) -> Any:
+    """The value of a key of config.json that means `value` of our field; another if there is none."""
+    if key not in family.values:
+        return value
+    values = family.values[key]
+    return next((theirs for theirs, ours in values.items() if ours == value), next(iter(values)))
+
+
+def choose_family(config: TransformerConfig) -> str:
+    """The first family that can express a model. Raises ValueError that says what keeps the nearest one from it."""
+    problems: list[str] = []
+    for model_type in HF_FAMILIES:
+        try:
+            config_to_hf(config, model_type)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            return model_type
+    nearest = min(problems, key=len)
+    raise ValueError(f"no Hugging Face family can express this model; for one of them: {nearest}")
+
+
+def _rotary_to_hf(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    hf: dict[str, Any] = {"rope_theta": config.rotary_base}
+    if config.rotary_percent != 1 or "partial_rotary_factor" in family.defaults:
+        hf["partial_rotary_factor"] = config.rotary_percent
+    if "rope_parameters" in family.defaults:
+        hf.setdefault("rope_scaling", {"rope_type": "default"})
+    if "rotary_dim" in family.defaults:
+        hf["rotary_dim"] = config.rotary_dim
+    if config.use_rope_scaling:
+        hf["rope_scaling"] = {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()}
+        hf["rope_scaling"]["rope_type"] = "llama3"
+    elif _stretches(config):
+        hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(config, ours) for key, ours in YARN_SCALING.items()}
+        if config.mscale_all_dim:
+            hf["rope_scaling"] |= {"mscale": config.mscale, "mscale_all_dim": config.mscale_all_dim}
+        if not config.yarn_correction_range_round_to_int:
+            hf["rope_scaling"]["truncate"] = False
+    elif config.rotary_seq_len_interpolation_factor:
+        hf["rope_scaling"] = {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
+    if "rope_local_base_freq" not in family.defaults:
+        return hf
+    full = {"rope_type": "default", **hf.pop("rope_scaling", {}), "rope_theta": config.rotary_base}
+    local = {"rope_type": "default", "rope_theta": config.window_rotary_base}
+    local = full if config.window_rotary_base is None else local
+    if "partial_rotary_factor" in hf or config.window_rotary_percent is not None:
+        percent = hf.pop("partial_rotary_factor", config.rotary_percent)
+        full, local = ({**each, "partial_rotary_factor": percent} for each in (full, local))
+        local["partial_rotary_factor"] = config.window_rotary_percent or percent
+    return hf | {"rope_parameters": {"full_attention": full, LOCAL: local}}
+
+
+def _stretches(config: TransformerConfig) -> bool:
+    """Whether YaRN changes anything."""
+    return config.yarn and config.rotary_scaling_factor != 1
+
+
+def _stated(config: TransformerConfig) -> dict[str, Any]:
+    """Derived defaults of fields as explicit values."""
+    return {
+        "activation_func": config.activation,
+        "ffn_hidden_size": config.ffn_size,
+        "kv_channels": config.head_dim,
+        "softmax_scale": config.attention_scale,
+        "num_query_groups": config.query_groups,
+        "group_query_attention": True,
+        "max_position_embeddings": config.max_positions,
+        "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+        "moe_ffn_hidden_size": config.moe_ffn_size,
+        "moe_router_score_function": config.moe_router_scores.removeprefix("pre_"),
+        "moe_router_pre_softmax": config.moe_router_scores == "pre_softmax",
+        "moe_layer_freq": pattern_text(config.expert_pattern, usual=True) or "1",
+        "window_attn_skip_freq": pattern_text(config.local_pattern, usual=True) if any(config.local_pattern) else None,
+        "no_rope_freq": pattern_text([not rotated for rotated in config.rope_pattern], usual=False),
+        "experimental_attention_variant": config.experimental_attention_variant if any(config.linear_pattern) else None,
+        "linear_attention_freq": pattern_text(config.linear_pattern, usual=True)
+        if any(config.linear_pattern)
+        else None,
+        "moe_router_num_groups": config.moe_router_num_groups or 1,
+        "moe_router_group_topk": config.moe_router_group_topk or 1,
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+        "multi_latent_attention": config.latent,
+        "attention_module": config.attention,
+        "rope_type": "yarn" if _stretches(config) else "rope",
+        "value_channels": config.value_head_dim,
+        "window_num_attention_heads": config.window_num_attention_heads or config.num_attention_heads,
+        "window_num_query_groups": config.window_num_query_groups or config.query_groups,
+        "window_softmax_type": config.window_softmax_type or config.softmax_type,
+        "window_rotary_percent": config.window_rotary_percent or config.rotary_percent,
+    }
+
+
+def settings_of(config: TransformerConfig) -> dict[str, Any]:
+    """Fields that affect the model's outputs, with derived values. Fields without effect are left out."""
+    fields = asdict(replace(config, **_stated(config)))
+    rotary = config.position_embedding_type == "rope"
+    if not rotary:
+        fields |= {"no_rope_freq": None, "window_rotary_base": None}
+    idle = [*TRAINING_ONLY, "swiglu", "quick_geglu", "squared_relu", "bias_gelu_fusion"]  # of activation_func
+    idle += [name for name in fields if name.startswith("rotary_") and not rotary]
+    yarn = (*YARN_SCALING.values(), "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int")
+    idle += yarn if not (rotary and _stretches(config)) else ()
+    idle += ["rope_type"] if not rotary else []
+    idle += ["rotary_interleaved"] if config.latent else []
+    idle += [name for name in fields if name.startswith("rope_scaling_") and not (rotary and config.use_rope_scaling)]
+    idle += ["max_position_embeddings"] if config.position_embedding_type != "learned_absolute" else []
+    idle += [name for name in fields if name.startswith("moe_") and config.num_experts is None]
+    idle += ["ffn_hidden_size"] if len(config.moe_layers) == config.num_layers else []
+    idle += ["moe_token_drop_policy", "moe_min_capacity"] if not config.moe_drops_tokens else []
+    idle += [name for name in fields if name.startswith("linear_") and not any(config.linear_pattern)]
+    idle += [name for name in fields if name in OF_WINDOWS and not any(config.local_pattern)]
+    idle += ["window_rotary_percent"] if not rotary else []
+    idle += ["qk_layernorm_scope"] if not config.qk_layernorm else []
+    idle += ["attention_temperature_floor"] if not config.attention_temperature_coeff else []
+    return {name: value for name, value in fields.items() if name not in idle}

@@ -1,0 +1,12 @@
+"""Text from a model: one token after the other, with cached keys and values, many texts at once.
+
+`generate` continues token ids with a model of one process. `Engine` does it for requests that come and go, each with
+its own sampling, seed, stop strings and log-probabilities, at any layout (`StageRunner`).
+"""
+
+from megatron.extensions.inference.generation.engine import Engine, Generation, generate
+from megatron.extensions.inference.generation.request import Request
+from megatron.extensions.inference.generation.runner import StageRunner
+from megatron.extensions.inference.generation.sampling import Sampling
+
+__all__ = ["Engine", "Generation", "Request", "Sampling", "StageRunner", "generate"]

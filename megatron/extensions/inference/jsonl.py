@@ -1,0 +1,140 @@
+"""Prompts in JSON lines, and their texts in JSON lines, in the same order."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tokenizers import Tokenizer
+from megatron.extensions.inference.chat_template import Message, chat_tokens, plain_messages
+from megatron.extensions.inference.fields import SAMPLING_FIELDS, Fields, parsed
+from megatron.extensions.inference.generation import Engine, Generation, Request
+from megatron.extensions.inference.generation.engine import prompt_seed
+from megatron.extensions.inference.generation.request import MOST_LOGPROBS, Logprob
+from megatron.extensions.inference.model import LoadedModel
+
+KNOWN = (
+    *("prompt", "messages", "id", "max_new_tokens", "seed", "stop", "stop_token_ids"),
+    *("logprobs", "prompt_logprobs", "token_ids", *SAMPLING_FIELDS),
+)
+MOST_STOPS = 64
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of input: a request, or what is wrong with it."""
+
+    number: int
+    request: Request | None = None
+    problem: str | None = None
+    id: Any = None
+    token_ids: bool = False
+
+
+def read_lines(
+    lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
+) -> Iterator[Line]:
+    """Requests of lines that are not blank. `defaults` counts for what a line leaves out; its prompt is not used, and a
+    line without a seed has one of its own, made of that seed and the line's number."""
+    filled = ((number, data) for number, data in enumerate(lines) if data.strip())
+    for number, data in filled:
+        body: dict[str, Any] = {}
+        try:
+            body = parsed(data)
+            yield _line(number, body, model, defaults, template)
+        except ValueError as error:
+            yield Line(number + 1, problem=str(error), id=body.get("id"))
+
+
+def _line(
+    number: int,
+    body: Mapping[str, Any],
+    model: LoadedModel,
+    defaults: Request,
+    template: Callable[[Sequence[Message]], str],
+) -> Line:
+    fields = Fields(body)
+    fields.only(KNOWN)
+    prompt = body.get("prompt")
+    if (prompt is None) == (body.get("messages") is None):
+        fields.refuse("prompt", "must be there, or else messages, not both")
+    elif not (prompt is None or is_prompt(prompt)):
+        fields.refuse("prompt", "must be a text or a list of token ids")
+    sampling = fields.sampling(defaults.sampling)
+    logprobs = fields.whole("logprobs", defaults.logprobs, 0, MOST_LOGPROBS)
+    values: dict[str, Any] = {
+        "max_new_tokens": fields.whole("max_new_tokens", defaults.max_new_tokens),
+        "seed": fields.whole("seed", prompt_seed(defaults.seed, number)),
+        "stop": fields.texts("stop", MOST_STOPS) or defaults.stop,
+        "stop_ids": fields.tokens("stop_token_ids") or defaults.stop_ids,
+        "logprobs": logprobs,
+        "prompt_logprobs": fields.switch("prompt_logprobs"),
+    }
+    token_ids = fields.switch("token_ids")
+    if fields.problems:
+        raise ValueError("; ".join(f"{name} {problem}" for name, problem in fields.problems))
+    if prompt is None:
+        tokens = chat_tokens(model.tokenizer, template(plain_messages(body["messages"])))
+    else:
+        tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+    request = Request(tokens, sampling=sampling, eos_ids=defaults.eos_ids, **values)
+    return Line(number + 1, request, id=body.get("id"), token_ids=token_ids)
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether it is a text or a list of token ids."""
+    return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
+
+
+def answers(lines: Iterable[Line], engine: Engine, tokenizer: Tokenizer, token_ids: bool) -> Iterator[dict[str, Any]]:
+    """One object for each line, in their order: text, finish_reason, and on request token ids and log-probabilities; or
+    the line's number and its error."""
+    waiting: deque[Line] = deque()
+
+    def requests() -> Iterator[Request]:
+        for line in lines:
+            waiting.append(line)
+            if line.request is not None:
+                yield line.request
+
+    for found in engine.run(requests()):
+        while waiting[0].request is None:
+            yield answer(waiting.popleft(), None, tokenizer, token_ids)
+        yield answer(waiting.popleft(), found, tokenizer, token_ids)
+    for line in waiting:
+        yield answer(line, None, tokenizer, token_ids)
+
+
+def answer(line: Line, found: Generation | None, tokenizer: Tokenizer, token_ids: bool) -> dict[str, Any]:
+    known = {} if line.id is None else {"id": line.id}
+    problem = line.problem if found is None else found.error
+    if found is None or problem is not None:
+        return {**known, "line": line.number, "error": problem}
+    answer: dict[str, Any] = {**known, "text": found.text, "finish_reason": found.finish_reason}
+    if token_ids or line.token_ids:
+        answer |= {"prompt_token_ids": list(found.request.prompt), "token_ids": found.tokens}
+    if found.request.logprobs is not None:
+        answer["logprobs"] = [logprob_object(each, tokenizer) for each in found.logprobs]
+    if found.request.prompt_logprobs:
+        answer["prompt_logprobs"] = [logprob_object(each, tokenizer) for each in found.prompt_logprobs]
+    return answer
+
+
+def logprob_object(found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    def entry(id: int, value: float) -> dict[str, Any]:
+        return {"token_id": id, "token": tokenizer.detokenize([id]), "logprob": json_logprob(value)}
+
+    top = [entry(id, value) for id, value in found.top]
+    return entry(found.token, found.logprob) | ({"top": top} if top else {})
+
+
+def json_logprob(value: float) -> float:
+    """JSON has no infinity."""
+    return max(value, -9999.0)
+
+
+def written(answer: Mapping[str, Any]) -> str:
+    return json.dumps(answer, ensure_ascii=False)

@@ -1,0 +1,123 @@
+"""What runs on GPUs, planned without one: chosen and allocated as there, on tensors without values.
+
+torch runs no backward on fake tensors of a GPU that is not there, so that plans for GPUs are made on tensors of another
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from megatron.core import collectives
+from megatron.core.attention import core_attention
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8 import casts, weight_grads
+from megatron.core.moe import dispatcher, experts
+from megatron.core.tensor_parallel import weight_grad
+from megatron.extensions.planner.fake_attention import PlannedDropoutKernel, planned_kernels_of, plans_fused_dropout
+
+
+class _NormOfGPUs(torch.autograd.Function):
+    """What the norm kernels of GPUs keep: the input, and fp32 statistics of each row (`native_layer_norm` and
+    `_fused_rms_norm` in torch's derivatives.yaml). On CPUs torch keeps other things."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
+        ctx.save_for_backward(x, weight, bias, *kept)
+        return x.clone()  # reads and writes what the kernel does
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors[:3]
+        dw, db = (None if y is None else torch.empty_like(y) for y in (weight, bias))
+        return torch.add(grads[0], x), None, dw, db
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's attention by a fused kernel, where it has one: it chooses none for tensors without values."""
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p or learned or q.shape[-1] != v.shape[-1]:
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, **options)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+class _KernelsOfGPUs(TorchFunctionMode):
+    """Norms and fused attention as GPUs compute them. Tensors are made on `device`, if one is given: that is what
+    `with torch.device(device)` does, which as a second mode takes as long again at every function."""
+
+    def __init__(self, device: str | None) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.device is not None and func in _device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = self.device
+        if func in (F.rms_norm, F.layer_norm):
+            statistics = 1 if func is F.rms_norm else 2
+            return _NormOfGPUs.apply(args[0], statistics, kwargs.get("weight"), kwargs.get("bias"))
+        if func is F.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.tensor and out.is_meta:  # which no dispatch mode has seen
+            return torch.ops.aten.lift_fresh(out)
+        return out
+
+
+@contextmanager
+def as_on_gpus(model: TransformerConfig, parallel: ModelParallelConfig, device: str | None = None) -> Iterator[None]:
+    """Chooses what runs on GPUs; `device` is where tensors are made if nothing else is said.
+
+    FlashAttention takes tiles as GPUs pack them, and attention with dropout its fused kernel where one is expected.
+    Products in 16 bits and in fp8 are added to fp32 weight gradients where they are computed, those of all experts by
+    one kernel; of fp8, Triton's kernel is planned, whatever `weight_grad_choice` finds."""
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (dispatcher, "on_device", lambda x: True),
+        (collectives, "sums_exchanged", lambda x: False),
+        (casts, "multiplies_in_fp8", lambda x: True),
+        (weight_grads, "add_product_", lambda *operands: None),
+        (experts, "add_each_product_", lambda *operands: None),
+        (core_attention, "kernels_of", planned_kernels_of),
+        (weight_grad, "adds_in_one_kernel", lambda out: out.dtype == torch.float32),
+    ]
+    if plans_fused_dropout(model, parallel):
+        kernel = lambda backend, *settings: PlannedDropoutKernel(*settings)  # noqa: E731
+        stand_ins.append((core_attention, "dropout_kernel", kernel))
+    with ExitStack() as stack:
+        for owner, name, stand_in in stand_ins:
+            stack.enter_context(replaced(owner, name, stand_in))
+        stack.enter_context(_KernelsOfGPUs(device))
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """`stand_in` is an owner's attribute meanwhile."""
+    before = vars(owner)[name]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

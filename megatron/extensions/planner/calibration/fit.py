@@ -1,0 +1,250 @@
+"""Constants of a device file, fitted to measured times. No torch.
+
+Each model is a line, so that least squares gives it; points count by their relative error, and no constant is negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megatron.extensions.planner.device_file import AttentionSpeed, DeviceFile, GemmSpeed, Link
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """Measured: a product [m, k] x [k, n]."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Measured: causal attention by heads of `width` channels over `length` tokens; `flops` as device files count."""
+
+    kernel: str
+    width: int
+    length: int
+    flops: float
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MoveTime:
+    """Measured: an operation that reads and writes `moved` bytes."""
+
+    name: str
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """Measured: a collective, by the bytes of its whole operand, of a group of `size` ranks on link `link`: all on one
+    node (`node`), or each on a node of its own (`network`)."""
+
+    link: str
+    kind: str
+    size: int
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything measured on a rank, or the mean of the ranks."""
+
+    products: tuple[ProductTime, ...]
+    attention: tuple[AttentionTime, ...]
+    moves: tuple[MoveTime, ...]
+    floor: float
+    """Seconds of an operation on one number."""
+
+
+def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients c of seconds = sum(c * x), of smallest relative errors: the first is positive, none is negative."""
+    columns = np.asarray(xs, dtype=float) / np.asarray(seconds)[:, None]
+    kept = list(range(columns.shape[1]))
+    while True:
+        found = np.linalg.lstsq(columns[:, kept], np.ones(len(columns)), rcond=None)[0]
+        if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
+            break
+        shares = found * columns[:, kept].mean(0)
+        # The most negative goes; in favour of the first one, what has taken its part.
+        kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
+    coefficients = [0.0] * columns.shape[1]
+    for place, value in zip(kept, found, strict=True):
+        coefficients[place] = float(value)
+    return coefficients
+
+
+def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds a byte, seconds beside it) of messages of growing sizes. The bytes show in the two largest ones alone:
+    networks pass short bursts faster than their rate."""
+    last = len(sizes) - 1
+    grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
+    per_byte = grown if grown > 0 else seconds[last] / sizes[last]
+    return per_byte, max(0.0, median(took - per_byte * size for size, took in zip(sizes, seconds, strict=True)))
+
+
+def gemm_speed(points: Sequence[ProductTime], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
+    """`filled`: by point, the share of the device that its tiles fill. `peak`: TFLOP/s that the device can reach: a fit
+    above it, to noise or to shares that are too small, is held there."""
+    flops = [2.0 * each.m * each.n * each.k for each in points]
+    xs = [[flop / full, flop / full / each.k] for flop, full, each in zip(flops, filled, points, strict=True)]
+    seconds = [each.seconds for each in points]
+    per_flop, per_column = line(xs, seconds)
+    if (least := 1e-12 / peak) > per_flop:
+        depths = [(took / x[0] / least - 1) * each.k for x, took, each in zip(xs, seconds, points, strict=True)]
+        return GemmSpeed(peak, max(0.0, median(depths)))
+    return GemmSpeed(1e-12 / per_flop, per_column / per_flop)
+
+
+def attention_speed(points: Sequence[AttentionTime]) -> tuple[float, float]:
+    """(TFLOP/s of an endless sequence, length at which half of that is reached)."""
+    xs = [[each.flops, each.flops / each.length] for each in points]
+    per_flop, per_row = line(xs, [each.seconds for each in points])
+    return 1e-12 / per_flop, per_row / per_flop
+
+
+ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+
+
+def sent(point: CollectiveTime) -> float:
+    """Bytes that a rank sends, by the count of `megatron.extensions.planner.time.links`."""
+    return point.moved if point.kind == "send" else ROUNDS[point.kind] * point.moved * (point.size - 1) / point.size
+
+
+def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
+    """`ranks_per_adapter`: ranks of a node that were at work at once on an adapter; 1 within a node."""
+    rates, starts = dict[str, float](), dict[str, float]()
+    for kind in dict.fromkeys(each.kind for each in points):
+        own = [each for each in points if each.kind == kind]
+        per_byte, starts[kind] = growth([sent(each) for each in own], [each.seconds for each in own])
+        rates[kind] = ranks_per_adapter * 1e-9 / per_byte
+    best = rates["all_reduce"]
+    size = points[0].size
+    # An all-reduce takes twice as many steps as a gather, and both are started once.
+    steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
+    latency = (starts["all_reduce"] - starts["all_gather"]) / steps
+    if latency <= 0:  # too noisy to tell apart: all of it is steps
+        latency = starts["all_reduce"] / 2 / steps
+    launch = max(0.0, starts["all_gather"] - latency * steps)
+    share = {kind: _rounded(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
+    return Link(_rounded(best), _rounded(1e6 * latency), _rounded(1e6 * launch), share)
+
+
+def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
+    """The links of nodes with one adapter that all ranks share."""
+    found = {}
+    for name in ("node", "network"):
+        if own := [point for point in points if point.link == name]:
+            found[name] = link(own, 1 if name == "node" else ranks_per_node)
+    return found
+
+
+def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
+    """`filled`: by the (m, n) of products, the share of a GPU that they fill; 1 for those not named. `about`: fields of
+    the device that are known, among them `capability` for a GPU; `peak_tflops` is by default the best rate that was
+    measured or that endless products are fitted to reach."""
+    peaks = about.get("peak_tflops", {})
+    gemm = {}
+    for precision in dict.fromkeys(each.precision for each in measured.products):
+        own = [each for each in measured.products if each.precision == precision]
+        shares = [filled.get((each.m, each.n), 1.0) for each in own]
+        gemm[precision] = gemm_speed(own, shares, peaks.get(precision, math.inf))
+    attention: dict[str, dict[int, AttentionSpeed]] = {}
+    for kernel, width in dict.fromkeys((each.kernel, each.width) for each in measured.attention):
+        both = [
+            attention_speed([a for a in measured.attention if (a.kernel, a.width, a.backward) == (kernel, width, way)])
+            for way in (False, True)
+        ]
+        attention.setdefault(kernel, {})[width] = AttentionSpeed(*both)
+    per_byte, start = line([[each.moved, 1.0] for each in measured.moves], [each.seconds for each in measured.moves])
+    best = {
+        precision: max(
+            speed.tflops, *(2e-12 * p.m * p.n * p.k / p.seconds for p in measured.products if p.precision == precision)
+        )
+        for precision, speed in gemm.items()
+    }
+    on_gpu = about.get("capability") is not None
+    return DeviceFile(
+        gemm=gemm,
+        attention=attention,
+        copy_tb_per_second=1e-12 / per_byte,
+        kernel_floor_us=1e6 * measured.floor if on_gpu else 0.0,
+        launch_gap_us=1.0 if on_gpu else 1e6 * start,
+        host_launch_us=1e6 * measured.floor if on_gpu else 0.0,
+        epilogue_exposed=0.5 if on_gpu else 1.0,
+        adapters_per_node=1,
+        **{"peak_tflops": best, **about},
+    )
+
+
+def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
+    """By what was measured, the median relative error of what the device file says of it."""
+    found: dict[str, list[float]] = {}
+
+    def note(what: str, us: float, seconds: float) -> None:
+        found.setdefault(what, []).append(abs(1e-6 * us - seconds) / seconds)
+
+    for p in measured.products:
+        note(f"products {p.precision}", device.gemm_us(p.precision, p.m, p.n, p.k), p.seconds)
+    for a in measured.attention:
+        way = "backward" if a.backward else "forward"
+        us = device.attention_us(a.kernel, a.width, a.flops, a.length, a.backward)
+        note(f"attention {a.kernel} {way}", us, a.seconds)
+    if device.capability is not None:  # those of a CPU are fitted to steps, whose caches an operation alone has not
+        for move in measured.moves:
+            note("element-wise", device.memory_us(move.moved), move.seconds)
+    return {what: median(values) for what, values in found.items()}
+
+
+def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
+    """The YAML of a device file, with remarks at its head."""
+    lines = [f"# {remark}" for remark in remarks]
+    lines += [f"name: {device.name}", f"multiprocessors: {device.multiprocessors}"]
+    if device.capability is not None:
+        lines.append(f"capability: [{device.capability[0]}, {device.capability[1]}]")
+        lines += [f"cache_mib: {_rounded(device.cache_mib)}", f"shared_memory_kib: {device.shared_memory_kib}"]
+    lines += [f"memory_gib: {_rounded(device.memory_gib)}", f"peak_tflops: {_flow(device.peak_tflops)}", "gemm:"]
+    lines += [f"  {name}: {_flow(vars(speed))}" for name, speed in device.gemm.items()]
+    lines.append("attention:")
+    for kernel, widths in device.attention.items():
+        lines.append(f"  {kernel}:")
+        lines += [f"    {width}: {_flow(vars(speed))}" for width, speed in widths.items()]
+    numbers = "copy_tb_per_second kernel_floor_us launch_gap_us host_launch_us epilogue_exposed ranks_per_node "
+    numbers += "adapters_per_node overlap_slowdown step_overhead_ms host_gb_per_second"
+    lines += [f"{name}: {_flow(getattr(device, name))}" for name in numbers.split()]
+    if device.host_memory_gib is not None:
+        lines.append(f"host_memory_gib: {_flow(device.host_memory_gib)}")
+    if device.links:
+        lines.append("links:")
+        lines += [f"  {name}: {_flow(vars(each))}" for name, each in device.links.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_flow(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, float):
+        number = f"{value:.4g}"
+        return number.replace("e", ".0e") if "e" in number and "." not in number else number  # YAML's floats have a dot
+    return str(value)

@@ -1,0 +1,95 @@
+"""Micro-batches, schedule and length of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import StageCosts, simulate
+from megatron.core.pipeline_parallel.stages import pipeline_layout, stage_costs, tied_stages
+from megatron.core.pipeline_parallel.steady_state import post_validated
+from megatron.extensions.phases.plan import StagePlan
+from megatron.training.config.batch_size import BatchSizes, num_microbatches
+from megatron.training.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.extensions.planner.fake_stage import MicroBatch
+
+
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What a rank holds of a micro-batch of this run."""
+    from megatron.extensions.planner.fake_stage import MicroBatch
+
+    device = "cpu" if config.parallel.cpu else "cuda"
+    return MicroBatch(
+        config.model,
+        config.parallel,
+        config.training.micro_batch_size,
+        device,
+        config.restarts_positions,
+        config.optimizer.main_grads_dtype == "bf16",
+    )
+
+
+def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
+    sizes = BatchSizes.from_config(config)
+    return num_microbatches(sizes.final, config.training.micro_batch_size, dims.dp)
+
+
+def _pipeline_line(config: RunConfig, microbatches: int) -> str:
+    """The schedule, and the share of a step that ranks are idle if times follow FLOPs and messages take none: up to the
+    gradient norm, for which all wait without --optimizer-post-validation."""
+    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
+    costs = stage_costs(config.model, parallel)
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    in_turns = parallel.overlap_moe_expert_parallel_comm
+    times = StageCosts(forward=costs, input_grad=costs, weight_grad=costs)
+    ahead = config.optimizer.optimizer_post_validation
+    shape = parallel.schedule, layout.pp, microbatches, layout.chunks
+    if ahead:
+        tied = bool(tied_stages(config.model, layout))
+        _, bubble = post_validated(pipeline_lists(*shape, False, group, in_turns, True), times, tied)
+    else:
+        bubble = simulate(build_schedule(*shape, group, in_turns), times).bubble
+    where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
+    unless = " that is neither clipped nor skipped" if ahead else ""
+    return f"pipeline {parallel.schedule}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
+
+
+def batch_lines(stages: StagePlan, dims: ParallelDims) -> Iterator[str]:
+    """Micro-batches, tokens a step, iterations, tokens and FLOPs of the run."""
+    config, sizes = stages.base, stages.sizes
+    for stage in stages.stages:
+        where = f"stage {stage.name}: " if len(stages.stages) > 1 else ""
+        yield f"{where}global batch {batch_line(stage.config, dims)}"
+    if config.training.batch_size_varies:
+        first, (end, _) = sizes.earlier[0][1], sizes.earlier[-1]
+        yield f"batch size from {first} to {sizes.final} in {len(sizes.earlier)} steps over {end:,} samples"
+    if dims.pp > 1:
+        yield _pipeline_line(config, microbatches_of(stages.longest.config, dims))
+    if stages.stages[-1].end is None:
+        yield "length: one epoch of the training data"
+        return
+    from megatron.extensions.planner.flops import model_flops
+
+    iterations = stages.iterations
+    consumed = sizes.samples(iterations)
+    tokens = stages.tokens(consumed)
+    ends = [*(stage.first_token for stage in stages.stages[1:]), tokens]
+    flops = sum(
+        model_flops(stage.config.model).total * (end - stage.first_token)
+        for stage, end in zip(stages.stages, ends, strict=True)
+    )
+    yield f"{iterations:,} iterations, {consumed:,} samples, {tokens:,} tokens, {flops:.6g} FLOPs in all"
+
+
+def batch_line(config: RunConfig, dims: ParallelDims) -> str:
+    """What the global batch consists of."""
+    size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
+    return (
+        f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "
+        f"{size * config.model.seq_length:,} tokens a step"
+    )

@@ -1,0 +1,81 @@
+"""Prints the plan of a run without starting it: no GPU and no process group. torch is imported only to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.megatron_flags.megatron_differences import differences_met
+from megatron.extensions.phases.plan import stage_plan
+from megatron.extensions.planner.dry_run.batch import batch_lines
+from megatron.extensions.planner.dry_run.data import data_lines
+from megatron.extensions.planner.dry_run.groups import group_lines
+from megatron.extensions.planner.dry_run.memory import GIB, Fit, fullest, memory_lines, memory_of_ranks
+from megatron.extensions.planner.dry_run.model import model_lines
+from megatron.extensions.planner.dry_run.step import DeviceError, predicted_step, step_lines
+from megatron.training.config.flags import flat_values
+from megatron.training.config.output_files import write_json
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+__all__ = ["DeviceError", "print_plan"]
+
+
+def print_plan(
+    config: RunConfig,
+    world_size: int,
+    plan_file: str | None = None,
+    device: str | None = None,
+    gpus_per_node: int | None = None,
+    device_memory: float | None = None,
+    given: Collection[str] = (),
+    problems: Sequence[Problem] = (),
+) -> None:
+    """Prints what a resolved and validated configuration will build and do on `world_size` ranks, and with a `device`
+    the predicted time of a step. Says whether it fits devices of `device_memory` GiB, by default those of `device`, and
+    which differences from Megatron-LM it meets with the flags as `given`.
+
+    Writes the same to `plan_file` as JSON: "world_size", "config" with every field by its flat name, the lines of the
+    "plan" under their titles, "memory" of each pipeline rank in bytes, "time" (`StepTime`), and of the fit
+    "device_memory" in bytes, "fits", "fullest_pp_rank" and "bytes_over"; also `problems`, those of files that a run
+    misses, which the caller tells. If it is "" the JSON is all that is printed.
+    Raises OutputError if it cannot be written, DeviceError if no step of this kind can be predicted.
+    """
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    stages = stage_plan(config)
+    largest = stages.longest.config
+    of = f" in stage {stages.longest.name}, the largest" if len(stages.stages) > 1 else ""
+    step = predicted_step(largest, world_size, device, gpus_per_node) if device is not None else None
+    memory = memory_of_ranks(largest, dims)
+    size = device_memory or (step.device.memory_gib if step is not None else None)
+    fit = None if size is None else Fit(fullest(memory), int(size * GIB))
+    fits = [] if fit is None else [fit.line]
+    plan: dict[str, list[str]] = {}
+    for title, lines in (
+        ("Model", model_lines(config)),
+        (f"Groups, world size {world_size}", group_lines(dims)),
+        (
+            f"Pipeline stages and memory of each rank{of}",
+            [*memory_lines(largest, dims, memory), *fits],
+        ),
+        ("Batch and length", batch_lines(stages, dims)),
+        ("Data", [line for stage in stages.stages for line in data_lines(stages, stage)]),
+        (f"Predicted step{of}", step_lines(step) if step is not None else ()),
+        ("Different from Megatron-LM", differences_met(config, given)),
+    ):
+        if not (found := list(lines)):
+            continue
+        plan[title] = found
+        if plan_file != "":
+            print("\n".join([title, *(f"  {line}" for line in found)]))
+    if plan_file is not None:
+        record: dict[str, Any] = {"world_size": world_size, "config": flat_values(config), "plan": plan}
+        record["memory"] = [rank.record for rank in memory]
+        if fit is not None:
+            record |= {"device_memory": fit.limit, **fit.record}
+        if step is not None:
+            record["time"] = step.record
+        if problems:
+            record["problems"] = [each.record for each in problems]
+        write_json(record, plan_file)

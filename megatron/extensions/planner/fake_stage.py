@@ -1,0 +1,365 @@
+"""Builds and runs one pipeline stage on fake tensors, which have shapes, storages and a graph but no values.
+
+What a layer keeps, makes and multiplies is measured on it, so that no figure about a layer is written a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core import compiled_regions
+from megatron.core.batch import Batch
+from megatron.core.config.layers import Rotation, Span
+from megatron.core.config.model import TransformerConfig
+from megatron.core.config.parallel import ModelParallelConfig
+from megatron.core.fp8.recipes import WeightCasts
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.offload.saved_activations import build_offload
+from megatron.core.parallel_state import ParallelState
+from megatron.core.param_meta import ParamMeta
+from megatron.core.pipeline_parallel.schedules import splits_backward
+from megatron.core.pipeline_parallel.stages import Stage
+from megatron.core.tensor_parallel.weight_grad import WeightGradQueue, rounding_sum
+from megatron.core.transformer.recompute import Segment
+from megatron.extensions.planner.as_on_gpus import as_on_gpus
+from megatron.extensions.planner.fake_ranks import fake_state
+from megatron.extensions.planner.known_regions import run_region
+from megatron.extensions.planner.live_memory import LiveMemory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank holds of one micro-batch."""
+
+    model: TransformerConfig
+    parallel: ModelParallelConfig
+    samples: int
+    device: str = "cuda"
+    """"cuda" or "cpu", whose norms keep other things for the backward."""
+
+    own_positions: bool = False
+    """Whether samples have position ids of their own (--reset-position-ids)."""
+
+    bf16_sums: bool = False
+    """Whether gradients are summed in bf16 (--main-grads-dtype)."""
+
+
+OF_PIPELINE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "data_parallel_size": None,
+    "num_distributed_optimizer_instances": 1,
+    "use_tp_pp_dp_mapping": False,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "cuda_graph_impl": "none",
+    "distributed_backend": None,
+}
+"""Settings that change nothing about a micro-batch in a layer."""
+
+
+def in_a_layer(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same in equal layers, wherever the layers lie."""
+    split = splits_backward(batch.parallel.schedule)
+    offloaded = min(1, batch.parallel.cpu_offloading_num_layers)
+    schedule = "zb-h1" if split else "1f1b"
+    parallel = replace(batch.parallel, **OF_PIPELINE, pipeline_schedule=schedule, cpu_offloading_num_layers=offloaded)
+    return replace(batch, parallel=parallel)
+
+
+def nothing_offloaded(batch: MicroBatch) -> MicroBatch:
+    """Equal for micro-batches that do the same in layers that keep their activations on the device."""
+    return replace(batch, parallel=replace(batch.parallel, cpu_offloading=False, cpu_offloading_num_layers=0))
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: lambda x: 0.0 if x.is_floating_point() else 0,
+    torch.ops.aten._grouped_mm.default: lambda x, y, *more, **options: x.new_empty(x.shape[0], y.shape[-1]),
+    torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
+    torch.ops.prim.device.default: lambda x: x.fake_device,
+}
+"""Operators without an answer of torch's on fake tensors: a number that is read, as by the check of token ids, is 0; a
+grouped product has its shape, which torch knows in bf16 only; a 16-bit product is added to an fp32 sum. And their
+device, which is asked for as often as anything else."""
+
+
+POINTWISE = frozenset(
+    getattr(packet, overload)
+    for packet in (
+        getattr(torch.ops.aten, name)
+        for name in (
+            "add add_ div div_ exp exp_ logaddexp maximum mul mul_ neg reciprocal rsqrt sigmoid silu sub sub_".split()
+        )
+    )
+    for overload in packet.overloads()
+    if "out" not in overload
+)
+"""Operations on numbers at the same place."""
+
+
+def _pointwise(func: Any, args: Any) -> Tensor | None:
+    """The result of one of `POINTWISE` where it has the shape of the first operand, and its order in memory."""
+    first, dtype = args[0], None
+    if not (isinstance(first, Tensor) and first.is_meta and first.is_floating_point()):
+        return None
+    for other in args[1:]:
+        if isinstance(other, Tensor):
+            alike = other.shape == first.shape and other.stride() == first.stride()
+            if not alike and not (first.is_contiguous() and _spreads_over(other, first)):
+                return None
+            dtype = torch.result_type(first, other)
+        elif not isinstance(other, int | float):
+            return None
+    return first if func._overloadpacket.__name__.endswith("_") else torch.empty_like(first, dtype=dtype)
+
+
+def _spreads_over(other: Tensor, first: Tensor) -> bool:
+    """Whether `other` is broadcast to the shape of `first`."""
+    missing = first.ndim - other.ndim
+    return missing >= 0 and all(n in (1, m) for n, m in zip(other.shape, first.shape[missing:], strict=True))
+
+
+def _joined(func: Any, args: Any) -> Tensor | None:
+    """The result of `cat` of meta tensors of one kind that are contiguous."""
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    first = parts[0]
+    for part in parts:
+        if not (part.is_meta and part.is_contiguous() and part.dtype == first.dtype and part.ndim == first.ndim):
+            return None
+        if any(a != b for i, (a, b) in enumerate(zip(part.shape, first.shape, strict=True)) if i != dim % first.ndim):
+            return None
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return first.new_empty(shape)
+
+
+def _product_added(func: Any, args: Any) -> Tensor | None:
+    """The result of `addmm_` of a product of the shape and kind of what it is added to."""
+    out, x, y = args
+    alike = x.shape[1] == y.shape[0] and out.shape == (x.shape[0], y.shape[1]) and out.dtype == x.dtype == y.dtype
+    return out if alike and out.is_meta else None
+
+
+def _rolled(func: Any, args: Any) -> Tensor | None:
+    """The result of `roll` of a contiguous tensor."""
+    x = args[0]
+    return x.new_empty(x.shape) if x.is_meta and x.is_contiguous() else None
+
+
+FASTER: dict[Any, Callable[[Any, Any], Tensor | None]] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    torch.ops.aten.cat.default: _joined,
+    torch.ops.aten.addmm_.default: _product_added,
+    torch.ops.aten.roll.default: _rolled,
+}
+"""Operations whose results on meta tensors torch finds in Python, which takes long."""
+
+
+class _NoValues(TorchDispatchMode):
+    """Gives `ANSWERS`, and results that are found faster than torch finds them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to make sure of it takes long at every operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = FASTER.get(func)
+        if found is not None and not (kwargs and kwargs.keys() - {"beta"}):
+            out = found(func, args)
+            if out is not None:
+                return out
+        return ANSWERS.get(func, func)(*args, **(kwargs or {}))
+
+
+class FakeStages:
+    """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
+
+    def __init__(self, batch: MicroBatch, state: ParallelState, device: str) -> None:
+        parallel = batch.parallel
+        if parallel.tp_comm_overlap_method == "symmetric":  # keeps what the ring keeps, but needs real groups
+            parallel = replace(parallel, tp_comm_overlap_method="ring")
+        self.batch, self.state, self.device = batch, state, device
+        self.parallel = parallel = replace(parallel, compile=parallel.compiles(batch.device))
+        self.queue, self.casts, self.live = WeightGradQueue(), WeightCasts(), LiveMemory()
+        self.offload = build_offload(parallel, self.device)
+        model = batch.model
+        rows = model.seq_length // parallel.context_parallel_size
+        rows //= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        self.hidden_shape = rows, batch.samples, model.hidden_size
+        self.dtype: torch.dtype = getattr(torch, parallel.params_dtype)
+        self.loss_dtype = torch.promote_types(self.dtype, torch.float32)
+        tokens = torch.zeros(batch.samples, model.seq_length, dtype=torch.int64)
+        whole = replace(
+            Batch.of_tokens(tokens),
+            position_ids=torch.zeros_like(tokens) if batch.own_positions else None,
+            aux_scale=torch.ones((), dtype=torch.float64) if model.num_experts is not None else None,
+        )
+        self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
+
+    def build(
+        self, layers: Sequence[int], first: bool, last: bool, segments: Sequence[Segment] | None = None
+    ) -> GPTModel:
+        """A stage in training, its parameters with a `main_grad` each, as data parallelism sets it."""
+        stage = GPTModel(
+            self.batch.model,
+            self.parallel,
+            self.state,
+            layers=layers,
+            first=first,
+            last=last,
+            queue=self.queue,
+            casts=self.casts,
+            offload=self.offload,
+            initialize=False,
+            device=self.device,
+        ).train()
+        if segments is not None:
+            stage.decoder.segments = list(segments)
+        # GPUs add a 16-bit product to an fp32 gradient in one kernel, CPUs make the product first.
+        main = self.dtype if self.batch.device == "cuda" else getattr(torch, self.parallel.main_dtype)
+        main = torch.bfloat16 if self.batch.bf16_sums else main
+        round_into = rounding_sum(bool(self.parallel.compile)) if self.batch.bf16_sums else None
+        for parameter in stage.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad = torch.empty(parameter.shape, dtype=main)  # type: ignore[attr-defined]
+                parameter.main_grad_rounding = round_into  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(_drop_grad)
+        return stage
+
+    def hidden(self) -> Tensor:
+        """What a stage is sent by the one before it, or after it."""
+        return torch.empty(self.hidden_shape, dtype=self.dtype)
+
+    def forward(self, stage: GPTModel) -> tuple[Tensor | None, Tensor]:
+        """What a stage is given (None on the first) and what it returns."""
+        hidden = None if stage.first else self.hidden().requires_grad_()
+        return hidden, stage(hidden, self.micro_batch)
+
+
+def layer_kinds(batch: MicroBatch) -> list[Hashable]:
+    """By layer number: equal for layers of the same parts, shapes and settings, whoever wrote them."""
+    model, meta = batch.model, torch.device("meta")  # which builds a layer ten times as fast as fake tensors do
+    parallel = replace(batch.parallel, compile=False)  # nothing runs, and loading the compiler takes a second
+    with fake_state(parallel) as state:
+        layers = range(model.num_layers)
+        stage = GPTModel(model, parallel, state, layers=layers, first=False, last=False, initialize=False, device=meta)
+    return [_kind_of(layer) for layer in stage.decoder.layers]
+
+
+def numbered_kinds(batch: MicroBatch, known: dict[Hashable, list[int]]) -> list[int]:
+    """For each layer the first one that is like it. `known` keeps what layouts of the same layers share."""
+    plain = replace(
+        batch.parallel,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        sequence_parallel=False,
+        tp_comm_overlap=False,
+    )
+    key = batch.model, plain.fp8_format, plain.fp8_recipe, plain.fp8_layers(batch.model.num_layers)
+    if key not in known:
+        first: dict[Hashable, int] = {}
+        kinds = layer_kinds(replace(batch, parallel=plain))
+        known[key] = [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+    return known[key]
+
+
+IDENTITY = ("number", "layer", "key", "training")
+"""Attributes in which equal layers differ."""
+
+SETTINGS = bool | int | float | str | Span | Rotation
+"""Types of attributes that say what a part is."""
+
+
+def _kind_of(layer: nn.Module) -> Hashable:
+    found: list[Any] = []
+    for name, part in layer.named_modules():
+        settings = ((key, value) for key, value in vars(part).items() if isinstance(value, SETTINGS))
+        found += [name, type(part), *((key, value) for key, value in settings if key not in IDENTITY)]
+    found += [(name, parameter.shape, parameter.dtype) for name, parameter in layer.named_parameters()]
+    return tuple(found)
+
+
+def _drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def built_metas(
+    config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]
+) -> list[ParamMeta]:
+    """The trained parameters of a stage, as its parts make them."""
+    parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
+    with FakeTensorMode():
+        model = GPTModel(
+            config,
+            parallel,
+            layers=stage.layers,
+            first=stage.first,
+            last=stage.last,
+            tied_stages=tied_stages,
+            initialize=False,
+        )
+    return [parameter.meta for parameter in model.parameters() if parameter.requires_grad]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def regions_as_kernels(live: Callable[[], LiveMemory]) -> Iterator[None]:
+    """Compiled regions run as they are written, since no compiler takes fake tensors; what comes and goes in one is not
+    counted by the present `live`."""
+
+    def as_kernel(function: Callable[..., Any], static: bool) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            with live().one_kernel():
+                return run_region(function, args)
+
+        return run
+
+    compiled, compiled_regions._compiled = compiled_regions._compiled, as_kernel  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        compiled_regions._compiled = compiled
+
+
+@contextmanager
+def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
+    """Stages of the first rank of a layout, on fake tensors, or on meta ones. The process' own groups stay as they
+    are."""
+    tensors = nullcontext() if meta else FakeTensorMode()
+    if batch.device == "cuda":
+        kernels: AbstractContextManager[Any] = as_on_gpus(batch.model, batch.parallel, "meta" if meta else None)
+    else:
+        kernels = torch.device("meta") if meta else nullcontext()
+    with fake_state(batch.parallel) as state, tensors, _NoValues(), kernels:
+        fakes = FakeStages(batch, state, "meta" if meta else "cpu")
+        with regions_as_kernels(lambda: fakes.live):
+            yield fakes
+
+
+def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
+    """What `work(meta)` finds out on the stages of `fake_stages`.
+
+    Plans for GPUs are made on meta tensors, which run several times as fast as fake ones, and on fake ones where a part
+    does not run on these: one that makes tensors on the host, or reads several numbers at once."""
+    if batch.device == "cuda":
+        with suppress(Exception):  # which fake tensors will tell
+            return work(True)
+    return work(False)

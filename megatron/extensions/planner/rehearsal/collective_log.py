@@ -1,0 +1,266 @@
+"""Records the collectives of a rank as torch dispatches them, in a real world or a fake one.
+
+Whatever calls them is seen: this library, torch's own functions, a user's layer. Collectives of Python objects are
+recorded as one call, as their sizes follow from values.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.extensions.planner.rehearsal.record import Collective, Group, Splits
+
+LIBRARY = Path(__file__).resolve().parents[3]
+
+OPS = {
+    "broadcast": "broadcast",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+    "recv_any_source": "recv",
+}
+"""Name of a c10d operator, less a final underscore -> name in records."""
+
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+"""The same of torch's functional collectives."""
+
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+"""In torch's order of ReduceOp."""
+
+SENT = ("tensors", "input_tensors", "input_tensor", "input", "inputs")
+RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "out")
+
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
+"""Files of the library that are passed over in call sites, beside those that plan and rehearse."""
+
+
+class CollectiveLog:
+    """The collectives of this rank, in order. `phase` returns what it is doing, and the micro-batch or -1."""
+
+    def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
+        self.collectives: list[Collective] = []
+        self.axes: dict[Group, str] = {}
+        self.phase = phase
+        self._groups: dict[str, Group] = {}
+        self._inside = False
+
+    def name_groups(self, axes: dict[str, Any]) -> None:
+        """Names the groups of a layout by its axes, the first one where several have the same ranks."""
+        for name, axis in axes.items():
+            if axis.group is not None:
+                self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
+
+    def group(self, group: dist.ProcessGroup | str) -> Group:
+        """The identity of a group, or of the one that has this name."""
+        name = group if isinstance(group, str) else group.group_name
+        if name not in self._groups:
+            self._groups.clear()
+            before: Counter[tuple[int, ...]] = Counter()
+            for each, ranks in distributed_c10d._world.pg_group_ranks.items():
+                members = tuple(sorted(ranks))
+                self._groups[each.group_name] = Group(members, before[members])
+                before[members] += 1
+        return self._groups[name]
+
+    def add(self, op: str, group: Group, **fields: Any) -> None:
+        """Records a call made by what is on the stack now."""
+        phase, microbatch = self.phase()
+        made = Collective(op, group, **{"dtype": "", "sent": 0, "received": 0, **fields})
+        self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Records an operator if it is a collective. Returns whether it is one of c10d, which has no other result than
+        its arguments and a `Work`."""
+        if func.namespace not in ("c10d", "_c10d_functional") or self._inside:
+            return False
+        schema, name = func._schema, func._schema.name.partition("::")[2].rstrip("_")
+        op = (OPS if func.namespace == "c10d" else FUNCTIONAL).get(name)
+        if op is None:
+            return False
+        given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+        if func.namespace == "c10d":
+            group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
+        else:
+            group = self.group(given["group_name"])
+        sent, received = (_tensors(given, names) for names in (SENT, RECEIVED))
+        received = received if func.namespace == "c10d" else []
+        sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
+        if func.namespace != "c10d" and op in ("all_reduce", "broadcast", "all_to_all"):
+            sizes[1] = sizes[0]
+        elif func.namespace != "c10d":
+            many = len(group.ranks)
+            sizes[1] = sizes[0] * many if op == "all_gather" else sizes[0] // many
+        fields: dict[str, Any] = {}
+        if op == "all_to_all":
+            fields["splits"] = _splits(name, given, sent, received, sizes)
+        elif op in ("send", "recv"):
+            peer = given.get("dst", given.get("src", -1))
+            fields |= {"peer": group.ranks[peer] if peer >= 0 else -1, "tag": given["tag"]}
+            sizes[op == "send"] = 0
+        elif "root_rank" in given or "src" in given:
+            fields["peer"] = group.ranks[given.get("root_rank", given.get("src"))]
+        if "reduce_op" in given:
+            fields["reduce"] = _reduction(given["reduce_op"])
+        if op != "barrier":
+            dtype = (sent or received)[0].dtype
+            fields |= {"dtype": str(dtype).removeprefix("torch."), "itemsize": dtype.itemsize}
+            fields |= {"sent": sizes[0], "received": sizes[1]}
+        self.add(op, group, **fields)
+        return func.namespace == "c10d"
+
+    @contextmanager
+    def objects(self, answer: bool) -> Iterator[None]:
+        """Records collectives of Python objects too. With `answer` nothing is sent: each rank's value is this one's."""
+        real = {name: getattr(dist, name) for name in OBJECTS}
+
+        def recorded(name: str) -> Callable[..., Any]:
+            def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+                root = kwargs.get("src", kwargs.get("dst"))
+                if root is None and name != "all_gather_object":
+                    root = args[1] if name == "broadcast_object_list" and len(args) > 1 else 0
+                fields = {} if name == "all_gather_object" else {"peer": root}
+                self.add(name, self.group(group or distributed_c10d._get_default_group()), **fields)
+                if answer:
+                    return _answer(name, args, kwargs)
+                self._inside = True
+                try:
+                    return real[name](*args, group=group, **kwargs)
+                finally:
+                    self._inside = False
+
+            return call
+
+        for name in OBJECTS:
+            setattr(dist, name, recorded(name))
+        try:
+            yield
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
+
+
+class LoggedWorld(TorchDispatchMode):
+    """Records the collectives of a rank of a real world."""
+
+    def __init__(self, log: CollectiveLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.log.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def done(func: Any, args: Any) -> Any:
+    """What a c10d operator returns at once: its first argument where it has such a result, and a finished `Work`."""
+    work = FakeWork().boxed()
+    results = len(func._schema.returns)
+    return None if results == 0 else work if results == 1 else (args[0], work)
+
+
+def _answer(name: str, args: Any, kwargs: Any) -> None:
+    given = dict(zip(("first", "second"), args, strict=False))
+    if name == "all_gather_object":
+        values, value = args[0], given.get("second", kwargs.get("obj"))
+        values[:] = [value] * len(values)
+    elif name == "gather_object":
+        values = given.get("second", kwargs.get("object_gather_list"))
+        if values is not None:
+            values[:] = [args[0]] * len(values)
+    elif name == "scatter_object_list" and given.get("second"):
+        args[0][0] = given["second"][0]
+
+
+def _tensors(given: dict[str, Any], names: tuple[str, ...]) -> list[Tensor]:
+    return [leaf for name in names if name in given for leaf in tree_leaves(given[name]) if isinstance(leaf, Tensor)]
+
+
+def _splits(name: str, given: dict[str, Any], sent: list[Tensor], received: list[Tensor], sizes: list[int]) -> Splits:
+    if name == "alltoall":
+        return Splits(tuple(x.numel() for x in sent), tuple(x.numel() for x in received))
+    out, into = given.get("input_split_sizes") or (), given.get("output_split_sizes") or ()
+    row = sizes[0] // sum(out) if sum(out) else sizes[1] // sum(into) if sum(into) else 1
+    return Splits(tuple(n * row for n in out), tuple(n * row for n in into))
+
+
+def _reduction(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    number = op.op() if hasattr(op, "op") else -1
+    return REDUCTIONS[number] if isinstance(number, int) and 0 <= number < len(REDUCTIONS) else ""
+
+
+def call_site() -> str:
+    """`FILE:LINE in FUNCTION` of the innermost caller outside of torch and the wrappers of collectives."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if (place := _place(code.co_filename)) is not None:
+            return f"{place}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def places_of(trace: TracebackType | None) -> Iterator[str]:
+    """The places of a traceback outside of torch and the wrappers of collectives, the innermost first."""
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if (place := _place(frame.f_code.co_filename)) is not None:
+            yield f"{place}:{line} in {frame.f_code.co_name}"
+
+
+@cache
+def _place(filename: str) -> str | None:
+    """A file as it is shown; None if it is passed over."""
+    path = Path(filename)
+    if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
+        return None
+    if path.is_relative_to(LIBRARY):
+        inside = str(path.relative_to(LIBRARY))
+        passed = inside in WRAPPERS or inside.startswith(("planner/", "rehearsal/"))
+        return None if passed else f"{LIBRARY.name}/{inside}"
+    return filename
+
+
+PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
+"""Folders that call sites pass over: torch, and Python's own library."""

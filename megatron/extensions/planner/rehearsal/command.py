@@ -1,0 +1,98 @@
+"""`pretrain_gpt.py --rehearse`: rehearses ranks of a world that is not there, and prints what a run would meet."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.phases.plan import stage_plan
+from megatron.extensions.planner.activations import activations_of_ranks
+from megatron.extensions.planner.dry_run.batch import micro_batch_of, microbatches_of
+from megatron.extensions.planner.dry_run.memory import come_and_go
+from megatron.extensions.planner.memory import states_of_rank
+from megatron.extensions.planner.rehearsal.fake_rank import LostRank, Rehearsal, rehearsal_of, rehearse_ranks
+from megatron.extensions.planner.rehearsal.progress_line import ProgressLine
+from megatron.extensions.planner.rehearsal.ranks import chosen_ranks
+from megatron.extensions.planner.rehearsal.record import RankRecord
+from megatron.extensions.planner.rehearsal.report import Report, problem_lines
+from megatron.extensions.planner.rehearsal.start import start_of_run
+from megatron.training.config.output_files import write_json
+from megatron.training.config.run_config import RunConfig
+
+
+def rehearse(
+    config: RunConfig, world_size: int, ranks: str, device_memory: float | None, json_file: str | None = None
+) -> int:
+    """Rehearses a resolved and validated configuration on `world_size` ranks, and prints the report. `ranks` is the
+    value of --ranks, `device_memory` that of --device-memory in GiB. `json_file` is where the report is written as JSON
+    ("" is standard output, and then nothing else is printed there). Returns the exit code: 1 if a run would fail, or if
+    ranks could not be rehearsed. Raises OutputError if `json_file` cannot be written."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    longest = stage_plan(config).longest.config
+    limit = None if device_memory is None else round(device_memory * 2**30)
+    rehearsal = rehearsal_of(config, world_size, microbatches_of(longest, dims), limit)
+    chosen = chosen_ranks(ranks, dims)
+    planned, notes = _planned_or_told(rehearsal)  # it also warms the caches of fake tensors, which the ranks inherit
+    starts, problems = start_of_run(config)
+    records, lost = _records(rehearsal, chosen)
+    problems += problem_lines(records, world_size)
+    found = Report(config, rehearsal, records, lost, planned, [*notes, *starts], problems)
+    if json_file != "":
+        print(*found.lines(), sep="\n")
+        print(f"{time.monotonic() - began:.1f} s{_spent()}")
+        print(*found.verdict(), sep="\n")
+    if json_file is not None:
+        write_json(found.as_object(), json_file)
+    return 1 if found.problems or lost else 0
+
+
+def _spent() -> str:
+    """What the processes have taken."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    largest = max(each.ru_maxrss for each in used) // 2**10
+    return f", {seconds:.1f} s of processor time, {largest} MiB in the largest process"
+
+
+def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[LostRank]]:
+    """By rank, with a line of progress on standard error."""
+    records, lost = list[RankRecord](), list[LostRank]()
+    with ProgressLine(len(ranks), "ranks rehearsed") as progress:
+        try:
+            for found in rehearse_ranks(rehearsal, ranks, len(os.sched_getaffinity(0))):
+                if isinstance(found, LostRank):
+                    lost.append(found)
+                else:
+                    records.append(found)
+                progress.step()
+        except OSError as error:  # no room for one process more
+            done = {each.rank for each in records} | {each.rank for each in lost}
+            lost += [LostRank(rank, str(error)) for rank in ranks if rank not in done]
+    return sorted(records, key=lambda record: record.rank), sorted(lost)
+
+
+def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
+    """`planned_bytes`; a plan runs layers by themselves, which a user's layer may not stand."""
+    try:
+        return planned_bytes(rehearsal), []
+    except Exception as error:
+        return {}, [f"no plan of memory to compare with: {type(error).__name__}: {error}"]
+
+
+def planned_bytes(rehearsal: Rehearsal) -> dict[int, int]:
+    """The memory of each pipeline rank as `--dry-run` plans it, for as many micro-batches as are rehearsed."""
+    config, dims = rehearsal.config, rehearsal.dims
+    found = {}
+    for held, rank in zip(
+        activations_of_ranks(micro_batch_of(config), rehearsal.rehearsed), range(dims.pp), strict=True
+    ):
+        plan = states_of_rank(config.model, config.parallel, config.optimizer, config.ddp, dims, rank)
+        found[rank] = plan.memory.total + held.peak + come_and_go(plan, held, config)
+    return found

@@ -1,0 +1,314 @@
+"""Runs the training program as one rank of a world that is not there: fake process groups and fake tensors.
+
+Groups, model, gradient buffers, optimizer, schedule and one training step are those of a run, by the same functions.
+Tensors have shapes and no values, so a rank takes no memory and no GPU. Numbers that the program reads from tensors are
+0, and tokens are routed evenly over experts.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.dist_checkpointing import storage
+from megatron.core.parallel_dims import ParallelDims
+from megatron.core.parallel_state import ParallelState, build_groups
+from megatron.core.pipeline_parallel.passes import pipeline_lists
+from megatron.core.pipeline_parallel.simulator import StageCosts, held_at_peak
+from megatron.core.pipeline_parallel.stages import pipeline_layout
+from megatron.extensions.phases.plan import stage_plan
+from megatron.extensions.planner.as_on_gpus import as_on_gpus
+from megatron.extensions.planner.fake_stage import regions_as_kernels
+from megatron.extensions.planner.live_memory import LiveMemory
+from megatron.extensions.planner.rehearsal.collective_log import CollectiveLog, places_of
+from megatron.extensions.planner.rehearsal.forks import Lost, forked
+from megatron.extensions.planner.rehearsal.rank_mode import RankMode
+from megatron.extensions.planner.rehearsal.ranks import coords_of
+from megatron.extensions.planner.rehearsal.record import Box, Failure, RankRecord
+from megatron.extensions.planner.rehearsal.repeats import COMPARED, RepeatedMicrobatches, Unlike
+from megatron.training.config.run_config import RunConfig
+from megatron.training.initialize import Runtime, StartupPhases, set_determinism
+from megatron.training.metrics.interval import Interval
+from megatron.training.reliability.launch import Launch
+from megatron.training.run import TrainingRun
+from megatron.training.setup import build_run
+from megatron.training.training import train_step
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is rehearsed."""
+
+    config: RunConfig
+    """With as many micro-batches as are rehearsed, and mock data."""
+
+    world_size: int
+    microbatches: int
+    """Of the step of the real run."""
+
+    device_memory: int | None = None
+    """Bytes at which a rank runs out of memory."""
+
+    gpus_per_node: int = 8
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims.from_config(self.config.parallel, self.world_size)
+
+    @property
+    def rehearsed(self) -> int:
+        """Micro-batches that are rehearsed."""
+        training = self.config.training
+        assert training.global_batch_size is not None
+        return training.global_batch_size // (training.micro_batch_size * self.dims.dp)
+
+
+def rehearsal_of(
+    config: RunConfig, world_size: int, microbatches: int, device_memory: int | None = None, whole: bool = False
+) -> Rehearsal:
+    """The rehearsal of a resolved and validated configuration whose steps have so many micro-batches. Unless `whole`,
+    as many of them are rehearsed as it takes for each stage to hold as many at once as in the whole step."""
+    config = stage_plan(config).longest.config
+    dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
+    number = microbatches if whole else enough_microbatches(config, microbatches)
+    small = replace(
+        training,
+        global_batch_size=number * training.micro_batch_size * dims.dp,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        eval_iters=0,
+        full_validation=False,
+    )
+    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "valid", "data_stages")
+    none = dict.fromkeys((*paths, *config.data.listed))
+    data = replace(config.data, **none, mock_data=True, num_workers=0, multiple_validation_sets=False)  # type: ignore[arg-type]
+    if data.dataset_type == "gpt":
+        data = replace(data, dataset_type=None)
+    config = replace(
+        config,
+        training=small,
+        data=data,
+        parallel=replace(config.parallel, compile=config.parallel.compiles(device_of(config)), cuda_graph_impl="none"),
+        checkpoint=replace(config.checkpoint, save=None, load=None),
+        logging=replace(config.logging, sample_log=None, profile=False, record_memory_history=False),
+        eval_tasks=replace(config.eval_tasks, eval_tasks=None),
+    )
+    return Rehearsal(config, world_size, microbatches, device_memory)
+
+
+def device_of(config: RunConfig) -> str:
+    """The device whose memory and kernels are rehearsed."""
+    return "cpu" if config.parallel.cpu else "cuda"
+
+
+def enough_microbatches(config: RunConfig, microbatches: int) -> int:
+    """The least number of micro-batches, 3 or more, at which each pipeline rank holds as many of each stage at its peak
+    as with all of them."""
+    parallel, layout = config.parallel, pipeline_layout(config.model, config.parallel)
+    step = layout.pp if layout.chunks > 1 else 1
+
+    def held(number: int) -> list[dict[int, int]]:
+        group, in_turns = parallel.microbatch_group_size_per_virtual_pipeline_stage, _in_turns(config)
+        lists = pipeline_lists(parallel.schedule, layout.pp, number, layout.chunks, False, group, in_turns)
+        return [held_at_peak(actions, StageCosts())[1] for actions in lists]
+
+    most = held(microbatches)
+    first = -(-min(3, microbatches) // step) * step
+    return next((n for n in range(first, microbatches, step) if _legal(held, n) == most), microbatches)
+
+
+def _legal(held: Any, number: int) -> Any:
+    try:
+        return held(number)
+    except ValueError:  # the schedule does not take so few
+        return None
+
+
+def _in_turns(config: RunConfig) -> bool:
+    return config.parallel.overlap_moe_expert_parallel_comm
+
+
+class _Phases:
+    """What the rank is doing."""
+
+    def __init__(self) -> None:
+        self.name, self.run = "start", None
+
+    def __call__(self) -> tuple[str, int]:
+        action = self.run.pipeline.executor.current if self.run is not None else None
+        return (self.name, -1) if action is None else (str(action), action.microbatch)
+
+    def begin(self, name: str) -> None:
+        self.name = name
+
+    def watch(self, run: TrainingRun) -> None:
+        """Follows the phases of a training step."""
+        self.run, clock = run, run.clock  # type: ignore[assignment]
+
+        @contextmanager
+        def timed(phase: str) -> Iterator[None]:
+            before, self.name = self.name, phase
+            with clock(phase):
+                yield
+            self.name = before
+
+        run.clock = timed  # type: ignore[assignment]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """The rank does itself what the first rank does for all."""
+    asked, storage.runs_for_all = storage.runs_for_all, lambda world: True
+    try:
+        yield
+    finally:
+        storage.runs_for_all = asked
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """torch.distributed with a default group of fake ranks, of which this process is one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _device(config: RunConfig, live: LiveMemory) -> Iterator[None]:
+    """Kernels of the device that is rehearsed, on fake CPU tensors."""
+    kernels = as_on_gpus(config.model, config.parallel) if device_of(config) == "cuda" else nullcontext()
+    with kernels, regions_as_kernels(lambda: live):
+        yield
+
+
+def rehearse_rank(rehearsal: Rehearsal, rank: int, repeat: bool = False) -> RankRecord:
+    """The record of one rank. What the program raises is in it as a `Failure`. Call it in a process of its own: parts
+    of the library and of extensions may keep state. With `repeat` micro-batches in the middle are not run if those that
+    are run are alike; raises Unlike where that is found too late."""
+    began = time.process_time()
+    phases = _Phases()
+    log = CollectiveLog(phases)
+    record, mode = RankRecord(rank, coords_of(rank, rehearsal.dims)), RankMode(log, rehearsal.device_memory)
+    try:
+        with redirect_stdout(io.StringIO()), ExitStack() as stack:
+            _run(rehearsal, rank, record, mode, phases, repeat, stack)
+    except MemoryError:
+        raise  # of this machine
+    except (Exception, SystemExit) as error:
+        notes = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        memory = isinstance(error, torch.OutOfMemoryError)
+        sites = tuple(places_of(error.__traceback__))
+        record.failure = Failure(type(error).__name__, notes, phases()[0], sites, mode.holders() if memory else ())
+    record.collectives, record.axes = log.collectives, log.axes
+    record.peak, record.peak_phase, record.host = mode.peak, mode.peak_phase, mode.host
+    record.seconds = time.process_time() - began
+    return record
+
+
+def _run(
+    rehearsal: Rehearsal,
+    rank: int,
+    record: RankRecord,
+    mode: RankMode,
+    phases: _Phases,
+    repeat: bool,
+    stack: ExitStack,
+) -> TrainingRun:
+    config, size = rehearsal.config, rehearsal.world_size
+    set_determinism(config)
+    state = ParallelState()
+    if size > 1:
+        stack.enter_context(fake_world(rank, size))
+        phases.begin("process groups")
+        state = build_groups(config.parallel, lanes=device_of(config) == "cuda")
+        mode.log.name_groups({**state.axes, "world": state.world})
+    launch = Launch(rank, size, rank % rehearsal.gpus_per_node)
+    runtime = Runtime(launch, torch.device("cpu"), state, StartupPhases(phases.begin))
+    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    stack.enter_context(mode)
+    for context in (_alone(), mode.log.objects(answer=True), mode.host_pools(), _device(config, mode)):
+        stack.enter_context(context)
+    run = build_run(config, runtime)
+    stack.callback(run.data.close)
+    record.built = mode.now
+    phases.begin("step")
+    phases.watch(run)
+    repeats = RepeatedMicrobatches(mode, run.pipeline.executor, rehearsal.rehearsed) if repeat else None
+    train_step(run, Interval())
+    if repeats is not None:
+        repeats.finish()
+        record.repeated = repeats.repeated
+    phases.begin("checkpoint")
+    tensors, _ = run.saver.checkpointer.contents(run.progress)
+    record.boxes = [
+        Box(key, tuple(tensor.shape), tuple(offset), tuple(data.shape), data.itemsize)
+        for key, tensor in tensors.items()
+        if tensor.writes
+        for offset, data in dict(reversed(tensor.boxes)).items()
+    ]
+    return run
+
+
+class LostRank(NamedTuple):
+    """A rank whose process ended without a record."""
+
+    rank: int
+    how: str
+
+
+def may_repeat(rehearsal: Rehearsal) -> bool:
+    """Whether micro-batches in the middle of the step need not be run. All are if something of a user's own may count
+    its calls, and where what one micro-batch does is not ended before the next one begins."""
+    config, parallel = rehearsal.config, rehearsal.config.parallel
+    model = config.model
+    summed = bool(model.num_experts and model.moe_running_loss_coeff)  # loads of all samples so far
+    mixed = config.ddp.shards_gradients or parallel.offloaded_layers or _in_turns(config) or summed
+    return rehearsal.rehearsed > 2 + len(COMPARED) and not (mixed or config.extensions.extension)
+
+
+def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | LostRank]:
+    """The records of ranks as they come, each from a forked process, `workers` at a time."""
+    repeat, unlike = may_repeat(rehearsal), list[int]()
+    for job, found in _in_forks([partial(_record, rehearsal, rank, repeat) for rank in ranks], workers):
+        if found is None:
+            unlike.append(ranks[job])
+        else:
+            yield found if isinstance(found, RankRecord) else LostRank(ranks[job], found)
+    for job, found in _in_forks([partial(_record, rehearsal, rank, False) for rank in unlike], workers):
+        assert found is not None
+        yield found if isinstance(found, RankRecord) else LostRank(unlike[job], found)
+
+
+Found = RankRecord | str | None
+"""A record, how a process ended without one, or None if micro-batches were found to differ after some were repeated."""
+
+
+def _in_forks(jobs: Sequence[Callable[[], Found]], workers: int) -> Iterator[tuple[int, Found]]:
+    numbered = [partial(_numbered, number, job) for number, job in enumerate(jobs)]
+    for found in forked(numbered, workers):
+        yield (found.job, found.how) if isinstance(found, Lost) else found
+
+
+def _numbered(number: int, job: Callable[[], Found]) -> tuple[int, Found]:
+    return number, job()
+
+
+def _record(rehearsal: Rehearsal, rank: int, repeat: bool) -> Found:
+    try:
+        return rehearse_rank(rehearsal, rank, repeat)
+    except Unlike:
+        return None
+    except MemoryError:
+        return "MemoryError"

@@ -1,0 +1,374 @@
+"""The search for the fastest layouts of a run that fit the memory of its devices."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from math import inf
+
+from megatron.extensions.planner.dry_run.memory import RankMemory
+from megatron.extensions.planner.search.best_first import Candidate, Waiting, best_first
+from megatron.extensions.planner.search.layouts import OFFLOADING, RECOMPUTATION, SHARDING, Family, Layout, Saving
+from megatron.extensions.planner.suggest.ahead import found_ahead
+from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.time.step_time import StepTime
+from megatron.training.config.run_config import RunConfig
+
+NEAREST_MEASURED = 3
+"""Where nothing fits, so many layouts with the lowest bounds on memory are measured to name the nearest one."""
+
+
+MOST_OF_A_SHAPE = 4
+"""A search that may end early predicts so many layouts of one `Layout.shape`, those with the lowest bounds."""
+
+
+LIKELY = 0.85
+"""A search that may end early passes over what this share of the likely memory does not fit."""
+
+
+EXPECTED = 6
+"""Layouts that are measured ahead."""
+
+
+COMING = 12
+"""Of so many candidates families are timed while the search waits."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A legal layout with its predicted step."""
+
+    layout: Layout
+    config: RunConfig
+    step: StepTime
+
+
+@dataclass(frozen=True)
+class Found(Timed):
+    """A layout with its predicted step and its memory by pipeline rank."""
+
+    memory: tuple[RankMemory, ...]
+    given: bool = False
+    """Whether it is the run's own."""
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of the rank that takes most."""
+        return max(rank.host for rank in self.memory)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that holds most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+
+def ranked_with(own: Found, found: list[Found]) -> list[Found]:
+    """Layouts by time, the fastest first, with a run's own among them. It comes before others that take as long, and
+    stands for those of its shape that are no faster."""
+    faster = [each for each in found if each.step.seconds < own.step.seconds]
+    return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
+
+
+Item = Family | Layout | Timed
+
+
+@dataclass
+class Effort:
+    """What a search took."""
+
+    families: int = 0
+    traced: int = 0
+    """Families whose layers were timed."""
+
+    layouts: int = 0
+    """Layouts of those, and their ways of saving memory, whose memory was bounded."""
+
+    bounded_closely: int = 0
+    """Of those, next in line by their bound on the time: their states were planned."""
+
+    unlikely: int = 0
+    """Passed over by a search that may end early: layouts like them held so much more than their bounds that these
+    would not fit."""
+
+    predicted: int = 0
+    measured: int = 0
+
+    beyond_host: int = 0
+    """Of those measured, what they offload does not fit the host's memory."""
+
+    bound: float | None = None
+    """Where a search ended early: seconds of a step below which no layout can go that it has not come to."""
+
+    interrupted: bool = False
+    """Whether it was asked to end."""
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Garbage collection that leaves out what there was before, which is most: a tenth of a search."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _EnoughError(Exception):
+    """The search ends early. `bound` is that of the layout that comes next."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+
+@dataclass
+class LayoutSearch:
+    """Searches the layouts of one run."""
+
+    costs: LayoutCosts
+    limit: int
+    """Bytes of a device."""
+
+    most_predicted: int | None = None
+    """After so many predictions the search ends early, with the fastest of the layouts that it has come to."""
+
+    most_timed: int | None = None
+    """Of so many families, those with the lowest bounds, the layers are timed; others are passed over."""
+
+    progress: Callable[[Effort], None] = lambda effort: None
+    """Is called at every step of the search."""
+
+    effort: Effort = field(default_factory=Effort)
+    _asked_to_end: bool = False
+    _predicted: list[Timed] = field(default_factory=list)
+    _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
+    _passed_over: float = inf
+    """The lowest bound of what was passed over, as enough families had been timed, or layouts of a shape predicted."""
+
+    _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
+    """The layouts of a family that may fit, until they are taken."""
+
+    _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
+    _waiting: Waiting[Item] = field(default_factory=Waiting)
+    _tried: set[Layout] = field(default_factory=set)
+    _begun: set[Layout] = field(default_factory=set)
+    """Layouts whose memory has been measured, or is."""
+
+    _too_large: list[tuple[int, tuple[object, ...], Layout]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._may_end_early = self.most_predicted is not None
+
+    def best(self, count: int) -> list[Found]:
+        """The fastest layouts that fit, the fastest first, one of each `Layout.shape`. Raises ValueError where the
+        device file lacks a rate."""
+        families = list(self._families())
+        with _few_collections(), found_ahead(self.costs, families, self._bounded_again, self._coming, self.most_timed):
+            return self._searched(families, count)
+
+    def end_early(self) -> None:
+        """Ends a search that runs, as soon as it can, with the fastest of the layouts that it has come to."""
+        self._asked_to_end = True
+
+    def _searched(self, families: Sequence[Candidate[Item]], count: int) -> list[Found]:
+        try:
+            for candidate in best_first(families, self._refine, self._waiting):
+                assert isinstance(candidate.item, Found)
+                self._found.setdefault(candidate.item.layout.shape, candidate.item)
+                if len(self._found) == count:
+                    break
+            self.effort.bound = None if self._passed_over == inf else self._passed_over
+        except _EnoughError as enough:
+            self.effort.bound = enough.bound
+            self._take_known(count)
+        return list(self._found.values())
+
+    def _take_known(self, count: int) -> None:
+        """Ends early: finds the fastest that fit among the predicted layouts and what saves more memory in them."""
+        self.most_predicted = None
+        known: list[Candidate[Item]] = [Candidate(t.step.seconds, (2, t.layout.order), t) for t in self._predicted]
+        for candidate in best_first(known, self._refine):
+            assert isinstance(candidate.item, Found)
+            self._found.setdefault(candidate.item.layout.shape, candidate.item)
+            if len(self._found) == count:
+                break
+
+    def nearest(self) -> Found | None:
+        """Where nothing fits, the legal layout whose fullest rank exceeds the limit least; None if none is legal."""
+        best: Found | None = None
+        measured = 0
+        for _, _, layout in sorted(self._too_large):
+            config = self.costs.run.with_layout(layout)
+            if not self.costs.legal(config):
+                continue
+            found = Found(layout, config, self.costs.step(config), tuple(self.costs.memory(config)))
+            if best is None or found.fullest.total < best.fullest.total:
+                best = found
+            measured += 1
+            if measured == NEAREST_MEASURED:
+                break
+        return best
+
+    def _families(self) -> Iterator[Candidate[Item]]:
+        for family in self.costs.run.space.families():
+            if self.costs.divides(family.tp, family.cp, family.ep, family.expert_tp):
+                self.effort.families += 1
+                yield self._bounded(family)
+
+    def _bounded(self, family: Family) -> Candidate[Item]:
+        order = (0, *family._replace(recompute=""), RECOMPUTATION.index(family.recompute))
+        return Candidate(self.costs.family_bound(family), order, family)
+
+    def _refine(self, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
+        item = candidate.item
+        self.progress(self.effort)
+        if self._asked_to_end and not self.effort.interrupted:
+            self.effort.interrupted = True
+            raise _EnoughError(min(candidate.bound, self._passed_over))
+        if isinstance(item, Family):
+            if self.effort.traced == self.most_timed:
+                self._passed_over = min(self._passed_over, candidate.bound)
+                return
+            again = self._bounded_again(candidate)
+            if again is not None:
+                yield from iter([again]) if again.bound > candidate.bound else self._layouts(item)
+        elif (item.layout if isinstance(item, Timed) else item).shape in self._found:
+            return  # a faster one stands for it
+        elif isinstance(item, Timed):
+            yield from self._measured(item, candidate.bound)
+        else:
+            yield from self._timed(item, candidate.bound)
+
+    def _timed(self, layout: Layout, bound: float) -> Iterator[Candidate[Item]]:
+        """The layout with its predicted step, if its planned states may fit, otherwise what saves more."""
+        if self.most_predicted is not None and self._of_shape[layout.shape] == MOST_OF_A_SHAPE:
+            self._passed_over = min(self._passed_over, bound)
+            return
+        config = self.costs.run.with_layout(layout)
+        if not self.costs.legal(config):
+            return
+        self.effort.bounded_closely += 1
+        size = self.costs.close_memory_bound(layout, config)
+        if size > self.limit:
+            self._note_too_large(size, layout)
+            for saving in self._savings(layout):
+                yield Candidate(bound, (1, saving.order), saving)
+            return
+        if self._unlikely(layout, config):
+            yield from self._passed(layout, bound)
+            return
+        if self.effort.predicted == self.most_predicted:
+            raise _EnoughError(min(bound, self._passed_over))
+        self._of_shape[layout.shape] += 1
+        self.effort.predicted += 1
+        timed = Timed(layout, config, self.costs.step(config))
+        self._predicted.append(timed)
+        self._expect()
+        yield Candidate(timed.step.seconds, (2, layout.order), timed)
+
+    def _bounded_again(self, candidate: Candidate[Item]) -> Candidate[Item] | None:
+        """A family with the bound that is known by now; None if no layout of it fits."""
+        family = candidate.item
+        assert isinstance(family, Family)
+        again = self._bounded(family)
+        if again.bound > candidate.bound:
+            return again
+        if family not in self._fitting:
+            if self.costs.ahead is not None:
+                self.costs.ahead.bounds(family)
+            every = self.costs.run.space.layouts(family)
+            self._fitting[family] = [each for layout in every for each in self._may_fit(layout)]
+        fitting = self._fitting[family]
+        if not fitting:
+            return None
+        bound = min(self.costs.untimed_bound(layout, again.bound) for layout in fitting)
+        return replace(again, bound=max(again.bound, bound))
+
+    def _layouts(self, family: Family) -> Iterator[Candidate[Item]]:
+        """The layouts of a family that may fit, each with the least saving that lets it."""
+        fitting = self._fitting.pop(family)
+        self.effort.traced += 1
+        for layout in fitting:
+            yield Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
+
+    def _may_fit(self, layout: Layout) -> Iterator[Layout]:
+        """The layout if the bound on its memory allows it, otherwise what saves more, in the same way."""
+        if layout in self._tried:
+            return
+        self._tried.add(layout)
+        self.effort.layouts += 1
+        bound = self.costs.memory_bound(layout)
+        if bound <= self.limit:
+            yield layout
+            return
+        self._note_too_large(bound, layout)
+        if layout.saving == Saving():
+            most = [self.costs.memory_bound(each) for each in self._most_saving(layout)]
+            if min(most) > self.limit:
+                for size, each in zip(most, self._most_saving(layout), strict=True):
+                    self._note_too_large(size, each)
+                return
+        yield from self._savings(layout)
+
+    def _most_saving(self, layout: Layout) -> list[Layout]:
+        """A layout with what saves most memory."""
+        sharding = SHARDING[-1] if layout.dp * layout.family.cp > 1 else SHARDING[0]
+        return [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
+
+    def _savings(self, layout: Layout) -> Iterator[Layout]:
+        for saving in layout.saving.next(layout.dp * layout.family.cp):
+            yield from self._may_fit(layout._replace(saving=saving))
+
+    def _measured(self, timed: Timed, seconds: float) -> Iterator[Candidate[Item]]:
+        if self._unlikely(timed.layout, timed.config):
+            yield from self._passed(timed.layout, seconds)
+            return
+        self.effort.measured += 1
+        self._begun.add(timed.layout)
+        self._expect()
+        found = Found(timed.layout, timed.config, timed.step, tuple(self.costs.memory(timed.config)))
+        self.costs.learn(found.layout, found.config, found.memory)
+        host = self.costs.device.host_memory_gib
+        if host is not None and found.host > host * 2**30:
+            self.effort.beyond_host += 1
+        elif found.fullest.total <= self.limit:
+            yield Candidate(seconds, (3, timed.layout.order), found, final=True)
+            return
+        else:
+            self._note_too_large(found.fullest.total, timed.layout)
+        for layout in self._savings(timed.layout):
+            yield Candidate(seconds, (1, layout.order), layout)
+
+    def _coming(self) -> list[Family]:
+        """Families that will be timed soon: all is known that bounds them."""
+        known = self.costs.known_times
+        families = [each.item for each in self._waiting.next(COMING) if isinstance(each.item, Family)]
+        return [each for each in families if each in self._fitting and (each == each.plain or each.plain in known)]
+
+    def _expect(self) -> None:
+        """Says what is likely to be measured next."""
+        if self.costs.ahead is not None:
+            waiting = (each for each in self._predicted if each.layout not in self._begun)
+            waiting = (each for each in waiting if each.layout.shape not in self._found)
+            fastest = nsmallest(EXPECTED, waiting, key=lambda timed: (timed.step.seconds, timed.layout.order))
+            self.costs.ahead.expect([each.layout for each in fastest])
+
+    def _unlikely(self, layout: Layout, config: RunConfig) -> bool:
+        """Whether a search that may end early takes it that a layout does not fit, without measuring it."""
+        return self._may_end_early and LIKELY * self.costs.likely_memory(layout, config) > self.limit
+
+    def _passed(self, layout: Layout, bound: float) -> Iterator[Candidate[Item]]:
+        """What saves more than a layout that is passed over."""
+        self.effort.unlikely += 1
+        self._passed_over = min(self._passed_over, bound)
+        for saving in self._savings(layout):
+            yield Candidate(bound, (1, saving.order), saving)
+
+    def _note_too_large(self, size: int, layout: Layout) -> None:
+        self._too_large.append((size, layout.order, layout))
+        if len(self._too_large) > 1000:
+            self._too_large = nsmallest(100, self._too_large)

@@ -1,0 +1,206 @@
+"""What is said of a run's own layout, and of the best ones: as lines, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.parallel_dims import ParallelDims
+from megatron.extensions.phases.plan import stage_plan
+from megatron.extensions.planner.dry_run.memory import Fit, RankMemory, fullest, gib
+from megatron.extensions.planner.dry_run.step import PredictedStep, share_text
+from megatron.extensions.planner.search.layouts import CHUNKS, OFFLOADING, RECOMPUTATION, SHARDING, Layout
+from megatron.extensions.planner.suggest.costs import LayoutCosts
+from megatron.extensions.planner.suggest.search import Effort, Found
+from megatron.extensions.planner.time.links import placement
+from megatron.extensions.planner.time.step_time import StepTime
+from megatron.training.config.problem import Problem
+from megatron.training.config.run_config import RunConfig
+
+CROSSING = {"tp": "TP", "cp": "CP", "ep": "EP"}
+ZERO = dict(zip((*SHARDING, "no_shard"), ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states not sharded"), strict=True))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices that a verdict is about."""
+
+    costs: LayoutCosts
+    limit: int
+    """Bytes of a device."""
+
+    def crossing(self, config: RunConfig) -> list[str]:
+        """Parallel sizes whose groups cross nodes though their messages are in the way of every layer."""
+        dims = ParallelDims.from_config(config.parallel, self.costs.run.world_size)
+        found = []
+        for axis, name in CROSSING.items():
+            if dims.size(axis) > 1 and placement(dims, (axis,), self.costs.gpus_per_node).crosses:
+                found.append(f"{name} {dims.size(axis)}")
+        return found
+
+    def record_of_step(self, step: StepTime) -> dict[str, Any]:
+        """As JSON, in the form of a dry run."""
+        costs = self.costs
+        return PredictedStep(step, costs.device, costs.run.world_size, costs.gpus_per_node).record
+
+
+UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
+"""(name, seconds, number from which on the next unit is used) of units of time."""
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits it, to three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
+    for name, unit, most in UNITS:
+        if seconds / unit < most:
+            number = f"{seconds / unit:.3g}"
+            return f"{number} {name.removesuffix('s') if number == '1' else name}"
+    return f"{float(f'{seconds / (365.25 * 86400):.3g}'):,.15g} years"
+
+
+def iterations_of(config: RunConfig) -> int | None:
+    """Steps of a run; None if the data say how many."""
+    plan = stage_plan(config)
+    return None if plan.stages[-1].end is None else plan.iterations
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Tokens of a run whose steps are known."""
+    plan = stage_plan(config)
+    return plan.tokens(plan.sizes.samples(plan.iterations))
+
+
+def verdict_lines(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> Iterator[str]:
+    """Whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
+    yield Fit(fullest(memory), cluster.limit).line
+    line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
+    yield f"{line}, bound by {step.bound_by.replace('_', ' ')}"
+    if (steps := iterations_of(config)) is not None:
+        yield f"{duration(steps * step.seconds)} for {tokens_of(config):,} tokens in {steps:,} steps of the full batch"
+    crossing = cluster.crossing(config)
+    nodes = f"nodes of {cluster.costs.gpus_per_node}"
+    yield f"{' and '.join(crossing)} cross {nodes}" if crossing else f"TP, CP and EP stay within {nodes}"
+
+
+def verdict_record(config: RunConfig, cluster: Cluster, step: StepTime, memory: Sequence[RankMemory]) -> dict[str, Any]:
+    """The same as JSON."""
+    steps = iterations_of(config)
+    return {
+        "legal": True,
+        **Fit(fullest(memory), cluster.limit).record,
+        "hours": None if steps is None else steps * step.seconds / 3600,
+        "cross_nodes": cluster.crossing(config),
+        "time": cluster.record_of_step(step),
+        "memory": [rank.record for rank in memory],
+    }
+
+
+def illegal_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """What is said of flags that cannot run."""
+    yield "cannot run:"
+    yield from (f"    {problem}" for problem in problems)
+
+
+def standing_line(ranked: Sequence[Found]) -> str:
+    """The place of a run's own layout among the suggested ones."""
+    place = next(place for place, each in enumerate(ranked, 1) if each.given)
+    if place == 1:
+        return "the given layout is the fastest of these"
+    share = 1 - ranked[0].step.seconds / ranked[place - 1].step.seconds
+    where = "slower than all that are suggested" if place == len(ranked) else f"number {place} of {len(ranked)}"
+    return f"the given layout is {where}; the first takes {share:.1%} less time"
+
+
+def table_lines(found: Sequence[Found], cluster: Cluster) -> Iterator[str]:
+    """A line for each layout, and below all the flags of each."""
+    run = cluster.costs.run
+    steps = iterations_of(run.own)
+    yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
+    for number, each in enumerate(found, 1):
+        step, whole = each.step, "" if steps is None else duration(steps * each.step.seconds)
+        yield (
+            f"{number:<4}{step.seconds:>9.4g} {whole:>15}{step.tflops:>9.1f}{share_text(step.mfu):>7}"
+            f"{gib(fullest(each.memory).total):>7}  {step.bound_by.replace('_', ' '):<18}{layout_text(each.layout)}"
+            f"{f', {gib(each.host)} GiB of the host' if each.host else ''}{' (given)' if each.given else ''}"
+        )
+    yield "flags, to be put behind those of the run:"
+    for number, each in enumerate(found, 1):
+        if each.given:
+            yield f"{number:<4}those of the run"
+            continue
+        without = run.dropped(each.config)
+        yield f"{number:<4}{' '.join(run.flags(each.config))}" + (f"   without {' '.join(without)}" if without else "")
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout in the words of its field: `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
+    family, pipeline, saving = layout.family, layout.pipeline, layout.saving
+    sizes = {"TP": family.tp, "CP": family.cp, "PP": pipeline.ranks, "VP": pipeline.chunks, "EP": family.ep}
+    sizes |= {"ETP": family.expert_tp} if family.ep > 1 and family.expert_tp != family.tp else {}
+    text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    parts = [f"{text} DP {layout.dp}".strip(), f"MBS {family.micro_batch}"]
+    parts += [pipeline.schedule] if pipeline.ranks > 1 else []
+    parts += [ZERO[saving.sharding]]
+    parts += [f"{family.recompute} recomputation"] if family.recompute != RECOMPUTATION[0] else []
+    parts += [f"{saving.offload} offloaded"] if saving.offload != OFFLOADING[0] else []
+    return ", ".join(parts)
+
+
+def found_record(each: Found, cluster: Cluster) -> dict[str, Any]:
+    """A layout as JSON."""
+    run, layout = cluster.costs.run, each.layout
+    return {
+        "given": each.given,
+        "layout": {**layout.family._asdict(), **layout.pipeline._asdict(), "dp": layout.dp, **layout.saving._asdict()},
+        "flags": run.flags(each.config),
+        "without": run.dropped(each.config),
+        **verdict_record(each.config, cluster, each.step, each.memory),
+    }
+
+
+def nearest_lines(nearest: Found | None, cluster: Cluster) -> Iterator[str]:
+    """What is said where no layout fits."""
+    yield f"no layout fits {gib(cluster.limit)} GiB"
+    if nearest is None:
+        yield "no layout is legal for this model, batch and number of ranks"
+        return
+    most = fullest(nearest.memory)
+    over = gib(most.total - cluster.limit)
+    yield f"nearest: {layout_text(nearest.layout)}: {over} GiB too much on pp {most.plan.pp_rank}"
+    sizes = ", ".join(f"{name} {gib(size)}" for name, size in most.sizes.items())
+    yield f"    GiB there: {sizes}"
+    yield f"    {_remedy(most, cluster)}"
+    yield f"    {' '.join(cluster.costs.run.flags(nearest.config))}"
+
+
+def _remedy(most: RankMemory, cluster: Cluster) -> str:
+    sizes = most.sizes
+    states = sum(sizes[name] for name in ("weights", "gradients", "optimizer"))
+    if states > sum(sizes.values()) - states:
+        ranks = cluster.costs.run.world_size
+        return f"parameters and their states take most: more than {ranks} ranks, or devices with more memory"
+    return "activations and temporary tensors take most: a shorter --seq-length, or devices with more memory"
+
+
+def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
+    """What is not known after a search that ended early."""
+    if effort.bound is not None and (not found or effort.bound < found[-1].step.seconds):
+        why = "interrupted" if effort.interrupted else "ended early"
+        yield (
+            f"{why}: layouts that it has not come to may take as little as {effort.bound:.4g} s; --suggest all "
+            "searches until none can be faster"
+        )
+
+
+def effort_line(effort: Effort, cluster: Cluster) -> str:
+    """What was searched."""
+    space = cluster.costs.run.space
+    schedules = ", ".join(kind.name for kind in space.schedules)
+    return (
+        f"searched: TP up to {max(space.tp_sizes)}, with sequence parallelism, PP, VP up to {CHUNKS[-1]}, CP of "
+        f"{space.fewest_tokens} tokens or more, "
+        + ("EP, expert TP, " if space.num_experts is not None else "")
+        + f"micro-batches up to {max(space.micro_batches)}, {schedules}, recomputation ({', '.join(space.recompute)}), "
+        f"ZeRO-1 to 3, offloading: {effort.families:,} kinds of layers, {effort.layouts:,} layouts with a bound on "
+        f"their memory, {effort.predicted:,} predicted, {effort.measured:,} measured"
+    )

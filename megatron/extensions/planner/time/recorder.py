@@ -1,0 +1,280 @@
+"""Records the kernels and collectives of fake tensors as events.
+
+Operations outside compiled regions are one kernel each: a tensor is read or written once, views are free. A compiled
+region, and a cast that one kernel does on GPUs, counts its inputs and outputs only; its backward computes the forward
+again from the inputs, as the compiler's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from megatron.extensions.planner.fake_ranks import FakeGroup
+from megatron.extensions.planner.known_regions import run_region
+from megatron.extensions.planner.time.events import Attention, Collective, Event, Move, Product, Wait
+
+FREE = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
+    "resize_ resize_storage_bytes_ record_stream is_same_size device".split()
+)
+"""Operations without a kernel."""
+
+INDEXED = frozenset("embedding gather index index_select index_put_ index_add_ scatter_ take_along_dim".split())
+"""Operations that touch only some elements of their first tensor."""
+
+PRODUCTS: dict[str, int] = {
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
+    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
+}
+"""Name -> the place of the first factor among the arguments."""
+
+COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "all_gather_single": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "send": ("send", 0),
+}
+"""Method of a process group -> its kind, and the argument with the whole operand."""
+
+ATTENTION_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def size_of(x: Tensor) -> int:
+    """Bytes of the distinct elements of `x`."""
+    return prod(n if s else 1 for n, s in zip(x.shape, x.stride(), strict=True)) * x.element_size()
+
+
+def total_size(values: Any) -> int:
+    """Bytes of the tensors among `values`, each once."""
+    tensors = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
+    return sum(map(size_of, tensors.values()))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class _Recorded(dist.Work):
+    """A collective in flight."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, *timeout: Any) -> bool:
+        self._wait()
+        return True
+
+
+class Recorder(TorchDispatchMode):
+    """Appends the events of what runs to `events`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of `megatron.extensions.planner.fake_stage`'s mode
+
+    def __init__(self, fp32_sums: bool, backend: str) -> None:
+        """`fp32_sums`: gradients of 16-bit weights are summed in fp32. `backend`: of fused attention."""
+        super().__init__()
+        self.events: list[Event] = []
+        self.fp32_sums, self.backend = fp32_sums, backend
+        self._quiet = self._numbers = 0
+        self._changed: set[int] | None = None
+        """Storages that the region which runs just now has written, made ones too."""
+
+    def take(self) -> tuple[Event, ...]:
+        """The events so far, which are forgotten."""
+        events, self.events = tuple(self.events), []
+        return events
+
+    def add(self, event: Event) -> None:
+        if not self._quiet:
+            self.events.append(event)
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Records nothing of what runs in here."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self._quiet:
+            self._record(func, args, kwargs, out)
+        elif self._changed is not None:
+            self._changed.update(_storage(args[i]) for i in _written(func) if isinstance(args[i], Tensor))
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        name = func._overloadpacket.__name__
+        if name in FREE or name.startswith("sym_"):
+            return
+        if name in PRODUCTS:
+            first = PRODUCTS[name]
+            self.product(name, args[first], args[first + 1], args[0] if name.endswith("_") else out, kwargs)
+        elif name.startswith(ATTENTION_OF_CPUS):
+            self._attention(args, name.endswith("_backward"))
+        else:
+            self._element_wise(name, func, args, kwargs, out)
+
+    def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> None:
+        """A product of a [m, k] or [batches, m, k] and b [k, n]; grouped ones are even over their groups."""
+        self.add(self.product_of(name, a, b, out, kwargs))
+
+    def product_of(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, Any]) -> Product:
+        """The event of such a product."""
+        batches, (m, k), n = 1, a.shape[-2:], b.shape[-1]
+        if "bmm" in name:
+            batches = a.shape[0]
+        elif "grouped" in name:
+            batches = b.shape[0] if b.ndim == 3 else out.shape[0]
+            m, k = (m // batches, k) if b.ndim == 3 and a.ndim == 2 else (m, k // batches) if a.ndim == 2 else (m, k)
+        added = name.endswith("_") or kwargs.get("out") is not None
+        whole = size_of(out) * (2 if self.fp32_sums and out.element_size() == 2 else 1)
+        sums = 2 * whole if added and kwargs.get("beta", 1) else 0
+        moved = size_of(a) + size_of(b) + (0 if sums else whole if added else size_of(out))
+        return Product(precision_of(a), int(m), int(n), int(k), int(batches), moved, sums, "grouped" in name)
+
+    def _attention(self, args: Any, backward: bool) -> None:
+        """Causal attention of q [b, heads, s, d] with k and v [b, groups, s, d]."""
+        q, k, v = args[1:4] if backward else args[:3]
+        batch, heads, length, width = q.shape
+        self.attention(batch * heads * length * k.shape[2] / 2, width, v.shape[3], k.shape[2], backward)
+
+    def attention(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
+        """A launch of a fused kernel for so many pairs of queries and keys, of all heads."""
+        flops = 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
+        self.add(Attention(self.backend, max(width, value_width), flops, length, backward))
+
+    def attention_with_dropout(self, pairs: float, width: int, value_width: int, length: int, backward: bool) -> None:
+        """A launch of the fused kernel with dropout, or both passes of its backward: each computes the scores and their
+        gradients again, and hashes the masks."""
+        flops = 2 * pairs * (4 * width + 3 * value_width if backward else width + value_width)
+        hashes = pairs * (2 if backward else 1)
+        self.add(Attention("triton", max(width, value_width), flops, length, backward, hashes))
+
+    def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        given, made = _tensors((args, kwargs)), _tensors(out)
+        written = _tensors([args[i] for i in _written(func) if i < len(args)])
+        if not written and {_storage(x) for x in made} <= {_storage(x) for x in given}:
+            return  # views, and operations without tensors
+        if name in INDEXED:
+            rows = sum(map(size_of, made)) if not written else max((size_of(x) for x in given[1:]), default=0)
+            self.add(Move(2 * rows + sum(size_of(x) for x in given[1:]) * (not written)))
+            return
+        overwrites = name in ("copy_", "fill_", "zero_")
+        read = sum(size_of(x) for x in given if not (overwrites and any(x is y for y in written)))
+        self.add(Move(read + sum(map(size_of, written or made))))
+
+    def collective(self, method: str, group: FakeGroup, *args: Any) -> dist.Work | None:
+        """Answers a method of a process group; None for those that are not recorded."""
+        if method not in COLLECTIVES or self._quiet:
+            return None
+        kind, place = COLLECTIVES[method]
+        self._numbers += 1
+        number, done = self._numbers, list[bool]()
+        self.add(Collective(kind, total_size(args[place]), group.axis, number))
+
+        def wait() -> None:
+            if not done:
+                done.append(True)
+                self.add(Wait(number))
+
+        return _Recorded(wait)
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one kernel forward and one backward."""
+
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            leaves, tree = tree_flatten(args)
+            if not (torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(leaves))):
+                return self._without_graph(function, args, _tensors(leaves))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            outs: list[Any] = []
+
+            def rebuilt(tensors: tuple[Tensor, ...]) -> Any:
+                for place, tensor in zip(places, tensors, strict=True):
+                    leaves[place] = tensor
+                return run_region(function, tree_unflatten(leaves, tree))
+
+            tensors = _Region.apply(self, rebuilt, outs, *(leaves[i] for i in places))
+            found, form = outs
+            results = iter(tensors if isinstance(tensors, tuple) else (tensors,))
+            return tree_unflatten([next(results) if isinstance(leaf, Tensor) else leaf for leaf in found], form)
+
+        return run
+
+    def _without_graph(self, function: Callable[..., Any], args: Any, given: list[Tensor]) -> Any:
+        """A region whose backward nobody asks for; it may write its inputs."""
+        outer, self._changed = self._changed, set()
+        with self.one_kernel():
+            out = run_region(function, args)
+        changed, self._changed = self._changed, outer
+        known = {_storage(x) for x in given}
+        made = [x for x in _tensors(out) if _storage(x) not in known]
+        self.add(Move(total_size(given) + total_size(made) + total_size([x for x in given if _storage(x) in changed])))
+        return out
+
+
+class _Region(torch.autograd.Function):
+    """A compiled region: one kernel in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, function: Callable[..., Any], outs: list[Any], *tensors: Tensor) -> Any:
+        with recorder.one_kernel():
+            leaves, form = tree_flatten(function(tensors))
+        outs += [leaves, form]
+        made = tuple(leaf.view_as(leaf) if any(leaf is x for x in tensors) else leaf for leaf in _tensors(leaves))
+        recorder.add(Move(total_size(tensors) + total_size(made)))
+        ctx.recorder, ctx.function = recorder, function
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
+        return made if len(made) > 1 else made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        tensors, recorder = ctx.saved_tensors, ctx.recorder
+        with recorder.one_kernel(), torch.enable_grad():
+            needed = [need and x.is_floating_point() for need, x in zip(ctx.needs_input_grad[3:], tensors, strict=True)]
+            given = tuple(x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True))
+            outs = _tensors(ctx.function(given))
+            pairs = [(y, grad) for y, grad in zip(outs, grads, strict=True) if y.requires_grad and grad is not None]
+            wanted = [x for x, need in zip(given, needed, strict=True) if need]
+            found = torch.autograd.grad([y for y, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
+        recorder.add(Move(total_size(grads) + total_size(tensors) + total_size(found)))
+        results = iter(found)
+        return None, None, None, *(next(results) if need else None for need in needed)
+
+
+def precision_of(x: Tensor) -> str:
+    """Name of the rate of products of such operands."""
+    return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any) -> list[int]:
+    """Places of the arguments that an operation writes."""
+    arguments = func._schema.arguments
+    return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]

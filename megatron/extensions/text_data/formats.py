@@ -1,0 +1,359 @@
+"""Documents of a file, chunk by chunk, in memory that does not grow with the file.
+
+A record is left as bytes where that is cheap, and decoded by `texts_of` in the process that tokenizes it. What is wrong
+with one record is an error of that record. What makes the rest of a file unreadable is an error of the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from megatron.extensions.text_data.inputs import TextFile
+from megatron.extensions.text_data.streams import COMPRESSIONS, Damaged, decompressed, opened
+
+BOM = codecs.BOM_UTF8
+ROWS = 1024
+"""Rows of a table that are taken at a time."""
+
+LONGEST_ESCAPE = 16
+"""Characters at the end of what has been read in which a JSON error may be no error but the cut."""
+
+Record = bytes | tuple[bytes | str | None, ...] | dict[str, Any] | ValueError
+"""A line; the values of the keys in a row; a JSON object; or what is wrong with a record."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the flags say about how files are read."""
+
+    keys: tuple[str, ...] = ("text",)
+    """Keys of JSON objects and columns of tables, a document each."""
+
+    text_documents: str = "file"
+    """What is a document of a plain text file: "file" or "line"."""
+
+    flag: str = "--json-keys"
+    """The flag that names the keys, for messages."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Records that follow one another in a file."""
+
+    path: str
+    unit: str
+    """What a record is: "line", "row", "record" or "document"."""
+
+    first: int
+    """Number of the first of them, counted from 1."""
+
+    records: list[Record]
+    size: int
+    """Bytes of all records, about."""
+
+    consumed: int
+    """Bytes of the file as it is stored, read up to the end of the chunk."""
+
+    of_json: bool
+    """Whether lines are JSON."""
+
+
+def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
+    """Records of all files, in order, about `chunk_bytes` at a time.
+
+    Raises ValueError that names file and place where a file is damaged or is not what its name says.
+    """
+    for file in files:
+        number, unit = 0, "record"
+        try:
+            with opened(file.path) as raw, decompressed(raw, file.compression) as stream:
+                kind = _format_of(file, stream)
+                unit, read = READERS[kind]
+                position = raw.tell if raw.seekable() and not raw.closed else int
+                records, size, first = list[Record](), 0, 1
+                for record in read(stream, reading):
+                    number += 1
+                    records.append(record)
+                    size += _size(record)
+                    if size >= chunk_bytes:
+                        yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
+                        records, size, first = [], 0, number + 1
+                if records:
+                    yield Chunk(file.path, unit, first, records, size, position(), kind in ("jsonl", "json"))
+        except Damaged as error:
+            raise ValueError(f"{file.path}: damaged after {unit} {number}: {error}; get the file again") from None
+        except ImportError as error:
+            raise ValueError(f"{file.path} needs a package ({error}): pip install pyarrow") from None
+        except (OSError, csv.Error, UnicodeError, _Unreadable) as error:
+            raise ValueError(f"{file.path}: cannot be read after {unit} {number}: {error}") from None
+
+
+def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
+    """The texts of a record, one for each key. Raises ValueError that says what is wrong with it."""
+    if isinstance(record, ValueError):
+        raise record
+    if isinstance(record, bytes) and not chunk.of_json:
+        return [_decoded(record, f"the {chunk.unit}")]
+    if isinstance(record, bytes):
+        try:
+            record = json.loads(_decoded(record, f"the {chunk.unit}"))
+        except RecursionError:
+            raise ValueError("JSON nested too deep") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}") from None
+    if isinstance(record, tuple):
+        return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object but {_type_name(record)}")
+    for key in reading.keys:
+        if key not in record:
+            has = ", ".join(map(repr, list(record)[:8])) or "none"
+            raise ValueError(f"no key {key!r} ({reading.flag}); the keys are {has}")
+    return [_text(record[key], key) for key in reading.keys]
+
+
+def is_blank(record: Record) -> bool:
+    return isinstance(record, bytes) and not record.strip()
+
+
+def _decoded(value: bytes, where: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start} of {where} is 0x{value[error.start]:02x}") from None
+
+
+def _text(value: Any, key: str) -> str:
+    if isinstance(value, bytes):
+        return _decoded(value, repr(key))
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is not text but {_type_name(value)}")
+    return value
+
+
+def _type_name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", str: "text"}
+    return names.get(type(value), "a number")
+
+
+def _size(record: Record) -> int:
+    if isinstance(record, bytes):
+        return len(record)
+    values = record.values() if isinstance(record, dict) else record if isinstance(record, tuple) else ()
+    return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+class _Unreadable(Exception):
+    """A file whose rest cannot be read."""
+
+
+MAGIC = {
+    b"PAR1": "Parquet; name it .parquet",
+    b"ARROW1": "Arrow; name it .arrow",
+    b"MMIDIDX": "an indexed dataset; give its prefix to --data-path",
+    b"SQLite": "a database; export it as JSON lines",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"%PDF": "a PDF; extract its text",
+    **{magic: f"compressed; name it {suffix}" for suffix, (_, magic) in COMPRESSIONS.items()},
+}
+
+
+def _format_of(file: TextFile, stream: IO[bytes]) -> str:
+    """The format by name, JSON lines where that says nothing. Raises _Unreadable if the content is another."""
+    kind = file.format or "jsonl"
+    if kind in ("parquet", "arrow"):
+        return kind
+    start = _peek(stream)
+    for magic, what in MAGIC.items():
+        if start.startswith(magic):
+            raise _Unreadable(f"this looks like {what}")
+    if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
+        return "jsonl"  # many name lines so
+    return kind
+
+
+def _peek(stream: IO[bytes]) -> bytes:
+    """The first bytes of a stream, which stay in it."""
+    return stream.peek(1 << 16)  # type: ignore[attr-defined]
+
+
+def _lines(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    first = stream.readline()
+    if first:
+        yield first.removeprefix(BOM)
+    yield from stream
+
+
+def _text_file(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    if len(reading.keys) > 1:
+        raise _Unreadable(f"plain text has one document where {reading.flag} names {len(reading.keys)}")
+    if reading.text_documents == "line":
+        for line in _lines(stream, reading):
+            assert isinstance(line, bytes)
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+    else:
+        yield stream.read().removeprefix(BOM)
+
+
+def _json_array(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    """The objects of an array, each decoded when it is complete."""
+    decode, decoder = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8-sig")()
+    text, at, ended, piece = "", 0, False, 1 << 18
+
+    def more() -> None:
+        nonlocal text, at, ended, piece
+        data = stream.read(piece)
+        ended = not data
+        text, at = text[at:] + decoder.decode(data, final=ended), 0
+        piece = max(piece, len(text))  # an element longer than a piece is not looked through again for each
+
+    def next_token() -> str:
+        nonlocal at
+        while True:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or ended:
+                return text[at : at + 1]
+            more()
+
+    next_token()
+    at += 1  # the bracket that was seen
+    closing = next_token()
+    while closing != "]":
+        while True:
+            try:
+                value, end = decode(text, at)
+                if end < len(text) or ended:  # a number may go on
+                    break
+            except RecursionError:
+                raise _Unreadable("JSON nested too deep") from None
+            except json.JSONDecodeError as error:
+                open_string = error.msg.startswith("Unterminated string")
+                if ended or (error.pos < len(text) - LONGEST_ESCAPE and not open_string):
+                    raise _Unreadable(f"not JSON: {error.msg}") from None
+            more()
+            next_token()
+        at = end
+        yield value if isinstance(value, dict) else ValueError(f"not a JSON object but {_type_name(value)}")
+        closing = next_token()
+        if closing == ",":
+            at += 1
+            next_token()
+        elif closing != "]":
+            raise _Unreadable(f"not a JSON array: {closing or 'the end'!r} where , or ] must be")
+    at += 1
+    if rest := next_token():
+        raise _Unreadable(f"not JSON: {rest!r} after the end of the array")
+
+
+def _csv(stream: IO[bytes], reading: Reading, delimiter: str = ",") -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    try:
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        header = next(rows, None)
+        if header is None:
+            return
+        places = _places(reading, header)
+        for row in rows:
+            if not row:
+                continue
+            if len(row) != len(header):
+                yield ValueError(f"{len(row)} values where the first row names {len(header)}")
+            else:
+                yield tuple(row[place] for place in places)
+    finally:
+        text.detach()
+
+
+def _tsv(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    return _csv(stream, reading, "\t")
+
+
+def _places(reading: Reading, names: Sequence[str]) -> list[int]:
+    missing = [key for key in reading.keys if key not in names]
+    if missing:
+        has = ", ".join(map(repr, names[:8]))
+        raise _Unreadable(f"no column {missing[0]!r} ({reading.flag}); the columns are {has}")
+    return [names.index(key) for key in reading.keys]
+
+
+def _parquet(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(_seekable(stream), page_checksum_verification=True)
+        _places(reading, file.schema_arrow.names)
+        yield from _columns(file.iter_batches(batch_size=ROWS, columns=list(reading.keys)), reading)
+    except (pa.ArrowException, ValueError) as error:
+        raise _Unreadable(f"not Parquet that can be read: {error}") from None
+
+
+def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
+    """Arrow's IPC format, as a file or as a stream."""
+    import pyarrow as pa
+
+    try:
+        source = _seekable(stream)
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            file = pa.ipc.open_file(source)
+            schema = file.schema
+            batches: Iterable[Any] = (file.get_batch(number) for number in range(file.num_record_batches))
+        else:
+            batches = pa.ipc.open_stream(source)
+            schema = batches.schema  # type: ignore[attr-defined]
+        _places(reading, schema.names)
+        yield from _columns((part for batch in batches for part in _slices(batch)), reading)
+    except (pa.ArrowException, ValueError) as error:
+        raise _Unreadable(f"not Arrow that can be read: {error}") from None
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    return (batch.slice(start, ROWS) for start in range(0, batch.num_rows, ROWS))
+
+
+def _columns(batches: Iterable[Any], reading: Reading) -> Iterator[Record]:
+    """Rows as the bytes of their texts, so that one that is not UTF-8 spoils no other."""
+    import pyarrow as pa
+
+    for batch in batches:
+        columns = []
+        for key in reading.keys:
+            column = batch.column(batch.schema.names.index(key))
+            if pa.types.is_dictionary(column.type):
+                column.validate(full=True)
+                column = column.dictionary_decode()
+            if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+                raise _Unreadable(f"column {key!r} is not text but {column.type}")
+            kind = pa.binary() if pa.types.is_string(column.type) else pa.large_binary()
+            values = pa.Array.from_buffers(kind, len(column), column.buffers(), offset=column.offset)
+            values.validate(full=True)  # lengths and places, of which a stream has no checksum
+            columns.append(values.to_pylist())
+        yield from zip(*columns, strict=True)
+
+
+def _seekable(stream: IO[bytes]) -> IO[bytes]:
+    """A stream in which a reader can jump: in memory where the file is compressed as a whole."""
+    return stream if stream.seekable() else io.BytesIO(stream.read())
+
+
+READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]] = {
+    "jsonl": ("line", _lines),
+    "json": ("record", _json_array),
+    "text": ("document", _text_file),
+    "csv": ("row", _csv),
+    "tsv": ("row", _tsv),
+    "parquet": ("row", _parquet),
+    "arrow": ("row", _arrow),
+}
+"""Format -> what a record is, and its reader."""

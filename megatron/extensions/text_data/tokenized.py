@@ -1,0 +1,141 @@
+"""Text files as training data: tokenized once into an indexed dataset, which a cache keeps.
+
+The dataset is the one that tools/preprocess_data.py writes of the same files, so that samples are the same bit for bit.
+Its name contains a hash of what determines it: the files with their sizes and times of modification, the tokenizer and
+its files, and how documents are read. One process of those that share a folder tokenizes while the others wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from megatron.core.config.data import DatasetConfig, TokenizerConfig
+from megatron.core.datasets.index_cache import content_hash, folder_lock
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, best_dtype
+from megatron.core.tokenizers import build_tokenizer
+from megatron.extensions.text_data.encoding import CHUNK_BYTES, Job, encode_all
+from megatron.extensions.text_data.formats import Reading, read_chunks
+from megatron.extensions.text_data.inputs import TextFile, find_inputs
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.WARNING)  # on every rank: the one that tokenizes speaks
+
+REPORT_EVERY = 10.0
+"""Seconds between lines about a tokenization under way."""
+
+SHOWN_BAD = 5
+"""Bad records that an error quotes."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """How text files become datasets in this run."""
+
+    data: DatasetConfig
+    tokenizer: TokenizerConfig
+    vocab_size: int | None
+    prepare: Callable[[], object]
+    """`Job.prepare`."""
+
+    def prefix(self, flag: str, value: str) -> str:
+        """Prefix of the dataset of the text files that `value` names, tokenized now if that has not been done.
+
+        Raises ValueError where files are missing, damaged, or have more bad records than --max-bad-lines."""
+        files = find_inputs([value], flag)
+        reading = Reading((self.data.text_key,), self.data.text_documents, "--text-key")
+        job = Job(self.tokenizer, self.vocab_size, reading, self.data.append_eod, prepare=self.prepare)
+        folder = self._folder(flag, value)
+        target = folder / f"{Path(value.rstrip('/')).name.partition('.')[0]}-{self._hash(files, job)}"
+        prefix = str(target / "text_document")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                with folder_lock(folder):
+                    if not target.exists():  # another process may have made it meanwhile
+                        self._tokenize(job, files, target)
+        except OSError as error:
+            rule = f"its tokens cannot be written to {folder} ({error})"
+            raise ValueError(f"{flag} {value}: {rule}; choose another folder with --data-cache-path FOLDER") from None
+        return prefix
+
+    def _folder(self, flag: str, value: str) -> Path:
+        if self.data.data_cache_path is not None:
+            return Path(self.data.data_cache_path) / "tokenized"
+        if "://" in value:
+            raise ValueError(f"{flag} {value}: tokens of remote files need a folder; add --data-cache-path FOLDER")
+        return Path(value.rstrip("/")).parent / "cache" / "tokenized"
+
+    def _hash(self, files: Sequence[TextFile], job: Job) -> str:
+        described = {
+            "files": [[os.path.basename(file.path), file.size, file.modified] for file in files],
+            "tokenizer": asdict(self.tokenizer),
+            "tokenizer_files": [_digest(Path(path)) for path in self._tokenizer_files()],
+            "vocab_size": self.vocab_size,
+            "reading": asdict(job.reading),
+            "append_eod": job.append_eod,
+        }
+        return content_hash(described)
+
+    def _tokenizer_files(self) -> Iterator[str]:
+        named = (self.tokenizer.tokenizer_model, self.tokenizer.vocab_file, self.tokenizer.merge_file)
+        for path in filter(None, named):
+            inside = sorted(str(file) for file in Path(path).glob("*.json")) if os.path.isdir(path) else [path]
+            yield from (file for file in inside if os.path.isfile(file))
+
+    def _tokenize(self, job: Job, files: Sequence[TextFile], target: Path) -> None:
+        tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
+        if tokenizer.eod is None:
+            job = replace(job, append_eod=False)
+        total, done, began = sum(file.size for file in files), 0, time.monotonic()
+        logger.warning("tokenizing %d files, %.1f MB, into %s", len(files), total / 1e6, target)
+        temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        bad: list[str] = []
+        try:
+            with IndexedDatasetBuilder(str(temporary / "text_document"), best_dtype(tokenizer.vocab_size)) as builder:
+                reported = began
+                chunks = read_chunks(files, job.reading, CHUNK_BYTES)
+                for chunk, encoded in encode_all(job, chunks, self._workers(total)):
+                    builder.add_documents(encoded.tokens[0], encoded.lengths[0])
+                    bad += (f"{chunk.path}:{number}: {reason}" for number, reason in encoded.bad)
+                    done += chunk.size
+                    if time.monotonic() > reported + REPORT_EVERY:
+                        reported = time.monotonic()
+                        logger.warning("tokenized %.1f MB, %.2f MB/s", done / 1e6, done / 1e6 / (reported - began))
+                self._check(bad, builder, files)
+            if not target.exists():  # without locks another process may have been first
+                os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        seconds = time.monotonic() - began
+        logger.warning(
+            "tokenized %d documents, %d tokens in %.1f s: %.0f tokens/s",
+            *(builder.num_documents, builder.num_tokens, seconds, builder.num_tokens / seconds),
+        )
+
+    def _check(self, bad: Sequence[str], builder: IndexedDatasetBuilder, files: Sequence[TextFile]) -> None:
+        if len(bad) > self.data.max_bad_lines:
+            shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
+            raise ValueError(
+                f"{len(bad)} records cannot be read, --max-bad-lines allows for {self.data.max_bad_lines}; mend the "
+                f"files, or raise --max-bad-lines to leave them out:\n{shown}"
+            )
+        if not builder.num_tokens:
+            raise ValueError(f"{files[0].path}{' ...' if len(files) > 1 else ''}: there is no document with text")
+
+    def _workers(self, size: int) -> int:
+        """Processes that tokenize: those asked for, by default one a core, and none for what one does in no time."""
+        if self.data.tokenizer_workers is not None:
+            return self.data.tokenizer_workers
+        return 1 if size < 1 << 23 else min(64, len(os.sched_getaffinity(0)))
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=16).hexdigest()
