@@ -13,6 +13,7 @@ from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler
 from megatron.extensions.diagnosis.layer_stats.statistics import LayerStatistics
 from megatron.extensions.diagnosis.straggler import PhaseClock
 from megatron.extensions.phases.plan import StagePlan
+from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.batch_size import BatchSizes
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import TrainingData
@@ -25,7 +26,6 @@ from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.progress import Progress
 from megatron.training.saving import RunSaver
-from megatron.training.step_guard import StepGuard
 
 if TYPE_CHECKING:
     from megatron.extensions.evaluation.suite import Suite

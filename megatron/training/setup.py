@@ -38,6 +38,7 @@ from megatron.extensions.phases.history import continued, read_history
 from megatron.extensions.phases.plan import stage_plan
 from megatron.extensions.phases.schedule import whole_schedule
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.checks.step_guard import StepGuard
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import build_data, check_same_data
 from megatron.training.forward_backward import ForwardBackward
@@ -52,7 +53,6 @@ from megatron.training.metrics.user_metrics import UserMetrics
 from megatron.training.pipeline import Pipeline
 from megatron.training.run import TrainingRun
 from megatron.training.saving import RunSaver
-from megatron.training.step_guard import StepGuard
 
 if TYPE_CHECKING:
     from megatron.extensions.evaluation.suite import Suite

@@ -21,8 +21,8 @@ from megatron.core.distributed.finalize_model_grads import reduce_model_grads
 from megatron.core.pipeline_parallel.executor import StaleForwards
 from megatron.extensions.diagnosis.straggler import GRAD_SYNC
 from megatron.extensions.phases.change import enter_stage_of, stage_is_over
-from megatron.training.bad_steps import settle
-from megatron.training.check_replicas import check_replicas
+from megatron.training.checks.bad_steps import settle
+from megatron.training.checks.check_replicas import check_replicas
 from megatron.training.config.run_config import RunConfig
 from megatron.training.evaluation import evaluate
 from megatron.training.forward_backward import Sums

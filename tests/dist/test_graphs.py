@@ -14,7 +14,7 @@ from megatron.core.batch import Batch
 from megatron.core.fp8.casts import Scaled
 from megatron.core.fp8.recipes import WeightCasts
 from megatron.extensions.diagnosis.nonfinite_search import search
-from megatron.training.bad_steps import settle
+from megatron.training.checks.bad_steps import settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

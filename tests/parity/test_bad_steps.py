@@ -15,7 +15,7 @@ import torch
 
 from megatron.extensions.diagnosis.step_dump import SavedStep
 from megatron.extensions.diagnosis.step_replay import replay
-from megatron.training.bad_steps import BadStepError, settle
+from megatron.training.checks.bad_steps import BadStepError, settle
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate

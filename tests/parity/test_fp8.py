@@ -26,7 +26,7 @@ from megatron.core.transformer import activations, mlp
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.testing.local_world import run_world
 from megatron.testing.snapshot import first_difference
-from megatron.training.bad_steps import BadStepError
+from megatron.training.checks.bad_steps import BadStepError
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.validation import resolve
 from megatron.training.run import TrainingRun

@@ -11,8 +11,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.extensions.diagnosis.nonfinite_search import BACKWARD, FORWARD, WEIGHT_GRADIENT, Finding
 from megatron.extensions.diagnosis.straggler import PHASES, PhaseClock, slowest, straggler_line, straggler_record
+from megatron.training.checks.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
 from megatron.training.config.run_config import ChecksConfig, LoggingConfig
-from megatron.training.step_guard import WARM_UP, WINDOW, StepJudge, is_nan
 
 CPU = torch.device("cpu")
 

@@ -19,10 +19,10 @@ from megatron.core.optimizer.distrib_optimizer import StepResult
 from megatron.extensions.diagnosis.layer_stats.records import LayerRecord
 from megatron.extensions.diagnosis.straggler import straggler_record
 from megatron.extensions.planner.flops import flops_per_token
+from megatron.training.checks.step_guard import is_nan
 from megatron.training.metrics.mfu import peak_tflops
 from megatron.training.metrics.sinks import Record
 from megatron.training.run import TrainingRun
-from megatron.training.step_guard import is_nan
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import NoReturn
 from megatron.core.dist_checkpointing.storage import CheckpointError
 from megatron.extensions.diagnosis.nonfinite_search import Finding, search
 from megatron.extensions.diagnosis.step_dump import SavedStep, save_step
+from megatron.training.checks.step_guard import Verdict
 from megatron.training.run import TrainingRun
-from megatron.training.step_guard import Verdict
 
 ADVICE_NAN = (
     "replay the step, in one process or at another layout, and look at the module and the samples; to continue without "
