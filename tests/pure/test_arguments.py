@@ -61,7 +61,7 @@ def test_every_field_has_help_and_a_unique_name() -> None:
 
 def test_tables_do_not_overlap() -> None:
     """A feature that lands leaves the tables of what is not there."""
-    text = files("megatron.training.config").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
+    text = files("megatron.extensions.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     groups = [*tables["no_effect"], *tables["not_built"]]
     foreign = [flag for group in groups for flag in (*group.get("flags", ()), *group.get("prefixes", ()))]

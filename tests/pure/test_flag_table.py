@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "megatron_flags.md"
-TABLES = ROOT / "megatron" / "training" / "config" / "megatron_flags.toml"
+TABLES = ROOT / "megatron" / "extensions" / "megatron_flags" / "megatron_flags.toml"
 
 HEAD = """# Flags of Megatron-LM and Megatron-DeepSpeed
 

@@ -160,7 +160,7 @@ def test_one_expert_is_a_dense_mlp() -> None:
         ("--lr inf", 1, "--lr inf: must be finite"),
         ("--host-heartbeat-timeout-seconds 1", 1, "--host-heartbeat-timeout-seconds 1.0: must be 0 or at least 3"),
         ("--clip-grad -1", 1, "--clip-grad -1.0: must not be negative"),
-        ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 2^32 - 1]"),
+        ("--seed 4294967296", 1, "--seed 4294967296: must be in [0, 4294967295]"),
         ("--window-size 0", 1, "--window-size 0: must be above 0"),
         ("--rampup-batch-size 1 0 3", 1, "--rampup-batch-size 1 0 3: must be above 0"),
         ("--iterations-to-skip 0 3", 1, "--iterations-to-skip 0 3: must be above 0"),

@@ -86,7 +86,7 @@ class DatasetConfig(Section):
     dataset_type: str | None = flag(None, choices=DATASETS)
     """Where training data come from; default: gpt, indexed datasets in files, or mock under --mock-data."""
 
-    num_workers: int = 2
+    num_workers: int = flag(2, at_least=0)
     """Threads per rank that prefetch samples; 0 prepares samples on demand."""
 
     eod_mask_loss: bool = False
@@ -153,16 +153,16 @@ class FillInMiddleConfig(Section):
     fim_data: bool = False
     """Move the middle of documents behind their end, for models that fill in (arXiv 2207.14255)."""
 
-    fim_rate: float = 0.5
+    fim_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of documents in which this is done."""
 
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
 
     fim_split_sample: str | None = None
     """Token at which documents are cut into fragments, each with a middle of its own."""
 
-    fim_fragment_rate: float = 0.5
+    fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of the fragments of such a document that are rearranged."""
 
     fim_no_prefix: str | None = None

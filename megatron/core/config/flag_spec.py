@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,34 @@ class FlagSpec:
     path: str | None = None
     """Of a value that names files: "local" if they lie on a mounted file system, "url" if URLs do as well."""
 
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    """Bounds of a number, or of each of several."""
+
+    bounds_reason: str = ""
+    """Why these are the bounds."""
+
+    def broken_bound(self, value: float) -> str | None:
+        """The rule that a number breaks; None if it is within the bounds."""
+        low = (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
+        high = (self.at_most is None or value <= self.at_most) and (self.below is None or value < self.below)
+        return None if low and high else f"must {self._range()}{self.bounds_reason and f', {self.bounds_reason}'}"
+
+    def _range(self) -> str:
+        low, first = ("above", self.above) if self.at_least is None else ("at least", self.at_least)
+        high, last = ("below", self.below) if self.at_most is None else ("at most", self.at_most)
+        if first is not None and last is not None:
+            return f"be in {'[' if low == 'at least' else '('}{first}, {last}{']' if high == 'at most' else ')'}"
+        if first is None:
+            return f"be {high} {last}"
+        return "not be negative" if (low, first) == ("at least", 0) else f"be {low} {first}"
+
+    @property
+    def bounded(self) -> bool:
+        return (self.at_least, self.above, self.at_most, self.below) != (None,) * 4
+
 
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """A dataclass field that carries a `FlagSpec` of these aliases and further fields."""
@@ -48,3 +76,9 @@ class Section:
     def options(self, cls: type[T]) -> T:
         """The values of an extension's own flags, `cls` being their dataclass; without any its defaults."""
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
+
+    def with_options(self, *options: Any) -> Self:
+        """The same with `options` in place of those of their classes."""
+        classes = tuple(type(each) for each in options)
+        others = (each for each in self.extension_options if not isinstance(each, classes))
+        return replace(self, extension_options=(*others, *options))

@@ -133,11 +133,11 @@ class TransformerConfig(
     loss_func: str = flag("cross_entropy", choices=LOSSES)
     """Loss of each token; training minimizes the mean over tokens."""
 
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = flag(None, at_least=0)
     """Depths N of multi-token prediction (MTP): modules behind the last layer that predict N further tokens
     (DeepSeek-V3); default: none."""
 
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = flag(0.1, at_least=0)
     """Weight of the losses of multi-token prediction: this number times their mean over depths is added to the loss."""
 
     mtp_layer_kind: str = flag("own_number", choices=("own_number", "last_layer"))
@@ -186,13 +186,13 @@ class TransformerConfig(
     untie_embeddings_and_output_weights: bool = False
     """Use a separate weight for the output layer instead of sharing the word embedding's."""
 
-    attention_dropout: float = 0.1
+    attention_dropout: float = flag(0.1, at_least=0, below=1)
     """Dropout probability of attention weights."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = flag(0.1, at_least=0, below=1)
     """Dropout probability of embeddings and of the output of each sublayer."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = flag(0.02, at_least=0)
     """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections."""
 
     embedding_init_method_std: float | None = None

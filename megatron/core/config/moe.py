@@ -71,7 +71,7 @@ class MoEConfig:
     (aux_loss and global_aux_loss, which are the same here); several losses are added. sinkhorn balances the choice of
     experts within each sequence instead, without a loss."""
 
-    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True)
+    moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
 
     moe_z_loss_coeff: float = 0.0

@@ -39,7 +39,7 @@ class OptimizerConfig(Section):
     decoupled_lr: float | None = None
     """Peak learning rate of the word embedding and the output layer; default: that of all."""
 
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: float | None = flag(None, at_least=0)
     """--decoupled-lr: their learning rate at the end of the decay; default: --min-lr."""
 
     lr_decay_style: str = flag("linear", choices=LR_SCHEDULES)
@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
     lr_warmup_tokens: int | None = None
     """Tokens of linear warm-up; instead of the other two."""
 
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = flag(None, at_least=0, below=1)
     """Warm-up as a fraction of the decay length."""
 
     lr_warmup_init: float = 0.0
@@ -72,13 +72,13 @@ class OptimizerConfig(Section):
     lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """WSD: shape of the final anneal."""
 
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = flag(None, at_least=0)
     """WSD: iterations of the final anneal; 0 for none."""
 
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = flag(None, at_least=0)
     """WSD: samples of the final anneal."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = flag(0.01, at_least=0)
     """Decoupled weight decay of what --weight-decay-on names."""
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
@@ -93,28 +93,28 @@ class OptimizerConfig(Section):
     found. Keys: lr_mult (factor of the learning rate), wd_mult (factor of the weight decay), weight_decay (in its
     place). May be given more than once; what is given later wins."""
 
-    start_weight_decay: float | None = None
+    start_weight_decay: float | None = flag(None, at_least=0)
     """Weight decay at the first step; default: weight-decay."""
 
-    end_weight_decay: float | None = None
+    end_weight_decay: float | None = flag(None, at_least=0)
     """Weight decay at the last step; default: weight-decay."""
 
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the change from start to end weight decay."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: float = flag(0.9, at_least=0, below=1)
     """Decay of the first moment."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: float = flag(0.999, at_least=0, below=1)
     """Decay of the second moment."""
 
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
 
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = flag(0.9, at_least=0, below=1)
     """Momentum of SGD."""
 
-    muon_momentum: float = 0.9
+    muon_momentum: float = flag(0.9, at_least=0, below=1)
     """Muon: decay of the momentum, an average of the gradients."""
 
     muon_nesterov: bool = flag(False, "--muon-use-nesterov")
@@ -159,10 +159,10 @@ class OptimizerConfig(Section):
     qk_clip_threshold: float = 100.0
     """--qk-clip: the largest logit that a head may have."""
 
-    qk_clip_alpha: float = 0.5
+    qk_clip_alpha: float = flag(0.5, at_least=0, at_most=1)
     """--qk-clip: exponent of the factor in the queries; the keys have the rest."""
 
-    clip_grad: float = 1.0
+    clip_grad: float = flag(1.0, at_least=0)
     """Largest global gradient norm; 0 turns clipping off."""
 
     optimizer_post_validation: bool = False
@@ -195,7 +195,7 @@ class OptimizerConfig(Section):
     """Keep optimizer states in host memory, --optimizer-offload-fraction of them, and update them there: gradients are
     copied to the host, updated parameters back, while the next ones are updated (ZeRO-Offload)."""
 
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1)
     """--optimizer-cpu-offload: share of the elements whose states lie in host memory, in [0, 1]."""
 
     pin_cpu_grads: bool = flag(True, name="--no-pin-cpu-grads")

@@ -73,10 +73,10 @@ class ModelParallelConfig(PrecisionConfig):
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: micro-batches that pass through a stage before the rank's next one; default PP."""
 
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
     """Layers of the first pipeline rank, spread over its stages; with zb-v, layers of the first stage."""
 
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
     """Layers of the last pipeline rank, spread over its stages; with zb-v, layers of the last stage."""
 
     account_for_embedding_in_pipeline_split: bool = False
@@ -121,7 +121,7 @@ class ModelParallelConfig(PrecisionConfig):
     startup_timeout_minutes: float = 30.0
     """Limit of each phase of start-up, including index building and loading, and of the first step."""
 
-    host_heartbeat_timeout_seconds: float = 6.0
+    host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
     """Seconds without a heartbeat (UDP) of another host after which the run ends and names it. 0: no heartbeats."""
 
     @property

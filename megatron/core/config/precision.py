@@ -31,7 +31,7 @@ class PrecisionConfig:
     """Scaling of fp8 tensors: by the tensor's largest value, that of earlier steps (delayed), each row's, or that of
     each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
-    fp8_margin: int = 0
+    fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="as e4m3 has 18 powers of two")
     """Delayed scaling: margin below the format's largest number, in powers of two."""
 
     fp8_amax_history_len: int = 1
@@ -43,10 +43,10 @@ class PrecisionConfig:
     first_last_layers_bf16: bool = False
     """Keep the first and last transformer layers in bf16."""
 
-    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_start_in_bf16: int = flag(1, at_least=0)
     """--first-last-layers-bf16: number of first layers in bf16."""
 
-    num_layers_at_end_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = flag(1, at_least=0)
     """--first-last-layers-bf16: number of last layers in bf16."""
 
     @property

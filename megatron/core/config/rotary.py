@@ -25,7 +25,7 @@ class RotaryConfig:
     """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list of 1 (without) and 0 for all layers.
     Default: every layer has it."""
 
-    rotary_percent: float = 1.0
+    rotary_percent: float = flag(1.0, above=0, at_most=1)
     """Fraction of each head's channels that are rotated."""
 
     rotary_interleaved: bool = False
@@ -53,7 +53,7 @@ class RotaryConfig:
     """Rotary frequencies: as they are (rope), or scaled to longer sequences by YaRN (yarn). Default: yarn for
     multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, both are the same."""
 
-    rotary_scaling_factor: float = 1.0
+    rotary_scaling_factor: float = flag(1.0, at_least=1)
     """YaRN: longest sequence, as a multiple of the original context length."""
 
     original_max_position_embeddings: int = 4096

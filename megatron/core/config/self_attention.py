@@ -35,7 +35,7 @@ class SelfAttentionConfig:
     window_softmax_type: str | None = flag(None, choices=SOFTMAX_TYPES)
     """--softmax-type of layers with a sliding window or chunks (MiMo-V2); default: as in other layers."""
 
-    window_rotary_percent: float | None = None
+    window_rotary_percent: float | None = flag(None, above=0, at_most=1)
     """--rotary-percent of layers with a sliding window or chunks (Step-3.5); default: as in other layers."""
 
     qk_l2_norm: bool = False

@@ -48,13 +48,13 @@ class TrainingConfig:
     """Tokens to train, instead of train-iters; beside another length, the shorter one holds. Without any of the three:
     one epoch."""
 
-    seed: int = 1234
+    seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
     """Seed of initial weights, dropout and data order."""
 
-    exit_interval: int | None = None
+    exit_interval: int | None = flag(None, at_least=0)
     """Save and exit when the iteration is a multiple of this; 0 for never."""
 
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: float | None = flag(None, at_least=0)
     """Save and exit after this many minutes."""
 
     exit_signal_handler: bool = True
@@ -66,7 +66,7 @@ class TrainingConfig:
     trigger_path: str | None = flag(None, path="local")
     """Folder in which files save and exit are looked for, as in --save: save, and save and exit."""
 
-    exit_margin_in_mins: float = 3.0
+    exit_margin_in_mins: float = flag(3.0, at_least=0)
     """Save and exit this many minutes before the end of the SLURM job."""
 
     skip_train: bool = False
@@ -75,7 +75,7 @@ class TrainingConfig:
     eval_interval: int = 1000
     """Iterations between evaluations on the validation set."""
 
-    eval_iters: int = 100
+    eval_iters: int = flag(100, at_least=0)
     """Global batches in one evaluation; 0 turns evaluation off."""
 
     full_validation: bool = False
@@ -123,13 +123,13 @@ class ChecksConfig:
     check_for_spiky_loss: bool = False
     """Report losses far above the mean of recent steps."""
 
-    spiky_loss_factor: float = 2.0
+    spiky_loss_factor: float = flag(2.0, above=1)
     """--check-for-spiky-loss: report losses above this times the mean."""
 
     check_for_large_grads: bool = False
     """Report gradient norms far above the mean of recent steps."""
 
-    large_grads_factor: float = 10.0
+    large_grads_factor: float = flag(10.0, above=1)
     """--check-for-large-grads: report gradient norms above this times the mean."""
 
     max_skipped_iterations: int = 0
@@ -167,7 +167,7 @@ class LoggingConfig:
     """Iterations between statistics of each layer: norms of weights, gradients and updates, activations, attention
     logits, routers; 0: none."""
 
-    layer_growth_threshold: float = 1.2
+    layer_growth_threshold: float = flag(1.2, at_least=0)
     """--log-layer-stats: report a layer, or a tensor-parallel rank, of which a statistic grows by this factor over
     the last 10 records while others' does not; 0: never."""
 
@@ -202,20 +202,20 @@ class LoggingConfig:
     """Profile some steps: with nsys on GPUs, or with torch's profiler, which writes traces for Perfetto to the folder
     profile in --tensorboard-dir or --save."""
 
-    profile_step_start: int = 10
+    profile_step_start: int = flag(10, at_least=0)
     """--profile: iterations before the profile starts."""
 
     profile_step_end: int = 12
     """--profile: iterations before it ends."""
 
-    profile_ranks: tuple[int, ...] = flag((0,), many=True)
+    profile_ranks: tuple[int, ...] = flag((0,), many=True, at_least=0)
     """--profile: ranks that are profiled."""
 
     trace: bool = False
     """Trace some steps of all ranks on one clock into one file for Perfetto, in the folder trace of --tensorboard-dir
     or --save: pipeline actions, messages, collectives, phases of the step, and the planned pipeline beside."""
 
-    trace_step_start: int = 10
+    trace_step_start: int = flag(10, at_least=0)
     """--trace: iterations before the trace starts."""
 
     trace_step_end: int = 12
@@ -255,7 +255,7 @@ class CheckpointConfig:
     """Folder to load the latest checkpoint from; training starts from scratch if there is none. Or a Hugging Face
     folder, of which the model's flags and weights are loaded."""
 
-    save_interval: int | None = flag(None, "--persistent-save-interval")
+    save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0)
     """Iterations between checkpoints, 0 for none; one is always written at the end when --save is given."""
 
     load_optim: bool = flag(True, name="--no-load-optim")
@@ -318,13 +318,13 @@ class EvalTasksConfig:
     eval_tasks: tuple[str, ...] | None = flag(None, many=True, path="local")
     """Task files in lm-evaluation-harness' YAML form, or folders of them, whose data are local files."""
 
-    eval_tasks_interval: int | None = None
+    eval_tasks_interval: int | None = flag(None, at_least=0)
     """Iterations between evaluations of --eval-tasks, 0 for one at the end only; default: --eval-interval."""
 
     eval_tasks_limit: int | None = None
     """Documents of each task, the first of its split; default: all."""
 
-    eval_tasks_num_fewshot: int | None = None
+    eval_tasks_num_fewshot: int | None = flag(None, at_least=0)
     """Examples before each document, in place of num_fewshot in the task files; tasks that say 0 keep it."""
 
     eval_tasks_batch_tokens: int | None = None
