@@ -45,7 +45,11 @@ setup(
         *find_packages(include=["megatron", "megatron.*"]),
         *("megatron_tools", "megatron_tools.common", "megatron_tools.pictures"),
     ],
-    package_data={"": ["*.toml", "*.json", "*.yaml", "*.css"], "megatron.extensions.planner": ["devices/*.yaml"]},
+    package_data={
+        "": ["*.toml", "*.json", "*.yaml", "*.css"],
+        "megatron.extensions": ["flag_index.txt"],
+        "megatron.extensions.planner": ["devices/*.yaml"],
+    },
     package_dir={"megatron_tools": "tools"},
     py_modules=["pretrain_gpt"],
     entry_points={

@@ -1,0 +1,56 @@
+"""The built-in extensions: what a run can do without. No torch.
+
+Each is a folder beside this file that registers its flags and parts as a user's `--extension FILE.py` does. It can be
+deleted, with its line below: its flags then are errors that name it. The trunk (`megatron.core`, `megatron.training`)
+imports none of them.
+
+    NAME/__init__.py   what it is for, its flags, and what to read first
+    NAME/flags.py      its flags, ranges stated on the fields, and where its parts are; imports no torch
+    NAME/rules.py      rules of several fields, if there are any; imports no torch
+    NAME/hooks.py      callbacks, meters and tasks, if there are any
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in extension."""
+
+    name: str
+    about: str
+    """One line of what it is for."""
+
+    needs: tuple[str, ...] = ()
+    """The extensions that it imports."""
+
+
+BUILT_IN: tuple[BuiltIn, ...] = ()
+"""The one list of built-in extensions."""
+
+INDEX = Path(__file__).with_name("flag_index.txt")
+"""A line for each extension, `name: --flag --flag`, by which flags of a deleted one are told from typing errors.
+`python -m tests.pure.test_arguments` writes it."""
+
+
+@cache
+def load() -> None:
+    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once."""
+    for extension in BUILT_IN:
+        import_module(f"{__name__}.{extension.name}.flags")
+
+
+def home_of(flag: str) -> str | None:
+    """The extension that a flag belongs to, whether it is there or not; None for a flag of no extension."""
+    return _homes().get(flag)
+
+
+@cache
+def _homes() -> dict[str, str]:
+    lines = (line.partition(": ") for line in INDEX.read_text(encoding="utf-8").splitlines())
+    return {flag: name for name, _, flags in lines for flag in flags.split()}

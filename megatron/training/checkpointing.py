@@ -48,7 +48,6 @@ from megatron.extensions.phases.plan import StagePlan
 from megatron.extensions.planner.parameters import stage_metas
 from megatron.training.config.flags import (
     EXTENSION_SECTIONS,
-    MAY_CHANGE,
     all_flags,
     config_of_sections,
     value_of,
@@ -366,7 +365,8 @@ def changed_fields(
     two runs differ, with both values: those that were given, or that follow from other fields. A field that was not
     given and differs with others is left to them, and so are those `ignored`."""
     changed = []
-    compared, rules = {"model", *EXTENSION_SECTIONS}.intersection(sections) - MAY_CHANGE, resumed_fields()
+    fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}
+    compared, rules = {"model", *fixed}.intersection(sections), resumed_fields()
     for flag in all_flags():
         if flag.section not in compared or flag.field in (*rules["without_effect"], *rules["scheduled"], *ignored):
             continue

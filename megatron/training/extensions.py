@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.training.config.flags import add_section
+from megatron.training.config.flags import Rules, add_section
 from megatron.training.config.problem import Problem
 
 __all__ = ["ExtensionError", "Problem", "extension_flags", "load_extensions"]
@@ -29,17 +29,20 @@ class ExtensionError(ValueError):
     """An extension cannot be used; the message names its file and line."""
 
 
-def extension_flags(title: str, may_change: bool = False) -> Callable[[type[T]], type[T]]:
+def extension_flags(
+    title: str, may_change: bool = False, rules: Rules | str | None = None
+) -> Callable[[type[T]], type[T]]:
     """Decorator of a frozen dataclass whose fields become flags, each with the string below it for help.
 
     Parts read the values by `config.options(Cls)`. A method `validate(config, world_size)` may yield a `Problem` for
-    each value that is wrong; `config` is the whole `RunConfig`.
+    each value that is wrong; `config` is the whole `RunConfig`. So may `rules(config, world_size)`, a function or its
+    "module:function", which is imported and called only if one of the flags is given.
     A run must have the values of the checkpoint that it loads; `may_change=True` leaves it free to have others, as
     for a callback, a metric or a learning rate.
     """
 
     def add(cls: type[T]) -> type[T]:
-        add_section(title, cls, may_change)
+        add_section(title, cls, may_change, rules)
         return cls
 
     return add

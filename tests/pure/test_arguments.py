@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron import extensions
 from megatron.extensions.megatron_flags.megatron_flags import Accepted, Exchange, NotBuilt, SameAs, foreign_flags
 from megatron.training.config.arguments import CommandLine, command_line, parse_args, read_flags, save_config
 from megatron.training.config.flags import all_flags, field_docs, flat_values, sections, spelling_table
@@ -45,9 +46,23 @@ def failure(argv: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.strip() for line in err.splitlines()[1:]]
 
 
+def index() -> str:
+    """A line for each built-in extension that has flags: its name, and their spellings."""
+    prefix, spellings = f"{extensions.__name__}.", dict[str, list[str]]()
+    for spelling, (flag, _) in spelling_table().items():
+        module = sections()[flag.section].__module__
+        if module.startswith(prefix):
+            spellings.setdefault(module.removeprefix(prefix).split(".")[0], []).append(spelling)
+    return "".join(f"{name}: {' '.join(sorted(spellings[name]))}\n" for name in sorted(spellings))
+
+
 def test_surface_is_frozen() -> None:
     """Scripts rely on these names. `python -m tests.pure.test_arguments` accepts a change; say so in CHANGELOG."""
-    assert surface() == GOLDEN.read_text()
+    installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
+    lines = GOLDEN.read_text().splitlines(keepends=True)
+    assert surface() == "".join(line for line in lines if extensions.home_of(line.split()[0]) in installed)
+    there = [line for line in extensions.INDEX.read_text().splitlines(keepends=True) if line.split(":")[0] in installed]
+    assert index() == "".join(there)
 
 
 def test_every_field_has_help_and_a_unique_name() -> None:
@@ -505,3 +520,4 @@ def test_switches_may_say_true_or_false() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(surface())
+    extensions.INDEX.write_text(index())

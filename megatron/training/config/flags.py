@@ -7,13 +7,15 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
+from importlib import import_module
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.flag_spec import FlagSpec, Section
+from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 SECTION_TITLES = {
@@ -137,21 +139,46 @@ def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-EXTENSION_SECTIONS: dict[str, type] = {}
-"""Title -> dataclass of the flags that an extension defines."""
-
-MAY_CHANGE: set[str] = set()
-"""Titles of those flags that may differ between a checkpoint and the run that loads it."""
+Rules = Callable[[RunConfig, int], Iterable[Problem]]
+"""(resolved configuration, world size) -> problems. Must not raise, whatever the values are."""
 
 
-def add_section(title: str, cls: type, may_change: bool) -> None:
+@dataclass(frozen=True)
+class ExtensionSection:
+    """The flags that an extension defines."""
+
+    cls: type
+    """A frozen dataclass: each field is a flag."""
+
+    may_change: bool = False
+    """Whether they may differ between a checkpoint and the run that loads it."""
+
+    rules: Rules | str | None = None
+    """Rules about them, or where they are, "module:function": imported when one of the flags is given."""
+
+    def problems(self, config: RunConfig, world_size: int) -> Iterable[Problem]:
+        """What the rules say of a configuration that has one of the flags; nothing if none is given."""
+        if self.rules is None or config.options(self.cls) == self.cls():
+            return ()
+        rules = self.rules
+        if isinstance(rules, str):
+            module, _, name = rules.partition(":")
+            rules = getattr(import_module(module), name)
+        return rules(config, world_size)
+
+
+EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
+"""Title -> flags of an extension."""
+
+
+def add_section(title: str, cls: type, may_change: bool, rules: Rules | str | None = None) -> None:
     """Makes flags of the fields of an extension's frozen dataclass, in a section of `--help` of their own.
 
     Raises ValueError if the class or a flag will not do.
     """
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"the flags {title!r}: {cls.__name__} must be a frozen dataclass")
-    if title in sections() or cls in EXTENSION_SECTIONS.values():
+    if title in sections() or any(section.cls is cls for section in EXTENSION_SECTIONS.values()):
         raise ValueError(f"the flags {title!r} are registered twice; register each class once, under its own title")
     taken = spelling_table()
     for flag in _flags_of(title, cls):
@@ -162,8 +189,7 @@ def add_section(title: str, cls: type, may_change: bool) -> None:
             )
         if clash := [spelling for spelling, _ in flag.spellings() if spelling in taken]:
             raise ValueError(f"the flags {title!r}: {clash[0]} is a flag already; rename {cls.__name__}.{flag.field}")
-    EXTENSION_SECTIONS[title] = cls
-    MAY_CHANGE.update([title] if may_change else [])
+    EXTENSION_SECTIONS[title] = ExtensionSection(cls, may_change, rules)
     for table in (all_flags, sections, spelling_table, field_table):
         table.cache_clear()
 
@@ -187,7 +213,7 @@ def _flags_of(section: str, cls: type) -> Iterator[Flag]:
 def value_of(config: RunConfig, flag: Flag) -> Any:
     """What a configuration has in the field of a flag."""
     extension = EXTENSION_SECTIONS.get(flag.section)
-    return getattr(config.options(extension) if extension else getattr(config, flag.section), flag.field)
+    return getattr(config.options(extension.cls) if extension else getattr(config, flag.section), flag.field)
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
@@ -204,13 +230,13 @@ def values_by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The configuration of `values_by_section`. Fields that are not known any more are dropped, missing ones take their
-    default."""
+    """The configuration of `values_by_section`, also where a field stood in another section. Fields that are not known
+    any more are dropped, missing ones take their default."""
     built = {}
+    saved = {field: value for fields in values.values() for field, value in fields.items()}
     for section, cls in sections().items():
-        known = {flag.field: flag for flag in all_flags() if flag.section == section}
-        given = {field: value for field, value in values.get(section, {}).items() if field in known}
-        built[section] = cls(**{field: _as_field(known[field], value) for field, value in given.items()})
+        known = {flag.field: flag for flag in all_flags() if flag.section == section and flag.field in saved}
+        built[section] = cls(**{field: _as_field(flag, saved[field]) for field, flag in known.items()})
     options = tuple(built.pop(title) for title in EXTENSION_SECTIONS)
     return RunConfig(**built, extension_options=options)
 
@@ -231,9 +257,27 @@ def _fields_in_order(cls: type) -> list[Field]:
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
     """Attribute of `RunConfig`, or title of an extension's flags -> its dataclass."""
+    load_built_in()
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
-    return own | EXTENSION_SECTIONS
+    return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}
+
+
+@cache
+def _built_in() -> Any:
+    return import_module("megatron.extensions")
+
+
+def home_of(spelling: str) -> str | None:
+    """The built-in extension that a flag is of, whether it is installed or not; None for flags of none."""
+    home: str | None = _built_in().home_of(spelling)
+    return home
+
+
+def load_built_in() -> None:
+    """Registers the flags and parts of the built-in extensions, which the trunk knows by the list in
+    `megatron.extensions` alone."""
+    _built_in().load()
 
 
 def _kind(hint: Any) -> Any:

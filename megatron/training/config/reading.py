@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.extensions.megatron_flags.megatron_flags import Exchange, NotBuilt, SameAs, foreign_flags
-from megatron.training.config.flags import Flag, parse_int, spelling_table
+from megatron.training.config.flags import Flag, home_of, parse_int, spelling_table
 from megatron.training.config.problem import Problem
 
 OPTIONS: dict[str, tuple[int, ...]] = {
@@ -249,6 +249,10 @@ class FlagReader:
         """An unknown flag. A suggestion is for typing errors, so it must be close."""
         import difflib
 
+        if (home := home_of(name)) is not None:
+            remedy = f"restore megatron/extensions/{home} and its line in megatron/extensions/__init__.py, or remove it"
+            self._refuse(name, texts, f"is a flag of the extension {home}, which is not installed", remedy)
+            return
         known = [*spelling_table(), *foreign_flags().spellings(), *OPTIONS]
         plain = "--" + name.lstrip("-").replace("_", "-").lower()
         close = [plain] if plain in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.85)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.extensions.phases.plan import StagePlan, checked_configs, plan_stages, stage_rules
 from megatron.training.config.batch_size import legal_sizes, parse_batch_schedule, samples_of_run
-from megatron.training.config.flags import flat_values
+from megatron.training.config.flags import EXTENSION_SECTIONS, flat_values
 from megatron.training.config.problem import Problem
 from megatron.training.config.rules import RULES
 from megatron.training.config.rules.single_values import single_values
@@ -74,6 +74,8 @@ def _own_findings(config: RunConfig, world_size: int) -> list[Problem]:
     for rule in RULES:
         # A value that is wrong by itself is reported once: rules that relate it to others stay silent.
         problems += [p for p in rule(resolved, world_size) if p.flag not in flagged]
+    for section in EXTENSION_SECTIONS.values():
+        problems += [p for p in section.problems(resolved, world_size) if p.flag not in flagged]
     for options in resolved.extension_options:
         if hasattr(options, "validate"):
             problems += [p for p in _own_problems(options, resolved, world_size) if p.flag not in flagged]
